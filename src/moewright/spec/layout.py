@@ -1,0 +1,106 @@
+"""Layout: all parallel, memory and overlap choices of a job, over a world of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Schedule(StrEnum):
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZBV = "zbv"
+    DUALPIPEV = "dualpipev"
+
+
+class CpComm(StrEnum):
+    P2P = "p2p"
+    ALL_GATHER = "allgather"
+    A2A = "a2a"
+    A2A_P2P = "a2a+p2p"
+
+
+class Dispatcher(StrEnum):
+    ALL_GATHER = "allgather"
+    ALL_TO_ALL = "alltoall"
+    DEDUP = "dedup"
+    DEEPEP = "deepep"
+    HYBRIDEP = "hybridep"
+
+
+class Recompute(StrEnum):
+    """Modules replayed in backward; FULL stands alone. See features.md A.9."""
+
+    FULL = "full"
+    LAYERNORM = "layernorm"
+    MOE_ACT = "moe_act"
+    MOE = "moe"
+    MLP = "mlp"
+    CORE_ATTN = "core_attn"
+    SHARED_EXPERTS = "shared_experts"
+    MLA_UP_PROJ = "mla_up_proj"
+
+
+class Offload(StrEnum):
+    OPTIMIZER = "optimizer"
+    ATTN_NORM = "attn_norm"
+    QKV_LINEAR = "qkv_linear"
+    CORE_ATTN = "core_attn"
+    ATTN_PROJ = "attn_proj"
+    MLP_NORM = "mlp_norm"
+    EXPERT_FC1 = "expert_fc1"
+    MOE_ACT = "moe_act"
+
+
+class Overlap(StrEnum):
+    GRAD = "grad"
+    PARAM = "param"
+    TP = "tp"
+    P2P = "p2p"
+    EP = "ep"
+
+
+class Graphs(StrEnum):
+    """Parts of a layer captured in CUDA graphs; FULL stands alone."""
+
+    FULL = "full"
+    ATTN = "attn"
+    MOE_ROUTER = "moe_router"
+    MOE_PREPROCESS = "moe_preprocess"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Degrees over `world_size` ranks; dp and edp are what is left. Sets are sorted tuples without repeats."""
+
+    world_size: int
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    mbs: int = 1
+    zero: int = 1
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    vpp_group: int = 0  # micro-batches a group of the interleaved table; 0: pp
+    cp_comm: CpComm = CpComm.P2P
+    recompute: tuple[Recompute, ...] = ()
+    offload: tuple[Offload, ...] = ()
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    capacity: float = 0.0  # 0: dropless
+    overlap: tuple[Overlap, ...] = ()
+    graphs: tuple[Graphs, ...] = ()
+    stages: str = ""  # pipeline layout string, e.g. "Et*3|(tt|)*29,m|L"; "": even split
+
+    @property
+    def dp(self) -> int:
+        """Dense data-parallel degree (rounded down when the world does not divide; legality reports that)."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Expert data-parallel degree (same remark)."""
+        return self.world_size // (self.etp * self.ep * self.pp)

@@ -1,0 +1,105 @@
+"""Ledger: what the planner predicts and the engine counts, under the same names and units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moewright.spec.hardware import Collective
+
+
+class Module(StrEnum):
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    DENSE_MLP = "dense_mlp"
+    ROUTER = "router"
+    EXPERTS = "experts"
+    SHARED_EXPERTS = "shared_experts"
+    NORM = "norm"
+    HEAD = "head"
+    MTP = "mtp"
+    OTHER = "other"  # what belongs to no module: padding of flat buffers, allowances
+
+
+class Component(StrEnum):
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    MASTER = "master"
+    MOMENTS = "moments"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    TRANSIENT = "transient"  # the largest short-lived working set of backward
+    COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
+    FRAGMENTATION = "fragmentation"
+
+
+class FlopOp(StrEnum):
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+
+
+class Phase(StrEnum):
+    """Where the wall time of a training step goes; the parts do not overlap and sum to the step."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRAD_REDUCE = "grad_reduce"
+    OPTIMIZER = "optimizer"
+    PARAM_GATHER = "param_gather"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    component: Component
+    module: Module
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRow:
+    """Collectives of one operation over one named group (rules.grid.GROUPS): payload handed in, and calls."""
+
+    op: Collective
+    group: str
+    bytes: int
+    calls: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopRow:
+    op: FlopOp
+    module: Module
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeRow:
+    phase: Phase
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """One rank's books. `memory` is bytes held; `comm`, `flops` and `time` are for one training step.
+
+    Rows are sorted and unique by their keys; a row of zero is left out.
+    """
+
+    rank: int
+    pp_rank: int
+    memory: tuple[MemoryRow, ...] = ()
+    comm: tuple[CommRow, ...] = ()
+    flops: tuple[FlopRow, ...] = ()
+    time: tuple[TimeRow, ...] = ()
+    notes: tuple[str, ...] = ()  # differences of this device that the other side cannot know
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], source ranks of one EP group."""
+
+    step: int
+    counts: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]

@@ -1,0 +1,34 @@
+"""Units: SI inside (bytes, seconds, FLOPs), pretty text only at the edge."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+GB = 10**9
+TERA = 10**12
+
+
+def show_bytes(value_bytes: float) -> str:
+    """Bytes as B, KiB, MiB or GiB with three significant figures."""
+    size = abs(value_bytes)
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= scale:
+            return f"{value_bytes / scale:.3g} {unit}" if size < 1000 * scale else f"{value_bytes / scale:.0f} {unit}"
+    return f"{value_bytes:.0f} B"
+
+
+def show_seconds(value_s: float) -> str:
+    """Seconds as s, ms or us with three significant figures."""
+    size = abs(value_s)
+    if size >= 1 or size == 0:
+        return f"{value_s:.3g} s" if size < 1000 else f"{value_s:.0f} s"
+    return f"{value_s * 1e3:.3g} ms" if size >= 1e-3 else f"{value_s * 1e6:.3g} us"
+
+
+def show_count(value: float) -> str:
+    """A count with k, M, B or T: 235093634560 -> 235.1B."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g}{unit}"
+    return f"{value:.4g}"

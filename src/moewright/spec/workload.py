@@ -1,0 +1,89 @@
+"""Workload: what is asked of the model: sequences, batch, precision, optimizer, data, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Dtype(StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+    @property
+    def nbytes(self) -> int:
+        return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[self.value]
+
+
+class Routing(StrEnum):
+    """Where the load of the experts comes from when a run is predicted."""
+
+    BALANCED = "balanced"  # every expert gets tokens * top_k / experts
+    LEARNED = "learned"  # the router decides; the prediction uses `load_factor`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """AdamW with decoupled decay, linear warm-up, then cosine to `lr * min_lr_fraction` at `decay_steps`."""
+
+    lr: float = 3e-4
+    min_lr_fraction: float = 0.1
+    warmup_steps: int = 0
+    decay_steps: int = 0  # 0: the run's `steps`
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # 0: no clipping
+    moment_dtype: Dtype = Dtype.FP32
+    bucket_elements: int = 40_000_000  # a gradient bucket closes when it holds this many
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSpec:
+    """Coefficients of the auxiliary losses (0: off); formulas in features.md A.4.3 and A.4.6."""
+
+    aux_coeff: float = 0.0
+    z_coeff: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSpec:
+    """Megatron .bin/.idx prefixes (no suffix) and the tokenizer file beside them; "" means none."""
+
+    train: str = ""
+    heldout: str = ""
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSpec:
+    every_steps: int = 0  # 0: only at the end and on SIGTERM
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One training job on a model. Batch sizes count sequences of `seq_len` tokens."""
+
+    seq_len: int
+    global_batch: int
+    steps: int = 0
+    seed: int = 1234
+    precision: Dtype = Dtype.BF16  # compute and stored weights
+    grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
+    routing: Routing = Routing.BALANCED
+    load_factor: float = 1.0  # load of the hottest expert rank over the mean
+    eval_every_steps: int = 0  # 0: only at the end
+    eval_batches: int = 8  # global batches of held-out data
+    ledger_step: int = 2  # the step, counted in a session from 0, on which every op is counted
+    optimizer: OptimizerSpec = OptimizerSpec()
+    loss: LossSpec = LossSpec()
+    data: DataSpec = DataSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_len * self.global_batch
