@@ -99,7 +99,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], source ranks of one EP group."""
+    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks."""
 
     step: int
     counts: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]

@@ -21,7 +21,7 @@ class LayerLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One line of steps.jsonl, kind "step". Rates are per rank; `loss` is nats per valid target over the global batch."""
+    """One line of steps.jsonl, kind "step". Rates are per rank; `loss` is nats per valid target of the global batch."""
 
     step: int  # 1 is the first update
     loss: float
