@@ -1,0 +1,187 @@
+"""Subtract two ledgers: what the planner predicted and what the engine counted, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.ledger import Component, Ledger, Module
+
+ACTIVATION_BOUND = 0.03  # saved activations in total: |predicted - counted| / counted
+EXACT_COMPONENTS = frozenset({Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS})
+SAVED_COMPONENTS = frozenset({Component.ACTIVATIONS, Component.LOGITS})
+TOTAL = "total"
+
+
+class Section(StrEnum):
+    MEMORY = "memory"  # bytes held
+    COMM = "comm"  # payload bytes a step
+    CALLS = "calls"  # collective calls a step
+    FLOPS = "flops"  # a step
+    TIME = "time"  # seconds of a step
+
+
+class Rule(StrEnum):
+    """What a line promises: equality, a bound of 3%, or nothing (it is listed to be read)."""
+
+    EXACT = "exact"
+    BOUND = "bound"
+    LISTED = "listed"
+
+
+class Status(StrEnum):
+    EQUAL = "equal"
+    WITHIN = "within"  # not equal, but inside the bound
+    DIFFERS = "differs"
+    ONLY_PREDICTED = "only_predicted"
+    ONLY_COUNTED = "only_counted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One quantity of both ledgers, in the unit of its section; a side without the row holds 0."""
+
+    section: Section
+    key: tuple[str, ...]
+    rule: Rule
+    predicted: float
+    counted: float
+    status: Status
+
+    @property
+    def difference(self) -> float:
+        return self.predicted - self.counted
+
+    @property
+    def relative(self) -> float | None:
+        """Difference over counted; None where nothing was counted."""
+        return self.difference / self.counted if self.counted else None
+
+    @property
+    def label(self) -> str:
+        return " / ".join(word.replace("_", " ") for word in self.key)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the line keeps what its rule promises; a listed line promises nothing."""
+        if self.rule is Rule.EXACT:
+            return self.status is Status.EQUAL
+        return self.rule is Rule.LISTED or self.status in (Status.EQUAL, Status.WITHIN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All lines of one rank's two ledgers, and what either side noted."""
+
+    rank: int
+    pp_rank: int
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every line that must be equal is."""
+        return all(line.kept for line in self.lines if line.rule is Rule.EXACT)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether saved activations stay within their bound in total."""
+        return all(line.kept for line in self.lines if line.rule is Rule.BOUND)
+
+    def of(self, section: Section) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.section is section)
+
+
+def compare(predicted: Ledger, counted: Ledger) -> Comparison:
+    """Join two ledgers of one rank on their keys.
+
+    Weights, gradients, master and moments, collective bytes and calls, and FLOPs must be equal; saved activations
+    (with the logits among them) stay within 3% in total and are listed by module; other memory and time are listed.
+    Raises BadInput when the ledgers are of different ranks.
+    """
+    for field in ("rank", "pp_rank"):
+        ours, theirs = getattr(predicted, field), getattr(counted, field)
+        if ours != theirs:
+            rule = "predicted and counted ledgers must be of the same rank"
+            raise BadInput(Reason(field=f"ledger.{field}", value=str(ours), rule=rule, nearest=str(theirs)))
+    lines = (
+        *_memory(predicted, counted),
+        *_join(Section.COMM, Rule.EXACT, _comm_bytes(predicted), _comm_bytes(counted)),
+        *_join(Section.CALLS, Rule.EXACT, _comm_calls(predicted), _comm_calls(counted)),
+        *_flops(predicted, counted),
+        *_time(predicted, counted),
+    )
+    notes = tuple(dict.fromkeys((*predicted.notes, *counted.notes)))
+    return Comparison(rank=counted.rank, pp_rank=counted.pp_rank, lines=lines, notes=notes)
+
+
+def _status(predicted: float, counted: float) -> Status:
+    if predicted == counted:
+        return Status.EQUAL
+    if not counted:
+        return Status.ONLY_PREDICTED
+    if not predicted:
+        return Status.ONLY_COUNTED
+    return Status.WITHIN if abs(predicted - counted) <= ACTIVATION_BOUND * abs(counted) else Status.DIFFERS
+
+
+def _line(section: Section, rule: Rule, key: tuple[str, ...], predicted: float, counted: float) -> Line:
+    status = _status(predicted, counted)
+    if rule is Rule.EXACT and status is Status.WITHIN:
+        status = Status.DIFFERS  # near is not equal
+    return Line(section=section, key=key, rule=rule, predicted=predicted, counted=counted, status=status)
+
+
+Column: TypeAlias = Mapping[tuple[str, ...], float]
+
+
+def _join(section: Section, rule: Rule, predicted: Column, counted: Column) -> Iterable[Line]:
+    for key in dict.fromkeys((*predicted, *counted)):
+        yield _line(section, rule, key, predicted.get(key, 0), counted.get(key, 0))
+
+
+def _memory(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
+    def column(ledger: Ledger, components: Iterable[Component]) -> Column:
+        kept = frozenset(components)
+        return {(row.component.value, row.module.value): row.bytes for row in ledger.memory if row.component in kept}
+
+    for component in Component:
+        rule = Rule.EXACT if component in EXACT_COMPONENTS else Rule.LISTED
+        yield from _join(Section.MEMORY, rule, column(predicted, (component,)), column(counted, (component,)))
+    saved = (sum(column(predicted, SAVED_COMPONENTS).values()), sum(column(counted, SAVED_COMPONENTS).values()))
+    if any(saved):
+        yield _line(Section.MEMORY, Rule.BOUND, ("saved activations", TOTAL), *saved)
+
+
+def _comm_bytes(ledger: Ledger) -> Column:
+    return {(row.op.value, row.group): row.bytes for row in ledger.comm}
+
+
+def _comm_calls(ledger: Ledger) -> Column:
+    return {(row.op.value, row.group): row.calls for row in ledger.comm}
+
+
+def _flops(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
+    def column(ledger: Ledger) -> Column:
+        return {(row.op.value, row.module.value): row.flops for row in ledger.flops}
+
+    def model_flops(ledger: Ledger) -> int:
+        return sum(row.flops for row in ledger.flops if row.module is not Module.ROUTER)
+
+    yield from _join(Section.FLOPS, Rule.EXACT, column(predicted), column(counted))
+    whole = (model_flops(predicted), model_flops(counted))
+    if any(whole):
+        yield _line(Section.FLOPS, Rule.EXACT, ("model FLOPs", "all but router"), *whole)
+
+
+def _time(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
+    def column(ledger: Ledger) -> Column:
+        return {(row.phase.value,): row.seconds for row in ledger.time}
+
+    ours, theirs = column(predicted), column(counted)
+    yield from _join(Section.TIME, Rule.LISTED, ours, theirs)
+    if ours or theirs:
+        yield _line(Section.TIME, Rule.LISTED, (TOTAL,), sum(ours.values()), sum(theirs.values()))
