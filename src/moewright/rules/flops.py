@@ -1,0 +1,145 @@
+"""Model FLOPs: one audited formula (features.md A.11), as a total per token and as rows of one rank.
+
+A GEMM of m x k by k x n is 2 m n k FLOPs; backward is twice forward. Attention counts the causal half. Counted: linear
+layers, attention scores and values, output logits, MTP depths with their projection and their own logits pass. Not
+counted: input embedding, router, recomputation, elementwise work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import FlopOp, FlopRow, Module
+from moewright.spec.model import AttentionKind, ModelSpec
+
+TRAIN_OVER_FORWARD = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank computes in one pass: which layers, over how many tokens and rows.
+
+    `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer. `routed_rows`: rows through
+    its local experts, summed over the MoE layers of the share (MTP depths included). `mtp`: MTP depths.
+    """
+
+    layers: tuple[int, ...]
+    tokens: int
+    routed_rows: int
+    head: bool
+    mtp: int = 0
+
+
+def model_flops_per_token(model: ModelSpec, seq_len: int) -> int:
+    """Forward and backward FLOPs of one token in a sequence of `seq_len`, on the whole model."""
+    moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
+    top_k = model.moe.router.top_k if model.moe else 0
+    everything = Share(
+        layers=tuple(range(model.layers)),
+        tokens=seq_len,
+        routed_rows=seq_len * top_k * (model.moe_layer_count + moe_depths),
+        head=True,
+        mtp=model.mtp_layers,
+    )
+    rows = flop_rows(model, Layout(world_size=1), everything, seq_len=seq_len)
+    return sum(row.flops for row in rows if row.module is not Module.ROUTER) // seq_len
+
+
+def flop_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> tuple[FlopRow, ...]:
+    """Forward and backward FLOPs of one rank's share, by (op, module), sorted; the router is a row of its own.
+
+    MTP depths are booked to MTP, except their router and their logits pass (ROUTER, HEAD).
+    """
+    return tuple(
+        FlopRow(op=row.op, module=row.module, flops=TRAIN_OVER_FORWARD * row.flops)
+        for row in forward_rows(model, layout, share, seq_len=seq_len)
+    )
+
+
+def forward_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> tuple[FlopRow, ...]:
+    """The forward part of `flop_rows`; what a recomputation of these layers adds."""
+    sums: dict[tuple[FlopOp, Module], int] = {}
+    for op, module, flops in _forward(model, layout, share, seq_len):
+        sums[op, module] = sums.get((op, module), 0) + flops
+    return tuple(FlopRow(op=op, module=module, flops=flops) for (op, module), flops in sorted(sums.items()) if flops)
+
+
+def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
+    """Forward FLOPs of scores and values over all heads: 2 heads (d_qk + d_v) per attended (query, key) pair.
+
+    Full causal attention attends seq_len / 2 keys a query; a window w attends (w - w^2 / (2 seq_len)) of them.
+    """
+    spec = model.attention
+    # Twice the attended pairs of one sequence, so that the arithmetic stays in integers.
+    pairs = seq_len * seq_len
+    if is_windowed(model, layer) and spec.sliding_window < seq_len:
+        pairs = spec.sliding_window * (2 * seq_len - spec.sliding_window)
+    return tokens * spec.heads * (spec.head_dim + spec.v_head_dim) * pairs // seq_len
+
+
+def is_windowed(model: ModelSpec, layer: int) -> bool:
+    """Whether a layer's attention is limited to the sliding window. MTP depths (layer >= L) are not."""
+    spec = model.attention
+    return bool(spec.sliding_window and spec.window_every and layer < model.layers and layer % spec.window_every == 0)
+
+
+def attention_weights(model: ModelSpec) -> tuple[int, int]:
+    """Multiply-adds a token costs in the projections of one layer: (cut by TP, whole on every TP rank)."""
+    spec, h = model.attention, model.hidden_size
+    if spec.kind is AttentionKind.GQA:
+        return h * (spec.q_width + 2 * spec.kv_width) + spec.out_width * h, 0
+    kv_up = spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    down = h * (spec.kv_lora_rank + spec.qk_rope_head_dim)
+    if not spec.q_lora_rank:
+        return h * spec.q_width + kv_up + spec.out_width * h, down
+    return spec.q_lora_rank * spec.q_width + kv_up + spec.out_width * h, down + h * spec.q_lora_rank
+
+
+def _forward(model: ModelSpec, layout: Layout, share: Share, seq_len: int) -> Iterator[tuple[FlopOp, Module, int]]:
+    h, tp = model.hidden_size, layout.tp
+    tokens = share.tokens
+    for layer in share.layers:
+        yield from _layer(model, layout, layer, model.moe_layers[layer], tokens, seq_len)
+    for depth in range(share.mtp):
+        yield FlopOp.GEMM, Module.MTP, 2 * tokens * 2 * h * h // tp
+        for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], tokens, seq_len):
+            yield op, module if module is Module.ROUTER else Module.MTP, flops
+    passes = share.mtp + (1 if share.head else 0)
+    yield FlopOp.GEMM, Module.HEAD, passes * 2 * tokens * h * model.vocab_size // tp
+    if model.moe and share.routed_rows:
+        matrices = 3 if model.gated else 2
+        per_row = 2 * matrices * h * model.moe.ffn_size // layout.etp
+        depths = share.mtp if model.moe_layers[-1] else 0
+        moe_layers = sum(model.moe_layers[layer] for layer in share.layers) + depths
+        mtp_rows = share.routed_rows * depths // moe_layers if moe_layers else 0
+        yield FlopOp.GROUPED_GEMM, Module.EXPERTS, (share.routed_rows - mtp_rows) * per_row
+        yield FlopOp.GROUPED_GEMM, Module.MTP, mtp_rows * per_row
+
+
+def _layer(
+    model: ModelSpec, layout: Layout, layer: int, moe: bool, tokens: int, seq_len: int
+) -> Iterator[tuple[FlopOp, Module, int]]:
+    """One layer without its routed experts."""
+    h, tp = model.hidden_size, layout.tp
+    own = tokens // tp if layout.sp else tokens  # work that is not cut by TP runs on the rank's sequence part
+    matrices = 3 if model.gated else 2
+    cut, whole = attention_weights(model)
+    yield FlopOp.GEMM, Module.ATTENTION, 2 * tokens * cut // tp + 2 * own * whole
+    yield FlopOp.ATTENTION, Module.ATTENTION, attention_flops(model, layer, tokens, seq_len) // tp
+    if not moe or model.moe is None:
+        yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp
+        return
+    yield FlopOp.GEMM, Module.ROUTER, 2 * own * h * model.moe.experts
+    gate = 2 * own * h if model.moe.shared_gate else 0
+    yield (
+        FlopOp.GEMM,
+        Module.SHARED_EXPERTS,
+        2 * tokens * matrices * h * model.moe.shared_ffn_size // tp + gate,
+    )
+
+
+def total_model_flops(rows: Sequence[FlopRow]) -> int:
+    """Model FLOPs of some rows: everything but the router."""
+    return sum(row.flops for row in rows if row.module is not Module.ROUTER)

@@ -1,0 +1,178 @@
+"""What backward needs of a layer: the tensors kept from forward, and which recompute policy frees each.
+
+The textbook table of features.md A.10 with flash attention, RMSNorm, SwiGLU and probabilities applied before the second
+expert projection. A tensor that two modules keep counts once; it is booked to the module that consumes it, so the
+output of the input norm belongs to attention, the output of the second norm to the router (dense layers: to the MLP),
+and the residual stream, which the norms keep as their input, to the norms.
+
+Symbols: c bytes of the compute dtype; T tokens of a micro-batch on this TP group; t = T / tp under sequence
+parallelism, else T; h hidden; q, kv widths of queries and keys; R rows through the rank's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from moewright.rules import routing
+from moewright.spec.layout import Layout, Recompute
+from moewright.spec.ledger import Module
+from moewright.spec.model import AttentionKind, ModelSpec, NormKind, QkNorm
+from moewright.spec.workload import Dtype, Workload
+
+FP32_BYTES = 4
+INT64_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """Bytes of one tensor that a layer keeps for backward, per micro-batch on one rank.
+
+    Any policy of `freed_by` removes it. The layer input is freed by none: even full recomputation starts from it.
+    """
+
+    module: Module
+    name: str
+    bytes: int
+    freed_by: tuple[Recompute, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """The symbols of the table for one model, workload and layout."""
+
+    c: int
+    T: int
+    t: int
+    h: int
+    tp: int
+
+
+def saved_by_layer(
+    model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float
+) -> tuple[Saved, ...]:
+    """What `layer` keeps before any recompute, rows of zero left out.
+
+    `load` is the rank's expert rows over the mean. Layers above `model.layers` are MTP depths (see inventory.Param):
+    a layer like the last one, after the two norms and the projection, all booked to MTP.
+    """
+    T = workload.seq_len * layout.mbs // layout.cp
+    size = _Sizes(
+        c=activation_bytes(workload),
+        T=T,
+        t=T // layout.tp if layout.sp else T,
+        h=model.hidden_size,
+        tp=layout.tp,
+    )
+    mtp = layer > model.layers
+    rows = [*_attention(model, size)]
+    if model.moe_layers[-1 if mtp else layer]:
+        rows += _moe(model, size, routing.routed_rows(model, workload, layout, load), layout.etp)
+    else:
+        rows += _dense(model, size)
+    if mtp:
+        rows = [replace(row, module=Module.MTP) for row in (*_mtp_inputs(model, size), *rows)]
+    return tuple(row for row in rows if row.bytes)
+
+
+def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Saved, ...]:
+    """The rows that stay when `policies` are on."""
+    return tuple(row for row in rows if not any(policy in policies for policy in row.freed_by))
+
+
+def activation_bytes(workload: Workload) -> int:
+    """Bytes of a kept activation; 8-bit recipes keep bf16 activations."""
+    return 2 if workload.precision is Dtype.FP8 else workload.precision.nbytes
+
+
+def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+    spec, c, T, t, h = model.attention, size.c, size.T, size.t, size.h
+    mla = spec.kind is AttentionKind.MLA
+    yield _row(Module.NORM, "layer_input", c * t * h, full=False)
+    yield _row(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
+    # Fused into the QKV projection for GQA in the stacks the table is held against, so only MLA can drop it.
+    yield _row(Module.ATTENTION, "input_norm_out", c * t * h, *((Recompute.LAYERNORM,) if mla else ()))
+    if mla:
+        yield from _mla_core(model, size)
+    else:
+        yield from _gqa_core(model, size)
+    yield _row(Module.ATTENTION, "attention_out", c * T * spec.out_width // size.tp)
+    yield _row(Module.ATTENTION, "lse", FP32_BYTES * T * spec.heads // size.tp, Recompute.CORE_ATTN)
+    yield _row(Module.NORM, "residual", c * t * h)
+    yield _row(Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
+
+
+def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+    spec, c, T, tp = model.attention, size.c, size.T, size.tp
+    if spec.qk_norm is not QkNorm.NONE:
+        # The norms keep their inputs: the projections before rotation are alive beside the rotated copies.
+        rows = 2 * tp if spec.qk_norm is QkNorm.FULL else spec.heads + spec.kv_heads
+        yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp)
+        yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * rows // tp)
+    yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width + 2 * spec.kv_width) // tp)
+
+
+def _mla_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+    """The latents live on t tokens: the down-projections are whole on every rank and run before the gather."""
+    spec, c, T, t, tp = model.attention, size.c, size.T, size.t, size.tp
+    expanded = spec.heads * (2 * spec.head_dim + spec.v_head_dim)
+    norms = 2 if spec.q_lora_rank else 1
+    yield _row(Module.ATTENTION, "q_down", c * t * spec.q_lora_rank)
+    yield _row(Module.ATTENTION, "q_latent", c * t * spec.q_lora_rank)
+    yield _row(Module.ATTENTION, "kv_down", c * t * (spec.kv_lora_rank + spec.qk_rope_head_dim))
+    yield _row(Module.ATTENTION, "kv_latent", c * t * spec.kv_lora_rank)
+    yield _row(Module.ATTENTION, "latent_rstd", FP32_BYTES * t * norms)
+    yield _row(Module.ATTENTION, "qkv", c * T * expanded // tp, Recompute.MLA_UP_PROJ)
+
+
+def _dense(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+    c, T, ffn, wide = size.c, size.T, model.dense_ffn_size, 2 if model.gated else 1
+    yield _row(Module.DENSE_MLP, "post_norm_out", c * size.t * size.h, Recompute.LAYERNORM)
+    yield _row(Module.DENSE_MLP, "fc1", c * T * wide * ffn // size.tp, Recompute.MLP)
+    yield _row(Module.DENSE_MLP, "activation", c * T * ffn // size.tp, Recompute.MLP)
+
+
+def _moe(model: ModelSpec, size: _Sizes, R: int, etp: int) -> Iterator[Saved]:
+    if model.moe is None:
+        return
+    c, t, f, wide = size.c, size.t, model.moe.ffn_size, 2 if model.gated else 1
+    moe = Recompute.MOE
+    yield _row(Module.ROUTER, "post_norm_out", c * t * size.h, Recompute.LAYERNORM)
+    yield _row(Module.ROUTER, "logits", FP32_BYTES * t * model.moe.experts, moe)
+    yield _row(Module.ROUTER, "scores", FP32_BYTES * t * model.moe.experts, moe)
+    yield _row(Module.EXPERTS, "permuted", c * R * size.h, moe)
+    yield _row(Module.EXPERTS, "fc1", c * R * wide * f // etp, moe)
+    yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
+    yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
+    # One order of the rows sent and one of the rows received.
+    yield _row(Module.EXPERTS, "indices", INT64_BYTES * (t * model.moe.router.top_k + R), moe)
+    yield from _shared(model, size)
+
+
+def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+    if model.moe is None:
+        return
+    c, T, fs, wide = size.c, size.T, model.moe.shared_ffn_size, 2 if model.gated else 1
+    freed = (Recompute.SHARED_EXPERTS, Recompute.MOE)
+    yield _row(Module.SHARED_EXPERTS, "fc1", c * T * wide * fs // size.tp, *freed)
+    yield _row(Module.SHARED_EXPERTS, "activation", c * T * fs // size.tp, *freed)
+    if model.moe.shared_gate:
+        # The gated product keeps both factors.
+        yield _row(Module.SHARED_EXPERTS, "gated", c * size.t * (size.h + 1), *freed)
+
+
+def _mtp_inputs(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+    """Inputs of the two norms (embedding, hidden), and their outputs side by side, the input of the projection."""
+    yield _row(Module.MTP, "embedding", size.c * size.t * size.h)
+    yield _row(Module.MTP, "hidden", size.c * size.t * size.h)
+    yield _row(Module.MTP, "joined", 2 * size.c * size.t * size.h)
+    yield _row(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, size.t))
+
+
+def _norm_statistics(model: ModelSpec, rows: int) -> int:
+    """fp32 reciprocal deviation of every row, and its mean for LayerNorm."""
+    return FP32_BYTES * rows * (2 if model.norm is NormKind.LAYER else 1)
+
+
+def _row(module: Module, name: str, size_bytes: int, *freed_by: Recompute, full: bool = True) -> Saved:
+    return Saved(module=module, name=name, bytes=size_bytes, freed_by=(Recompute.FULL, *freed_by) if full else freed_by)

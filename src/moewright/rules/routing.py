@@ -1,0 +1,107 @@
+"""Routing arithmetic: where experts live, what capacity allows, and how even a load is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, log, sqrt
+
+from moewright.rules import grid
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Routing, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How even the tokens of one layer fell on its experts; `entropy` in units of log(experts), 1 is even."""
+
+    max_over_mean: float
+    dead_experts: int
+    entropy: float
+
+
+def experts_of(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
+    """The global ids of the experts on one EP rank: a contiguous block. Empty for a dense model."""
+    local = (model.moe.experts if model.moe else 0) // layout.ep
+    return range(ep_rank * local, (ep_rank + 1) * local)
+
+
+def micro_batch_tokens(workload: Workload, layout: Layout) -> int:
+    """Tokens of one micro-batch that a rank routes: its CP part, and its TP part under sequence parallelism."""
+    tokens = workload.seq_len * layout.mbs // layout.cp
+    return tokens // layout.tp if layout.sp else tokens
+
+
+def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
+    """Rows an expert takes from one source rank: ceil(tokens * top_k / experts * factor), at most `tokens`.
+
+    `factor` 0 is dropless: `tokens`. features.md A.4.8. Exact: 0.1-like factors are read as their shortest decimal.
+    """
+    if factor <= 0:
+        return tokens
+    return min(tokens, ceil(Fraction(tokens * top_k, experts) * Fraction(str(factor))))
+
+
+def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: float) -> int:
+    """Rows the experts of one rank compute per MoE layer and micro-batch, when their load is `load` x the mean.
+
+    Even load: tokens * top_k rows leave every rank and as many arrive; ETP ranks share the rows of their group.
+    A capacity bounds the rows by what each source may send.
+    """
+    if model.moe is None:
+        return 0
+    tokens, top_k, experts = micro_batch_tokens(workload, layout), model.moe.router.top_k, model.moe.experts
+    rows = round(load * tokens * top_k * layout.etp)
+    if layout.capacity > 0:
+        sources = layout.ep * layout.etp
+        rows = min(rows, capacity_rows(tokens, top_k, experts, layout.capacity) * sources * (experts // layout.ep))
+    return rows
+
+
+def expected_load(workload: Workload) -> float:
+    """The load of the hottest expert rank over the mean that a prediction assumes."""
+    return 1.0 if workload.routing is Routing.BALANCED else workload.load_factor
+
+
+def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:
+    """Expected max/mean expert load when routing is uniform at random: 1 + sqrt(2 ln E / Te); features.md A.4.7."""
+    return 1.0 + sqrt(2.0 * log(experts) / tokens_per_expert) if experts > 1 else 1.0
+
+
+def expected_distinct(places: int, draws: int) -> float:
+    """Expected number of distinct places (ranks, nodes) hit by uniform draws: N (1 - (1 - 1/N)^k); features.md A.3.3."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** draws)
+
+
+def load_of_counts(counts: Sequence[int]) -> Load:
+    """Load of one layer from its tokens per expert. All zero counts as even, with every expert dead."""
+    total = sum(counts)
+    dead = sum(1 for value in counts if value == 0)
+    if total == 0:
+        return Load(max_over_mean=1.0, dead_experts=dead, entropy=1.0)
+    spread = -sum(value / total * log(value / total) for value in counts if value)
+    return Load(
+        max_over_mean=max(counts) * len(counts) / total,
+        dead_experts=dead,
+        entropy=spread / log(len(counts)) if len(counts) > 1 else 1.0,
+    )
+
+
+def rank_load_factor(counts: Sequence[int], ep: int) -> float:
+    """Load of the hottest EP rank over the mean, experts in contiguous blocks. 1 when nothing was routed."""
+    total, local = sum(counts), len(counts) // ep
+    if total == 0:
+        return 1.0
+    return max(sum(counts[rank * local : (rank + 1) * local]) for rank in range(ep)) * ep / total
+
+
+def expert_rows(by_source: Sequence[Sequence[int]], experts: range) -> tuple[int, ...]:
+    """Rows each of the given experts receives from all source ranks; by_source[source_rank][expert]."""
+    return tuple(sum(source[expert] for source in by_source) for expert in experts)
+
+
+def rank_rows(model: ModelSpec, layout: Layout, by_source: Sequence[Sequence[int]], rank: int) -> int:
+    """Rows a rank's local experts receive, when `by_source` holds the counts of the sources of its EP group."""
+    return sum(expert_rows(by_source, experts_of(model, layout, grid.coordinate(layout, rank, "ep"))))

@@ -1,0 +1,53 @@
+"""What one rank holds of a parameter: its local shape, and whether its pipeline rank has it at all."""
+
+from __future__ import annotations
+
+from moewright.rules import grid, stages
+from moewright.rules.inventory import EMBEDDING_LAYER, Param, parameters
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+
+
+def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
+    """Shape of one rank's shard. A legal layout divides evenly; otherwise the shape of the largest shard."""
+    shape = list(param.shape)
+    for axis, dim in param.shard:
+        shape[dim] = -(-shape[dim] // grid.axis_size(layout, axis))
+    return tuple(shape)
+
+
+def held_by(param: Param, layout: Layout, model: ModelSpec, pp_rank: int) -> bool:
+    """Whether a pipeline rank holds the parameter.
+
+    A tied embedding is held twice when the first and the last stage differ; stages with an MTP depth hold the
+    embedding too, because they embed the shifted tokens.
+    """
+    return any(_in_chunk(param, model, chunk, first) for chunk, first in _chunks_of(model, layout, pp_rank))
+
+
+def parameters_of(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
+    """The parameters that a pipeline rank holds, in registration order, with their full shapes."""
+    mine = _chunks_of(model, layout, pp_rank)
+    return tuple(p for p in parameters(model) if any(_in_chunk(p, model, chunk, first) for chunk, first in mine))
+
+
+def _chunks_of(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:
+    """The chunks of a pipeline rank, each with the number of MTP depths in the chunks before it."""
+    mine, depths = [], 0
+    for chunk in stages.chunks(model, layout):
+        if chunk.pp_rank == pp_rank:
+            mine.append((chunk, depths))
+        depths += chunk.mtp
+    return mine
+
+
+def _in_chunk(param: Param, model: ModelSpec, chunk: stages.Chunk, first_mtp: int) -> bool:
+    if param.layer == EMBEDDING_LAYER:
+        tied_head = model.tie_embeddings and chunk.loss and param.name == "embedding.weight"
+        return chunk.embedding or chunk.mtp > 0 or tied_head
+    if param.layer < model.layers:
+        return param.layer in chunk.layers
+    if param.layer == model.layers:
+        # An MTP depth runs its own pass through the shared head.
+        return chunk.loss or (chunk.mtp > 0 and param.name == "head.weight")
+    return first_mtp <= param.layer - model.layers - 1 < first_mtp + chunk.mtp
