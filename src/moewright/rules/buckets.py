@@ -1,0 +1,69 @@
+"""Flat buffers: where each parameter lies in which bucket, and which slice of it a rank owns (features.md A.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from moewright.spec.errors import BadInput, Reason
+
+# Shards of a multiple of 128 elements keep every slice's bytes aligned for the collectives.
+_PAD_ELEMENTS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One parameter in a bucket: elements [start, start + numel) of it."""
+
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Parameters that are reduced together. `numel` includes the padding; it is a multiple of lcm(shards, 128)."""
+
+    entries: tuple[Entry, ...]
+    numel: int
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def plan_buckets(
+    params: Sequence[tuple[str, int]], *, shards: int, bucket_elements: int, align: int = 64
+) -> tuple[Bucket, ...]:
+    """Lay (name, numel) pairs out in the order given, each start a multiple of `align` elements.
+
+    A bucket closes when it holds `bucket_elements` or more, alignment gaps included, looked at after each parameter.
+    """
+    for field, value in (("shards", shards), ("bucket_elements", bucket_elements), ("align", align)):
+        if value < 1:
+            raise BadInput(Reason(field=field, value=str(value), rule="must be at least 1", nearest="1"))
+    multiple = lcm(shards, _PAD_ELEMENTS)
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    end = 0
+    for name, numel in params:
+        if numel < 1:
+            raise BadInput(Reason(field=name, value=str(numel), rule="a parameter has at least one element"))
+        start = _round_up(end, align)
+        entries.append(Entry(name=name, start=start, numel=numel))
+        end = start + numel
+        if end >= bucket_elements:
+            buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))
+            entries, end = [], 0
+    if entries:
+        buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))
+    return tuple(buckets)
+
+
+def shard_range(bucket: Bucket, shards: int, index: int) -> tuple[int, int]:
+    """Elements [start, stop) of the bucket that shard `index` owns: equal slices in order."""
+    size, rest = divmod(bucket.numel, shards)
+    if rest or not 0 <= index < shards:
+        raise ValueError(f"shard {index} of {shards} of a bucket of {bucket.numel} elements")
+    return index * size, (index + 1) * size

@@ -1,0 +1,95 @@
+"""Rank <-> coordinates. Two grids over the same ranks (parallel folding): attention and dense layers use the dense
+grid, routed experts the expert grid; both end in `pp`, so a pipeline stage is the same block of ranks in both.
+
+rank = sum of coordinate * stride, strides being the prefix products of the axis sizes, fastest axis first. Everything
+here expects the world to divide by both grids (rules.legality says so) and is O(1) a query but for the ranks it lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm, prod
+from types import MappingProxyType
+
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Layout
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+
+# Group name -> the axes it spans, all of one grid, fastest first.
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tp": ("tp",),
+        "cp": ("cp",),
+        "dp": ("dp",),
+        "pp": ("pp",),
+        "dp_cp": ("cp", "dp"),
+        "tp_cp": ("tp", "cp"),
+        "tp_cp_dp": ("tp", "cp", "dp"),
+        "etp": ("etp",),
+        "ep": ("ep",),
+        "edp": ("edp",),
+        "etp_ep": ("etp", "ep"),
+        "world": DENSE_AXES,
+    }
+)
+
+
+def axis_size(layout: Layout, axis: str) -> int:
+    """Ranks along one axis of either grid."""
+    if axis not in DENSE_AXES and axis not in EXPERT_AXES:
+        raise KeyError(axis)
+    size: int = getattr(layout, axis)
+    return size
+
+
+def group_size(layout: Layout, group: str) -> int:
+    """Ranks in one group of that name."""
+    return prod(axis_size(layout, axis) for axis in GROUPS[group])
+
+
+def _stride(layout: Layout, axis: str) -> int:
+    axes = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
+    return prod(axis_size(layout, faster) for faster in axes[: axes.index(axis)])
+
+
+def coordinate(layout: Layout, rank: int, axis: str) -> int:
+    """Where `rank` stands on `axis`, 0 .. axis_size - 1."""
+    if not 0 <= rank < layout.world_size:
+        nearest = str(min(max(rank, 0), layout.world_size - 1))
+        rule = f"ranks are 0 to {layout.world_size - 1}"
+        raise BadInput(Reason(field="rank", value=str(rank), rule=rule, nearest=nearest))
+    return rank // _stride(layout, axis) % axis_size(layout, axis)
+
+
+def _offsets(layout: Layout, group: str) -> tuple[int, ...]:
+    """Ranks of the group of rank 0, first axis fastest."""
+    offsets = [0]
+    for axis in GROUPS[group]:
+        stride, size = _stride(layout, axis), axis_size(layout, axis)
+        offsets = [step * stride + offset for step in range(size) for offset in offsets]
+    return tuple(offsets)
+
+
+def group_ranks(layout: Layout, group: str, rank: int) -> tuple[int, ...]:
+    """The ranks of `rank`'s group in group order: the other coordinates held fixed, the first axis fastest."""
+    axes = GROUPS[group]
+    first = rank - sum(coordinate(layout, rank, axis) * _stride(layout, axis) for axis in axes)
+    return tuple(first + offset for offset in _offsets(layout, group))
+
+
+def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
+    """Every group of that name, by lowest rank; together they hold each rank once. Linear in the world size."""
+    axes = [(_stride(layout, axis), axis_size(layout, axis)) for axis in GROUPS[group]]
+    offsets = _offsets(layout, group)
+    return tuple(
+        tuple(first + offset for offset in offsets)
+        for first in range(layout.world_size)
+        if not any(first // stride % size for stride, size in axes)
+    )
+
+
+def min_world(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
+    """Fewest ranks on which both grids fit; legal world sizes are its multiples."""
+    return pp * lcm(tp * cp, etp * ep)
