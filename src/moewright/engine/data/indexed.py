@@ -1,0 +1,207 @@
+"""Megatron's indexed token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence lies.
+
+Index layout, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences, uint64 document
+marks, int32 lengths [sequences] in tokens, int64 pointers [sequences] in bytes, int64 document marks (sequence
+numbers, 0 first, `sequences` last). Ours add `<prefix>.seal.json` with a fingerprint, so that damage inside a file of
+the right size is refused too; files without one (Megatron's own) are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moewright.spec.errors import BadInput, Reason
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: tuple[tuple[int, str], ...] = ((1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
+
+SAMPLE_BYTES = 1 << 20
+WHOLE_FILE_BYTES = 64 * SAMPLE_BYTES  # a fingerprint reads files up to this size whole, longer ones in 64 samples
+
+Tokens = npt.NDArray[Any]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class IndexedDataset:
+    """An opened, checked pair. `tokens` is the whole stream [token_count], memory-mapped read-only."""
+
+    prefix: Path
+    tokens: Tokens
+    lengths: Int64s  # [sequences], tokens
+    document_marks: Int64s
+    fingerprint: str  # of both files' sizes and content
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_marks) - 1
+
+    @property
+    def bin_path(self) -> Path:
+        return _beside(self.prefix, ".bin")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest dtype that Megatron's writer would choose: uint16 below 65,500 ids, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[Any]) -> None:
+    """Write one sequence a document. Each file appears whole or not at all; the index comes last."""
+    code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
+    if code is None:
+        raise ValueError(f"no Megatron dtype code for {dtype}")
+    paths = tuple(_beside(prefix, suffix) for suffix in (".bin", ".seal.json", ".idx"))
+    temps = tuple(path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths)
+    lengths: list[int] = []
+    try:
+        with temps[0].open("wb") as file:
+            for document in documents:
+                file.write(np.ascontiguousarray(document, dtype=dtype).tobytes())
+                lengths.append(len(document))
+        _write_index(temps[2], code, dtype.itemsize, np.asarray(lengths, dtype=np.int32))
+        seal = {"fingerprint": fingerprint_files(temps[0], temps[2]), "tokens": sum(lengths), "documents": len(lengths)}
+        temps[1].write_text(json.dumps(seal) + "\n", encoding="utf-8")
+        paths[2].unlink(missing_ok=True)  # an older index must not meet the new tokens
+        for temp, path in zip(temps, paths, strict=True):
+            os.replace(temp, path)
+    finally:
+        for temp in temps:
+            temp.unlink(missing_ok=True)
+
+
+def open_indexed(prefix: Path) -> IndexedDataset:
+    """Map a pair after checking it. Raises BadInput that names the file which is missing, damaged or swapped."""
+    idx_path, bin_path, seal_path = (_beside(prefix, suffix) for suffix in (".idx", ".bin", ".seal.json"))
+    for path in (idx_path, bin_path):
+        if not path.is_file():
+            raise _bad(path, "does not exist" if not path.exists() else "is not a file")
+    lengths, document_marks, dtype = _read_index(idx_path)
+    wanted = int(lengths.sum()) * dtype.itemsize
+    found = bin_path.stat().st_size
+    if found != wanted:
+        rule = f"has {found} bytes but {idx_path.name} describes {wanted}: truncated, or of another pair"
+        raise _bad(bin_path, rule)
+    if wanted == 0:
+        raise _bad(bin_path, "holds no tokens")
+    fingerprint = fingerprint_files(bin_path, idx_path)
+    if seal_path.is_file() and _read_seal(seal_path) != fingerprint:
+        raise _bad(bin_path, f"it or {idx_path.name} is not what {seal_path.name} was written for: damaged or swapped")
+    return IndexedDataset(
+        prefix=prefix,
+        tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
+        lengths=lengths,
+        document_marks=document_marks,
+        fingerprint=fingerprint,
+    )
+
+
+def refuse_changed(dataset: IndexedDataset, expected: str) -> None:
+    """Raise BadInput when the data is not what a run was started on (`expected`: its fingerprint then)."""
+    if dataset.fingerprint != expected:
+        rule = "changed since the checkpoint was saved; a resumed run needs the same data"
+        raise BadInput(
+            Reason(field=str(dataset.bin_path), rule=rule, value=dataset.fingerprint, nearest=f"data with {expected}")
+        )
+
+
+def refuse_shrunk(dataset: IndexedDataset) -> None:
+    """Raise BadInput when the mapped file was cut while in use: reading past its end would kill the process."""
+    wanted = dataset.token_count * dataset.tokens.dtype.itemsize
+    try:
+        found = dataset.bin_path.stat().st_size
+    except OSError as error:
+        raise _bad(dataset.bin_path, f"went away while in use ({error.strerror})") from error
+    if found != wanted:
+        raise _bad(dataset.bin_path, f"changed while in use: {wanted} bytes when opened, {found} now")
+
+
+def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
+    """16 hex digits of sha256 over sizes and content; of files above 64 MiB, 64 evenly spaced blocks of 1 MiB."""
+    digest = hashlib.sha256()
+    for path in (bin_path, idx_path):
+        size = path.stat().st_size
+        digest.update(struct.pack("<Q", size))
+        with path.open("rb") as file:
+            if size <= WHOLE_FILE_BYTES:
+                digest.update(file.read())
+                continue
+            for block in range(64):
+                file.seek((size - SAMPLE_BYTES) * block // 63)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _beside(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _bad(path: Path, rule: str) -> BadInput:
+    return BadInput(Reason(field=str(path), rule=rule))
+
+
+def _write_index(path: Path, code: int, itemsize: int, lengths: npt.NDArray[np.int32]) -> None:
+    pointers = np.zeros(len(lengths), dtype="<i8")
+    np.cumsum(lengths[:-1].astype(np.int64) * itemsize, out=pointers[1:])
+    marks = np.arange(len(lengths) + 1, dtype="<i8")
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(marks)))
+        for part in (lengths.astype("<i4"), pointers, marks):
+            file.write(part.tobytes())
+
+
+def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
+    data = path.read_bytes()
+    if not data.startswith(MAGIC):
+        raise _bad(path, f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}")
+    if len(data) < HEADER.size:
+        raise _bad(path, f"is truncated: {len(data)} bytes, the header alone has {HEADER.size}")
+    _, version, code, sequences, marks = HEADER.unpack_from(data)
+    if version != VERSION:
+        raise _bad(path, f"has version {version}; only {VERSION} is known")
+    name = next((name for known, name in DTYPES if known == code), None)
+    if name is None:
+        raise _bad(path, f"has dtype code {code}; integer codes are {', '.join(str(known) for known, _ in DTYPES)}")
+    wanted = HEADER.size + 12 * sequences + 8 * marks
+    if len(data) != wanted:
+        rule = f"has {len(data)} bytes, its header promises {wanted}: truncated, damaged, or with multimodal modes"
+        raise _bad(path, rule)
+    dtype = np.dtype(name)
+    lengths = np.frombuffer(data, "<i4", sequences, HEADER.size).astype(np.int64)
+    pointers = np.frombuffer(data, "<i8", sequences, HEADER.size + 4 * sequences)
+    document_marks = np.frombuffer(data, "<i8", marks, HEADER.size + 12 * sequences).astype(np.int64)
+    ends = np.cumsum(lengths) * dtype.itemsize
+    if sequences and (lengths.min() < 0 or pointers[0] != 0 or np.any(pointers[1:] != ends[:-1])):
+        raise _bad(path, "is damaged: sequence pointers do not follow from the sequence lengths")
+    if (
+        marks == 0
+        or document_marks[0] != 0
+        or document_marks[-1] != sequences
+        or np.any(document_marks[1:] < document_marks[:-1])
+    ):
+        raise _bad(path, f"is damaged: document marks do not rise from 0 to its {sequences} sequences")
+    return lengths, document_marks, dtype
+
+
+def _read_seal(path: Path) -> str:
+    try:
+        seal = json.loads(path.read_text(encoding="utf-8"))
+        return str(seal["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _bad(path, f"cannot be read as a seal ({type(error).__name__}); build the data again") from error

@@ -1,0 +1,146 @@
+"""Which tokens a step trains on: a pure function of (seed, step), whatever the layout.
+
+Documents lie end to end in one stream. Sample i covers tokens [i * seq_len, i * seq_len + seq_len], so neighbours
+share one token (the last target of one is the first input of the next) and every token but the first is a target once.
+What is left at the end of the stream, fewer than seq_len targets, is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from moewright.engine.data.indexed import IndexedDataset, refuse_shrunk
+from moewright.spec.errors import BadInput, Reason
+
+FEISTEL_ROUNDS = 6
+MASK64 = (1 << 64) - 1
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+
+class Order(StrEnum):
+    SHUFFLED = "shuffled"  # another permutation each epoch
+    SEQUENTIAL = "sequential"  # as they lie, for held-out data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """An endless sequence of sample ids; each epoch holds every id in [0, samples) exactly once."""
+
+    samples: int
+    seed: int
+    order: Order = Order.SHUFFLED
+
+    def batch(self, step: int, global_batch: int) -> Int64s:
+        """Ids [global_batch] of a step, counted from 0. A batch may run over the edge of an epoch into the next."""
+        if step < 0 or global_batch < 1:
+            raise ValueError(f"step {step}, global batch {global_batch}")
+        return self.ids(step * global_batch, global_batch)
+
+    def ids(self, first: int, count: int) -> Int64s:
+        """Ids at places [first, first + count) of the endless sequence."""
+        parts = []
+        place, left = first, count
+        while left:
+            epoch, within = divmod(place, self.samples)
+            take = min(left, self.samples - within)
+            index = np.arange(within, within + take, dtype=np.int64)
+            parts.append(index if self.order is Order.SEQUENTIAL else permute(index, self.samples, self.seed, epoch))
+            place, left = place + take, left - take
+        return np.concatenate(parts)
+
+
+def permute(index: Int64s, size: int, seed: int, epoch: int) -> Int64s:
+    """Images of `index` under the permutation of [0, size) that (seed, epoch) name, without storing it.
+
+    A balanced Feistel network on the next even number of bits; images outside are walked along their cycle until they
+    fall inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), at most about 4 steps on average.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [_mix_int(_mix_int(_mix_int(seed) ^ epoch) ^ number) for number in range(FEISTEL_ROUNDS)]
+    image = _feistel(index.astype(np.uint64), half, keys)
+    outside = np.flatnonzero(image >= size)
+    while outside.size:
+        image[outside] = _feistel(image[outside], half, keys)
+        outside = outside[image[outside] >= size]
+    return image.astype(np.int64)
+
+
+def _feistel(value: UInt64s, half: int, keys: list[int]) -> UInt64s:
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = value >> shift, value & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
+    return (left << shift) | right
+
+
+def _mix(value: UInt64s) -> UInt64s:
+    """The splitmix64 finalizer (Steele, Lea, Flood 2014), wrapping at 64 bits."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _mix_int(value: int) -> int:
+    return int(_mix(np.array([(value + 0x9E3779B97F4A7C15) & MASK64], dtype=np.uint64))[0])
+
+
+def sample_count(dataset: IndexedDataset, seq_len: int) -> int:
+    """Whole samples in the stream."""
+    return (dataset.token_count - 1) // seq_len
+
+
+def sampler_of(
+    dataset: IndexedDataset, *, seq_len: int, global_batch: int, seed: int, order: Order = Order.SHUFFLED
+) -> Sampler:
+    """The sampler of a dataset; BadInput when it does not fill one global batch."""
+    samples = sample_count(dataset, seq_len)
+    if samples < global_batch:
+        rule = (
+            f"{dataset.token_count} tokens give {max(samples, 0)} samples of {seq_len}; "
+            f"a global batch needs {global_batch} ({global_batch * seq_len + 1} tokens)"
+        )
+        raise BadInput(Reason(field=str(dataset.bin_path), rule=rule))
+    return Sampler(samples=samples, seed=seed, order=order)
+
+
+def whole_batches(sampler: Sampler, *, global_batch: int, wanted: int) -> int:
+    """How many of the wanted held-out batches there are without using a sample twice; the tail is dropped."""
+    return min(wanted, sampler.samples // global_batch)
+
+
+def rows_of(*, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: int) -> range:
+    """Rows of the global batch in one micro-batch of one data-parallel rank.
+
+    Rank d owns the contiguous block [d, d + 1) * global_batch / dp; its micro-batches follow each other in the block.
+    """
+    if global_batch % (dp * mbs):
+        below = max(global_batch // (dp * mbs), 1) * dp * mbs
+        rule = f"must be a multiple of dp * mbs = {dp * mbs}"
+        raise BadInput(Reason(field="global_batch", rule=rule, value=str(global_batch), nearest=str(below)))
+    block = global_batch // dp
+    if not (0 <= dp_rank < dp and 0 <= micro_batch < block // mbs):
+        raise ValueError(f"dp rank {dp_rank} of {dp}, micro-batch {micro_batch} of {block // mbs}")
+    start = dp_rank * block + micro_batch * mbs
+    return range(start, start + mbs)
+
+
+def fetch(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int) -> Int64s:
+    """Tokens int64 [len(ids), seq_len + 1]: inputs are [:, :-1], targets [:, 1:].
+
+    Raises BadInput, naming the file and the position, when a token is outside [0, vocab_size).
+    """
+    refuse_shrunk(dataset)
+    positions = ids[:, None] * seq_len + np.arange(seq_len + 1, dtype=np.int64)
+    rows = np.asarray(dataset.tokens[positions], dtype=np.int64)
+    wrong = (rows < 0) | (rows >= vocab_size)
+    if wrong.any():
+        row, column = (int(axis[0]) for axis in np.nonzero(wrong))
+        rule = f"token {int(rows[row, column])} at position {int(positions[row, column])} is outside the vocabulary"
+        raise BadInput(Reason(field=str(dataset.bin_path), rule=rule, nearest=f"an id below {vocab_size}"))
+    return rows
