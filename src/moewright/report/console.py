@@ -1,0 +1,178 @@
+"""Plans and estimates as tables for a terminal; the same text, 120 columns wide, when the output is piped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moewright.codec import layout_text
+from moewright.spec.ledger import Component, Ledger, Module
+from moewright.spec.plan import Assumption, Estimate, Plan, Verdict
+from moewright.spec.units import GIB, MIB, show_bytes, show_count, show_seconds
+
+PIPED_WIDTH = 120
+BAR_WIDTH = 10
+STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"}
+
+
+def console_for(stream: TextIO) -> Console:
+    """A console on `stream`: the terminal's own width and colours, or plain text of 120 columns."""
+    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False)
+
+
+def print_plans(
+    console: Console, plans: Sequence[Plan], *, rejected: Sequence[tuple[str, int]] = (), why: Sequence[str] = ()
+) -> None:
+    """Plans, best first; `why` the first one wins; what was assumed; how many layouts each rule rejected."""
+    if plans:
+        console.print(_job(plans[0]), soft_wrap=True)
+        console.print(_ranking(console, plans))
+        for line in why:
+            console.print(Text(line))
+        if why:
+            console.print()
+        console.print(_assumptions(plans[0].estimate.assumptions))
+    else:
+        console.print(Text("No legal layout fits.", style="red"))
+    if rejected:
+        console.print(_rejections(rejected))
+
+
+def print_estimate(console: Console, plan: Plan) -> None:
+    """One layout: verdict, memory of the fullest stage by component and module, time by part, what was assumed."""
+    estimate = plan.estimate
+    console.print(_job(plan), soft_wrap=True)
+    console.print(Text(f"layout    {layout_text(plan.layout)}"), soft_wrap=True)
+    console.print(_verdict(estimate))
+    console.print(_memory(next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank)))
+    if len(estimate.ledgers) > 1:
+        peaks = "  ".join(f"{ledger.pp_rank}: {show_bytes(held(ledger))}" for ledger in estimate.ledgers)
+        console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
+    console.print(_time(console, estimate))
+    console.print(
+        f"{estimate.micro_batches} micro-batches, bubble {estimate.bubble_fraction:.2%}; "
+        f"{show_rate(estimate.tokens_per_s_per_device)} tokens/s/device, "
+        f"{estimate.tflops_per_device:.4g} TFLOP/s/device, MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}\n"
+    )
+    console.print(_assumptions(estimate.assumptions))
+
+
+def held(ledger: Ledger) -> int:
+    """Bytes of all memory rows of a ledger."""
+    return sum(row.bytes for row in ledger.memory)
+
+
+def show_rate(value: float) -> str:
+    """A rate with four significant figures and thousands set apart."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _job(plan: Plan) -> Text:
+    job = plan.workload
+    return Text(
+        f"{plan.model.name or 'model'} on {plan.layout.world_size} x {plan.hardware.device.name}: "
+        f"sequence {job.seq_len:,}, global batch {job.global_batch:,}, {job.precision}, "
+        f"{show_count(plan.estimate.model_flops_per_step)} model FLOPs a step",
+        style="bold",
+    )
+
+
+def _bar(console: Console, part: float, width: int = BAR_WIDTH) -> str:
+    full, empty = ("#", ".") if console.options.ascii_only else ("█", "░")
+    cells = min(width, max(0, round(part * width)))
+    return full * cells + empty * (width - cells)
+
+
+def _table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        if column in left:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _ranking(console: Console, plans: Sequence[Plan]) -> Table:
+    columns = ("", "layout", "step", "tok/s/dev", "TFLOP/s/dev", "MFU", "peak of capacity", "margin", "verdict")
+    table = _table(*columns, left=("layout",))
+    for place, plan in enumerate(plans, 1):
+        estimate = plan.estimate
+        part = estimate.peak_bytes / estimate.capacity_bytes
+        table.add_row(
+            str(place),
+            Text(layout_text(plan.layout).replace(",", ", "), style="bold" if place == 1 else ""),  # may wrap there
+            show_seconds(estimate.step_s),
+            show_rate(estimate.tokens_per_s_per_device),
+            f"{estimate.tflops_per_device:.4g}",
+            f"{estimate.mfu:.1%}",
+            f"{show_bytes(estimate.peak_bytes)} {_bar(console, part)}",
+            show_bytes(estimate.margin_bytes),
+            Text(estimate.verdict.value, style=STYLES[estimate.verdict]),
+        )
+    return table
+
+
+def _rejections(rejected: Iterable[tuple[str, int]]) -> Table:
+    table = _table("layouts", "rule", left=("rule",), title="Rejected")
+    for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
+        table.add_row(f"{count:,}", Text(rule))
+    return table
+
+
+def _assumptions(assumptions: Iterable[Assumption]) -> Table:
+    table = _table("assumed", "value", "kind", "source", left=("assumed", "kind", "source"), title="What went into it")
+    for each in assumptions:
+        table.add_row(Text(each.name), Text(each.value), each.kind.value, Text(each.source))
+    return table
+
+
+def _verdict(estimate: Estimate) -> Text:
+    text = Text("verdict   ")
+    text.append(estimate.verdict.value, style=STYLES[estimate.verdict])
+    return text.append(
+        f": peak {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} on pipeline rank "
+        f"{estimate.peak_rank}, margin {show_bytes(estimate.margin_bytes)}; largest: {estimate.largest}"
+    )
+
+
+def _memory(ledger: Ledger) -> Table:
+    cells = {(row.component, row.module): row.bytes for row in ledger.memory}
+    modules = [module for module in Module if any(cells.get((component, module)) for component in Component)]
+    unit, scale = ("GiB", GIB) if held(ledger) >= GIB else ("MiB", MIB)
+    table = _table(
+        "component",
+        *(module.value.replace("_", "\n") for module in modules),
+        "total",
+        left=("component",),
+        title=f"Memory of pipeline rank {ledger.pp_rank}, {unit}",
+    )
+    for component in Component:
+        row = [cells.get((component, module), 0) for module in modules]
+        if any(row):
+            sizes = (f"{size / scale:.2f}" if size else "" for size in row)
+            table.add_row(component.value, *sizes, f"{sum(row) / scale:.2f}")
+    table.add_section()
+    columns = (sum(cells.get((component, module), 0) for component in Component) for module in modules)
+    whole = Text(f"{held(ledger) / scale:.2f}", style="bold")
+    table.add_row("total", *(f"{size / scale:.2f}" for size in columns), whole)
+    return table
+
+
+def _time(console: Console, estimate: Estimate) -> Table:
+    table = _table("part", "exposed", "hidden", "of step", "", left=("part",), title="Time of a step")
+    for share in sorted(estimate.shares, key=lambda share: -share.seconds):
+        if not (share.seconds or share.hidden_s):
+            continue
+        part = share.seconds / estimate.step_s
+        hidden = show_seconds(share.hidden_s) if share.hidden_s else ""
+        name = share.part.value.replace("_", " ")
+        table.add_row(name, show_seconds(share.seconds), hidden, f"{part:.1%}", _bar(console, part, 2 * BAR_WIDTH))
+    table.add_section()
+    table.add_row("step", Text(show_seconds(estimate.step_s), style="bold"), "", "", "")
+    return table

@@ -1,0 +1,87 @@
+import io
+from dataclasses import replace
+
+import pytest
+
+from moewright.report.console import console_for, held, print_estimate, print_plans
+from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.plan import Verdict
+from moewright.spec.units import GIB
+from sample_run import estimate, ledger, plan, recomputing
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+def too_large(base):
+    full = replace(base.estimate, peak_bytes=5 * GIB, margin_bytes=-GIB, verdict=Verdict.OOM)
+    return replace(base, estimate=full)
+
+
+def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
+    plans = (plan(1.25), recomputing(plan(1.5)), too_large(plan(2.0, ep=1, zero=0)))
+    rejected = (("experts % ep == 0", 12), ("memory above capacity", 3456))
+    print_plans(console_for(out), plans, rejected=rejected, why=("0.25 s less recompute than the runner-up",))
+    text = out.getvalue()
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    first, second, third = (next(line for line in lines if line.startswith(f" {place} ")) for place in (1, 2, 3))
+    assert "ep2, mbs2 " in first
+    assert "1.25 s" in first
+    assert "1,638" in first  # 2048 tokens a rank in 1.25 s
+    assert "fits" in first
+    assert "1.5 s" in second
+    assert "5 GiB ██████████" in third
+    assert "-1 GiB" in third
+    assert "oom" in third
+    assert text.index("3,456") < text.index("experts % ep == 0")
+    assert "0.25 s less recompute than the runner-up" in lines
+    for assumption in plans[0].estimate.assumptions:
+        (row,) = [line for line in lines if assumption.name in line]
+        assert assumption.value in row
+        assert assumption.kind in row
+        assert assumption.source in row
+
+
+def test_no_plan_is_said_with_the_rules_that_rejected(out):
+    print_plans(console_for(out), (), rejected=(("memory above capacity", 7),))
+    assert "No legal layout fits." in out.getvalue()
+    assert "memory above capacity" in out.getvalue()
+
+
+def test_brackets_of_a_layout_are_not_taken_for_markup(out):
+    print_plans(console_for(out), (plan(),), rejected=(("[bold]rule[/]", 1),), why=("why [red]not[/]",))
+    assert "[bold]rule[/]" in out.getvalue()
+    assert "why [red]not[/]" in out.getvalue()
+
+
+def test_estimate_tables_add_up(out):
+    print_estimate(console_for(out), plan())
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any("verdict   fits: peak 338 MiB of 4 GiB on pipeline rank 0" in line for line in lines)
+    (experts,) = [line.split() for line in lines if line.startswith(" total")]
+    assert float(experts[-1]) == pytest.approx(held(ledger(0)) / 2**20, abs=0.01)
+    assert sum(map(float, experts[1:-1])) == pytest.approx(float(experts[-1]), abs=0.05)
+    (activations,) = [line.split() for line in lines if line.startswith(" activations")]
+    assert activations[1:] == ["2.00", "31.00", "3.00", "84.00", "26.00", "9.00", "155.00"]
+    (share,) = [line for line in lines if line.startswith(" experts ") and "%" in line]
+    assert "440 ms" in share
+    assert "34.1%" in share
+
+
+def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
+    rows = tuple(
+        MemoryRow(component=component, module=module, bytes=3 * GIB) for component in Component for module in Module
+    )
+    wide = replace(ledger(0), pp_rank=1, memory=rows)
+    piped = replace(estimate(), ledgers=(ledger(0), wide), peak_rank=1)
+    print_estimate(console_for(out), replace(plan(), estimate=piped))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any("Memory of pipeline rank 1, GiB" in line for line in lines)
+    assert not any("…" in line for line in lines)
+    assert "0: 338 MiB  1: 270 GiB" in out.getvalue()
