@@ -70,3 +70,4 @@ class RunRecord:
     evals: tuple[EvalRecord, ...]
     ledgers: tuple[Ledger, ...]
     selection: Selection | None
+    notes: tuple[str, ...] = ()  # what had to be left out when reading

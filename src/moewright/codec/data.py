@@ -1,0 +1,213 @@
+"""Nouns <-> plain data (dicts, lists, strings, numbers): strict, with every error located."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
+from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
+from cattrs.gen import make_dict_structure_fn
+
+from moewright.spec.errors import BadInput, Reason
+
+T = TypeVar("T")
+
+INT_LIMIT = 2**63
+
+
+class Numbers(StrEnum):
+    """Which floats are read: what people write is finite; what a diverged run measured may not be."""
+
+    FINITE = "finite"
+    MEASURED = "measured"
+
+
+class _Refused(Exception):
+    """One value that is not what its place asks for; the path is known only further up."""
+
+    def __init__(self, rule: str, value: object, nearest_value: str = "") -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.value = _shown(value)
+        self.nearest = nearest_value
+
+
+def nearest(word: str, legal: Iterable[str]) -> str:
+    """The legal word most like `word`, letter case aside; "" when none is much like it."""
+    by_folded = {name.casefold(): name for name in legal}
+    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.5)
+    return by_folded[close[0]] if close else ""
+
+
+def to_data(noun: object) -> Any:
+    """Plain data of a noun: dataclass -> dict, tuple -> list, enum -> its value."""
+    return _converter(Numbers.FINITE).unstructure(noun)
+
+
+def from_data(cls: type[T], data: Any, *, where: str, numbers: Numbers = Numbers.FINITE) -> T:
+    """The noun that `data` describes. Keys must be fields of `cls`, types must match exactly (an int does for a float).
+
+    Raises BadInput with one Reason a fault, its field as "job.toml: layout.ep" for where="job.toml".
+    """
+    try:
+        return _converter(numbers).structure(data, cls)
+    except (BaseValidationError, ForbiddenExtraKeysError, _Refused, KeyError) as error:
+        raise BadInput(*_reasons(error, "", where)) from None
+    except RecursionError:
+        raise BadInput(Reason(field=where, rule="is nested too deeply")) from None
+
+
+def fingerprint(*nouns: object) -> str:
+    """16 hex digits of the SHA-256 over the nouns' canonical JSON: equal nouns, equal fingerprint."""
+    canonical = json.dumps([[type(noun).__name__, to_data(noun)] for noun in nouns], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@cache
+def _converter(numbers: Numbers) -> Converter:
+    converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+    converter.register_structure_hook(bool, _bool)
+    converter.register_structure_hook(int, _int)
+    converter.register_structure_hook(float, _float if numbers is Numbers.FINITE else _measured_float)
+    converter.register_structure_hook(str, _str)
+    converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
+    converter.register_structure_hook_factory(is_dataclass, lambda cls: _record(converter, cls))
+    return converter
+
+
+def _bool(value: Any, _: type) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _Refused("must be true or false", value)
+
+
+def _int(value: Any, _: type) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        whole = isinstance(value, float) and math.isfinite(value)
+        raise _Refused("must be a whole number", value, str(round(value)) if whole else "")
+    if abs(value) >= INT_LIMIT:
+        raise _Refused("must be below 2**63 in size", value)
+    return value
+
+
+def _measured_float(value: Any, _: type) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Refused("must be a number", value)
+    if isinstance(value, int) and abs(value) >= INT_LIMIT:
+        raise _Refused("must be below 2**63 when written without a point", value)
+    return float(value)
+
+
+def _float(value: Any, cls: type) -> float:
+    number = _measured_float(value, cls)
+    if not math.isfinite(number):
+        raise _Refused("must be a finite number", value)
+    return number
+
+
+def _str(value: Any, cls: type) -> str:
+    if issubclass(cls, StrEnum):  # cattrs dispatches by base class, so text enums arrive here
+        return _enum(value, cls)
+    if isinstance(value, str):
+        return value
+    raise _Refused("must be text in quotes", value)
+
+
+def _enum(value: Any, cls: type[StrEnum]) -> StrEnum:
+    legal = [str(member.value) for member in cls]
+    if isinstance(value, str) and value in legal:
+        return cls(value)
+    raise _Refused(f"must be one of {', '.join(legal)}", value, nearest(str(value), legal))
+
+
+def _is_tuple(cls: Any) -> bool:
+    return get_origin(cls) is tuple
+
+
+def _tuple(converter: Converter, cls: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+    arguments = get_args(cls)
+    fixed = None if arguments[-1] is Ellipsis else len(arguments)
+
+    def structure(value: Any, _: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise _Refused("must be a list", value)
+        if fixed is not None and len(value) != fixed:
+            raise _Refused(f"must be a list of {fixed}", value)
+        types = arguments if fixed is not None else (arguments[0],) * len(value)
+        built, faults = [], []
+        for index, (item, item_type) in enumerate(zip(value, types, strict=True)):
+            try:
+                built.append(converter.get_structure_hook(item_type)(item, item_type))
+            except Exception as error:
+                error.add_note(IterableValidationNote(f"index {index}", index, item_type))
+                faults.append(error)
+        if faults:
+            raise IterableValidationError("items", faults, cls)
+        return tuple(built)
+
+    return structure
+
+
+def _record(converter: Converter, cls: Any) -> Callable[[Any, Any], Any]:
+    build = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
+
+    def structure(value: Any, asked: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise _Refused("must be a table of keys", value)
+        return build(cast(Any, value), asked)
+
+    return structure
+
+
+def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
+    """Flatten a tree of cattrs errors; unknown keys first, for a misspelt key also shows as a missing one."""
+    if isinstance(error, BaseValidationError):
+        for inner in sorted(error.exceptions, key=lambda e: not isinstance(e, ForbiddenExtraKeysError)):
+            yield from _reasons(inner, path + _step(inner, path), where)
+    elif isinstance(error, ForbiddenExtraKeysError):
+        legal = [field.name for field in fields(cast(Any, error.cl))]
+        for key in sorted(map(str, error.extra_fields)):
+            field = _located(where, f"{path}.{key}" if path else key)
+            close = nearest(key, legal)
+            known = "" if close else f"; known here: {', '.join(legal)}"
+            yield Reason(field=field, rule=f"unknown key{known}", nearest=close)
+    elif isinstance(error, _Refused):
+        yield Reason(field=_located(where, path), rule=error.rule, value=error.value, nearest=error.nearest)
+    elif isinstance(error, KeyError):
+        yield Reason(field=_located(where, path), rule="is missing")
+    else:
+        raise error
+
+
+def _step(error: BaseException, path: str) -> str:
+    for note in getattr(error, "__notes__", ()):
+        if isinstance(note, AttributeValidationNote):
+            return f".{note.name}" if path else note.name
+        if isinstance(note, IterableValidationNote):
+            return f"[{note.index}]"
+    return ""
+
+
+def _located(where: str, path: str) -> str:
+    if not path or not where:
+        return where or path
+    return f"{where}{'.' if ': ' in where else ': '}{path}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= INT_LIMIT:
+        return "a huge integer"
+    if isinstance(value, list | tuple | dict):  # may be nested without end
+        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
+    text = json.dumps(value) if isinstance(value, bool | str | None) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

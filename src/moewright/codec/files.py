@@ -1,0 +1,132 @@
+"""Files of nouns: JSON and TOML, refused in one line when malformed, replaced whole when written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import tomli_w
+
+from moewright.codec.data import Numbers, from_data, nearest, to_data
+from moewright.spec.errors import BadInput, Reason
+
+T = TypeVar("T")
+
+
+class _Malformed(ValueError):
+    """A fault json itself lets pass."""
+
+
+def read_json(cls: type[T], path: Path) -> T:
+    """The noun in a JSON file; BadInput names the file, the key, the rule and the nearest legal value."""
+    return from_data(cls, json_data(path), where=str(path))
+
+
+def read_toml(cls: type[T], path: Path) -> T:
+    """The noun in a TOML file; BadInput as for read_json."""
+    return from_data(cls, toml_data(path), where=str(path))
+
+
+def write_json(path: Path, noun: object) -> None:
+    """Write a noun as JSON; a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(to_data(noun), indent=1, allow_nan=False) + "\n")
+
+
+def write_toml(path: Path, noun: object) -> None:
+    """Write a noun as TOML (which has no null: nouns with a None in them go to JSON), replaced whole."""
+    write_text(path, tomli_w.dumps(to_data(noun)))
+
+
+def json_data(path: Path) -> Any:
+    """Plain data of a JSON file; repeated keys, NaN, Infinity, bytes not UTF-8, endless nesting are refused."""
+    return parse_json(read_text(path), where=str(path))
+
+
+def parse_json(text: str, *, where: str, numbers: Numbers = Numbers.FINITE) -> Any:
+    """Plain data of JSON text, as strict as json_data; MEASURED lets NaN and Infinity pass."""
+    try:
+        if numbers is Numbers.MEASURED:
+            return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        rule = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    except _Malformed as error:
+        rule = str(error)
+    except ValueError:  # an integer beyond the interpreter's digit limit
+        rule = "holds a number with too many digits"
+    except RecursionError:
+        rule = "is nested too deeply"
+    raise BadInput(Reason(field=where, rule=rule))
+
+
+def toml_data(path: Path) -> dict[str, Any]:
+    """Plain data of a TOML file."""
+    text = read_text(path)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        rule = f"is not TOML: {error}"
+    except ValueError:
+        rule = "holds a number with too many digits"
+    except RecursionError:
+        rule = "is nested too deeply"
+    raise BadInput(Reason(field=str(path), rule=rule))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file through a temporary neighbour and os.replace; folders are made. BadInput when it cannot be."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name[:64]}.", delete=False
+        ) as stream:
+            temporary = Path(stream.name)
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)  # temporary files are born private
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise BadInput(Reason(field=str(path), rule=f"cannot be written: {error.strerror or error}")) from None
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file, whole; BadInput for a missing file (nearest name beside it), a folder, other bytes."""
+    try:
+        if path.is_dir():
+            rule = "is a folder, a file is wanted"
+        elif not path.exists():
+            beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            close = nearest(path.name, beside)
+            raise BadInput(
+                Reason(field=str(path), rule="no such file", nearest=str(path.with_name(close)) if close else "")
+            )
+        elif not path.is_file():
+            rule = "is not a regular file"
+        else:
+            return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        rule = f"is not text in UTF-8 (byte {error.start})"
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    raise BadInput(Reason(field=str(path), rule=rule))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise _Malformed(f"key {json.dumps(repeated)} stands twice")
+    return table
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _Malformed(f"holds {name}, which is not JSON")

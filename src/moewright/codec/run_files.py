@@ -1,0 +1,76 @@
+"""A run directory, read back: plan.json, steps.jsonl, ledger/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moewright.codec.data import Numbers, from_data, to_data
+from moewright.codec.files import parse_json, read_json, read_text
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.plan import Plan
+from moewright.spec.run import EvalRecord, RunRecord, Session, StepRecord
+
+_KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
+    ("session", Session),
+    ("step", StepRecord),
+    ("eval", EvalRecord),
+)
+
+
+def record_line(record: Session | StepRecord | EvalRecord) -> str:
+    """One line of steps.jsonl, with its newline. A diverged loss is written as NaN or Infinity."""
+    kind = next(name for name, cls in _KINDS if isinstance(record, cls))
+    return json.dumps({"kind": kind, **to_data(record)}) + "\n"
+
+
+def read_run(directory: Path) -> RunRecord:
+    """All that a run left behind, in step order.
+
+    A last line without its end (the writer was killed) is left out and noted; steps that a later session did over
+    are superseded by it. BadInput when the folder holds no run or a line is damaged.
+    """
+    if not directory.is_dir():
+        raise BadInput(Reason(field=str(directory), rule="no such run folder"))
+    plan = read_json(Plan, directory / "plan.json")
+    sessions: list[Session] = []
+    steps: dict[int, StepRecord] = {}
+    evals: dict[int, EvalRecord] = {}
+    records, notes = _read_records(directory / "steps.jsonl")
+    for record in records:
+        match record:
+            case Session(first_step=first):
+                sessions.append(record)
+                steps = {step: old for step, old in steps.items() if step < first}
+                evals = {step: old for step, old in evals.items() if step < first}
+            case StepRecord(step=step):
+                steps[step] = record
+            case EvalRecord(step=step):
+                evals[step] = record
+    selection = directory / "ledger" / "selection.json"
+    return RunRecord(
+        plan=plan,
+        sessions=tuple(sessions),
+        steps=tuple(steps[step] for step in sorted(steps)),
+        evals=tuple(evals[step] for step in sorted(evals)),
+        ledgers=tuple(read_json(Ledger, path) for path in sorted((directory / "ledger").glob("rank*.json"))),
+        selection=read_json(Selection, selection) if selection.exists() else None,
+        notes=notes,
+    )
+
+
+def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], tuple[str, ...]]:
+    lines = read_text(path).split("\n")
+    torn = lines.pop()  # "" when the last line is whole
+    notes = (f"{path.name}: a torn last line ({len(torn)} characters) was left out",) if torn else ()
+    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()], notes
+
+
+def _record(line: str, where: str) -> Session | StepRecord | EvalRecord:
+    data = parse_json(line, where=where, numbers=Numbers.MEASURED)
+    kind = data.pop("kind", None) if isinstance(data, dict) else None
+    for name, cls in _KINDS:
+        if name == kind:
+            return from_data(cls, data, where=where, numbers=Numbers.MEASURED)
+    raise BadInput(Reason(field=f"{where}: kind", value=str(kind), rule="must be one of session, step, eval"))

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moewright.codec import given_fields, layout_text, parse_layout
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+
+
+def _sets(choices: type, alone: object = None) -> st.SearchStrategy[tuple]:
+    members = [member for member in choices if member is not alone]
+    several = st.sets(st.sampled_from(members)).map(lambda chosen: tuple(sorted(chosen)))
+    return several if alone is None else st.one_of(several, st.just((alone,)))
+
+
+degree = st.integers(1, 2**40)
+layouts = st.builds(
+    Layout,
+    world_size=degree,
+    tp=degree,
+    sp=st.booleans(),
+    cp=degree,
+    pp=degree,
+    vpp=degree,
+    ep=degree,
+    etp=degree,
+    mbs=degree,
+    zero=st.sampled_from((0, 1, 3)),
+    schedule=st.sampled_from(Schedule),
+    vpp_group=st.integers(0, 999),
+    cp_comm=st.sampled_from(CpComm),
+    recompute=_sets(Recompute, Recompute.FULL),
+    offload=_sets(Offload),
+    dispatcher=st.sampled_from(Dispatcher),
+    capacity=st.floats(0, 1e300, allow_nan=False),
+    overlap=_sets(Overlap),
+    graphs=_sets(Graphs, Graphs.FULL),
+    stages=st.text("EtmL|()*123, "),
+)
+
+
+@given(layouts)
+def test_text_reads_back_to_the_same_layout(layout: Layout) -> None:
+    assert parse_layout(layout_text(layout), world_size=layout.world_size) == layout
+
+
+def _refusal(text: str) -> str:
+    """What is said against `text`; "" when it is a layout, which then reads back to itself."""
+    try:
+        layout = parse_layout(text, world_size=64)
+    except BadInput as refusal:
+        return str(refusal)
+    assert parse_layout(layout_text(layout), world_size=64) == layout
+    return ""
+
+
+KEYS = ("tp", "ep", "vpp", "capacity", "recompute", "sp", "layout", "dp")
+
+
+@given(st.one_of(st.text(max_size=60), st.builds("{}={}".format, st.sampled_from(KEYS), st.text(max_size=20))))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    assert "\n" not in _refusal(text)
+
+
+def test_the_contract_example() -> None:
+    layout = parse_layout("tp2,ep8,pp32,vpp3,mbs1,recompute=moe_act+layernorm", world_size=256)
+    assert layout == Layout(
+        world_size=256,
+        tp=2,
+        sp=True,
+        ep=8,
+        pp=32,
+        vpp=3,
+        mbs=1,
+        schedule=Schedule.INTERLEAVED,
+        recompute=(Recompute.LAYERNORM, Recompute.MOE_ACT),
+    )
+    assert layout_text(layout) == "tp2,pp32,vpp3,ep8,mbs1,recompute=layernorm+moe_act"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        (" tp = 2 , EP8 ", "tp", 2),
+        ("tp2", "sp", True),
+        ("tp2,sp0", "sp", False),
+        ("tp2,sp=off", "sp", False),
+        ("tp2,sp", "sp", True),
+        ("tp1", "sp", False),
+        ("vpp2,pp2,schedule=1f1b", "schedule", Schedule.ONE_F_ONE_B),
+        ("recompute=select", "recompute", (Recompute.LAYERNORM, Recompute.MOE_ACT)),
+        ("recompute=none", "recompute", ()),
+        ("recompute=moe + moe_act+moe", "recompute", (Recompute.MOE, Recompute.MOE_ACT)),
+        ("cp_comm=a2a+p2p,cp2", "cp_comm", CpComm.A2A_P2P),
+        ("capacity1.25", "capacity", 1.25),
+        ("capacity=0", "capacity", 0.0),
+        ("overlap=tp+ep", "overlap", (Overlap.EP, Overlap.TP)),
+        ("layout='Et*3|(tt|)*29,m|L',pp16", "stages", "Et*3|(tt|)*29,m|L"),
+        ('layout = "Ett|ttL"', "stages", "Ett|ttL"),
+        ("layout=Ett|ttL", "stages", "Ett|ttL"),
+        ("", "mbs", 1),
+        ("dp32,tp2", "dp", 32),
+    ],
+)
+def test_spellings(text: str, field: str, value: object) -> None:
+    assert getattr(parse_layout(text, world_size=64), field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tpp2", "nearest legal value: tp"),
+        ("recompue=moe", "nearest legal value: recompute"),
+        ("edp4", "edp=4: is derived"),
+        ("tp2,tp4", "tp=4: is given twice"),
+        ("tp0", "tp=0: must be at least 1; nearest legal value: 1"),
+        ("tp-2", "tp"),
+        ("tp=-2", "tp=-2: must be at least 1"),
+        ("tp=two", "must be a whole number"),
+        ("tp=2.5", "must be a whole number"),
+        ("tp=" + "9" * 5000, "must be a whole number"),
+        ("tp=٢", "must be a whole number"),
+        ("zero2", "must be 0, 1 or 3"),
+        ("sp=maybe", "sp=maybe: must be 1 or 0"),
+        ("dp3,tp2", "nearest legal value: 32"),
+        ("dp3,tp7", "does not divide 64"),
+        ("schedule=1f2b", "nearest legal value: 1f1b"),
+        ("recompute=full+moe", "full stands alone"),
+        ("recompute=moe_axt", "nearest legal value: moe_act"),
+        ("recompute=", "must be one of"),
+        ("recompute", "needs a value"),
+        ("dispatcher=deepeep", "nearest legal value: deepep"),
+        ("capacity=nan", "must be a factor"),
+        ("capacity=-1", "must be a factor"),
+        ("layout='Ett|ttL", "is not closed"),
+        ("layout='Exx|L'", "is made of"),
+        ("layout=", "is made of"),
+        ("layout=Et*3|(tt|)*29,m|L", "a value with commas is quoted"),
+        ("tp2,,ep2", "empty place between commas"),
+    ],
+)
+def test_refusals(text: str, said: str) -> None:
+    with pytest.raises(BadInput) as refusal:
+        parse_layout(text, world_size=64)
+    assert said in str(refusal.value)
+
+
+def test_every_fault_is_reported() -> None:
+    with pytest.raises(BadInput) as refusal:
+        parse_layout("tp0,foo=1,ep=x", world_size=8)
+    assert [reason.field for reason in refusal.value.reasons] == ["tp", "foo", "ep"]
+
+
+def test_given_fields_leave_defaults_out() -> None:
+    assert given_fields("tp2, vpp=2, layout='E|t|L', dp4") == {"tp", "vpp", "stages"}
+    assert given_fields("") == frozenset()
