@@ -160,8 +160,6 @@ def _record(converter: Converter, cls: Any) -> Callable[[Any, Any], Any]:
     build = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
 
     def structure(value: Any, asked: Any) -> Any:
-        if isinstance(value, cls):
-            return value
         if not isinstance(value, dict):
             raise _Refused("must be a table of keys", value)
         return build(cast(Any, value), asked)
