@@ -1,0 +1,77 @@
+from dataclasses import replace
+
+import pytest
+
+from moewright.spec.finding import Wall
+from moewright.spec.ledger import Phase, TimeRow
+from moewright.tune.diagnose import diagnose
+from moewright.tune.steps import median_phases, median_step_s, settled
+from sample_run import plan, record
+
+
+def paced(run, **seconds):
+    """The run with every step's phases set, the rest of the sample's phases kept."""
+
+    def phases(step):
+        kept = {row.phase: row.seconds for row in step.phases} | {Phase(name): s for name, s in seconds.items()}
+        return tuple(TimeRow(phase=phase, seconds=s) for phase, s in kept.items())
+
+    steps = [replace(step, phases=phases(step)) for step in run.steps]
+    return replace(run, steps=tuple(replace(s, step_s=sum(row.seconds for row in s.phases)) for s in steps))
+
+
+def test_warm_up_and_the_counted_step_of_each_session_are_left_out_of_medians():
+    run = record()  # sessions start at steps 1 and 31, the ledger is taken on each session's third step
+    assert {step.step for step in run.steps} - {step.step for step in settled(run)} == {1, 2, 3, 31, 32, 33}
+    short = replace(run, steps=run.steps[:2])
+    assert settled(short) == short.steps
+    assert median_step_s(replace(run, steps=())) == 0
+
+
+def test_phase_medians_sum_near_the_median_step():
+    run = record()
+    assert sum(seconds for _, seconds in median_phases(run)) == pytest.approx(median_step_s(run), rel=1e-6)
+
+
+def test_a_run_that_computes_most_of_its_step_is_told_so_with_numbers():
+    (finding,) = diagnose(record())
+    assert finding.wall is Wall.COMPUTE
+    assert 0.8 < finding.share < 0.95
+    assert "forward 442 ms" in finding.evidence[0]
+    assert finding.fixes
+
+
+def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first():
+    first = diagnose(paced(record(), grad_reduce=2.0))[0]
+    assert first.wall is Wall.COMMUNICATION
+    assert first.share > 0.5
+    assert "gradient reduction 2 s" in first.evidence[0]
+    assert "predicted; not timed apart" in first.evidence[2]
+    assert "micro-batches" in first.fixes[0]
+
+
+def test_waiting_for_data_is_a_host_wall():
+    assert diagnose(paced(record(), data=3.0))[0].wall is Wall.HOST
+
+
+def test_memory_near_capacity_comes_before_time():
+    run = record()
+    estimate = replace(run.plan.estimate, capacity_bytes=int(run.plan.estimate.peak_bytes * 1.02))
+    findings = diagnose(replace(run, plan=replace(run.plan, estimate=estimate)))
+    assert [each.wall for each in findings] == [Wall.MEMORY, Wall.COMPUTE]
+    assert findings[0].share == pytest.approx(1 / 1.02, rel=0.02)
+    assert findings[0].fixes[0] == "recompute=moe_act+layernorm"
+
+
+def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():
+    run = record()
+    hot = (3000,) * 8 + (1000,) * 8  # rank 0 of two holds the first eight experts: 1.5 x the mean
+    steps = tuple(replace(s, loads=tuple(replace(load, counts=hot) for load in s.loads)) for s in run.steps)
+    findings = diagnose(replace(run, steps=steps))
+    assert "1.50 x the mean" in findings[0].title
+    alone = replace(run, steps=steps, plan=plan(ep=1))
+    assert all("expert rank" not in each.title for each in diagnose(alone))
+
+
+def test_a_run_without_steps_has_no_findings():
+    assert diagnose(replace(record(), steps=())) == ()
