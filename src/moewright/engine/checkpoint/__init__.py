@@ -1,0 +1,25 @@
+"""Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no pickle either way."""
+
+from moewright.engine.checkpoint.coordinator import Coordinator, alone
+from moewright.engine.checkpoint.geometry import boxes
+from moewright.engine.checkpoint.index import Index, read_index
+from moewright.engine.checkpoint.load import load, refuse_mismatch
+from moewright.engine.checkpoint.lock import run_lock
+from moewright.engine.checkpoint.piece import Piece, flat_pieces
+from moewright.engine.checkpoint.save import committed, latest, save
+
+__all__ = [
+    "Coordinator",
+    "Index",
+    "Piece",
+    "alone",
+    "boxes",
+    "committed",
+    "flat_pieces",
+    "latest",
+    "load",
+    "read_index",
+    "refuse_mismatch",
+    "run_lock",
+    "save",
+]

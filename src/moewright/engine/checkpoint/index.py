@@ -1,0 +1,203 @@
+"""The index of a checkpoint: strict JSON that says which box of which tensor lies in which file.
+
+`index.json` is {"sha256": D, "body": B}, D being the digest of B as canonical JSON. A body holds format, version,
+step, extra, files [{name, bytes, sha256}] and tensors [{name, dtype, shape, boxes [[file number, offsets, sizes]]}].
+Payload files are safetensors; a box is stored under `box_key`. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, NoReturn
+
+from moewright.engine.checkpoint.geometry import Box, tiling_fault
+from moewright.engine.checkpoint.piece import DTYPES, name_is_legal
+from moewright.spec.errors import BadInput, Reason
+
+INDEX = "index.json"
+_FORMAT, _VERSION = "moewright-checkpoint", 1
+_PAYLOAD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One box of a tensor, in one file."""
+
+    box: Box
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A global tensor; its shards cover it exactly once. `dtype` is the safetensors name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    step: int
+    extra: Mapping[str, Any]  # plain JSON, the caller's
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+def payload_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def box_key(name: str, offsets: tuple[int, ...]) -> str:
+    """The name of a box in its file: two boxes of a tensor never begin at the same place."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def index_text(index: Index) -> str:
+    """The text of index.json. Raises ValueError or TypeError when `extra` is not plain finite JSON."""
+    number = {entry.name: n for n, entry in enumerate(index.files)}
+    body = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "step": index.step,
+        "extra": dict(index.extra),
+        "files": [{"name": f.name, "bytes": f.nbytes, "sha256": f.sha256} for f in index.files],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "boxes": [[number[shard.file], *shard.box] for shard in tensor.shards],
+            }
+            for tensor in index.tensors
+        ],
+    }
+    text = _canonical(body)
+    if json.loads(text)["extra"] != index.extra:
+        raise ValueError("extra does not survive JSON: use plain lists and string keys")
+    return f'{{"sha256":"{_digest(text)}","body":{text}}}\n'
+
+
+def read_index(checkpoint: Path) -> Index:
+    """The index of a committed checkpoint. Raises BadInput, naming the file, for anything that is not one."""
+    path = checkpoint / INDEX
+    if not checkpoint.is_dir():
+        what = "is a file" if checkpoint.exists() else "does not exist"
+        raise BadInput(Reason(field=str(checkpoint), rule=f"{what}; a checkpoint is a directory", nearest="step-*"))
+    if not path.is_symlink() and not path.exists():
+        found = ", ".join(sorted(entry.name for entry in checkpoint.iterdir())[:3]) or "nothing"
+        raise BadInput(
+            Reason(field=str(checkpoint), rule=f"is not a checkpoint: it has no {INDEX} but {found}", nearest="step-*")
+        )
+    try:
+        if not S_ISREG(path.lstat().st_mode):
+            _refuse(path, "is not a regular file")
+        text = path.read_text("utf-8")
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_not_finite)
+    except (OSError, ValueError, RecursionError) as error:
+        _refuse(path, f"cannot be read ({type(error).__name__}: {error})")
+    try:
+        return _index(data)
+    except _Malformed as fault:
+        _refuse(path, str(fault))
+
+
+def _refuse(path: Path, rule: str) -> NoReturn:
+    raise BadInput(Reason(field=str(path), rule=rule, nearest="an older checkpoint"))
+
+
+class _Malformed(Exception):
+    """What is wrong with the index."""
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise _Malformed(what)
+
+
+def _index(data: Any) -> Index:
+    outer = _record(data, "index", {"sha256": str, "body": dict})
+    text = _canonical(outer["body"])
+    _require(outer["sha256"] == _digest(text), "is damaged: its checksum does not hold")
+    keys = {"format": str, "version": int, "step": int, "extra": dict, "files": list, "tensors": list}
+    body = _record(outer["body"], "body", keys)
+    _require(body["format"] == _FORMAT, f"format is {body['format']!r}, not {_FORMAT!r}")
+    _require(body["version"] == _VERSION, f"version is {body['version']}, and this program reads {_VERSION}")
+    _require(body["step"] >= 0, "step is negative")
+    files = tuple(_file(entry) for entry in body["files"])
+    _require(len({file.name for file in files}) == len(files), "names a file twice")
+    tensors = tuple(_tensor(entry, files) for entry in body["tensors"])
+    _require(len({tensor.name for tensor in tensors}) == len(tensors), "names a tensor twice")
+    return Index(step=body["step"], extra=body["extra"], files=files, tensors=tensors)
+
+
+def _file(data: Any) -> FileEntry:
+    entry = _record(data, "file", {"name": str, "bytes": int, "sha256": str})
+    _require(_PAYLOAD.fullmatch(entry["name"]) is not None, f"file name {entry['name']!r} is not rank-N.safetensors")
+    _require(entry["bytes"] >= 0, f"{entry['name']} has a negative size")
+    _require(_DIGEST.fullmatch(entry["sha256"]) is not None, f"{entry['name']} has no sha256")
+    return FileEntry(name=entry["name"], nbytes=entry["bytes"], sha256=entry["sha256"])
+
+
+def _tensor(data: Any, files: tuple[FileEntry, ...]) -> TensorEntry:
+    entry = _record(data, "tensor", {"name": str, "dtype": str, "shape": list, "boxes": list})
+    name = entry["name"]
+    _require(name_is_legal(name), f"tensor name {name!r} is not legal")
+    _require(entry["dtype"] in DTYPES, f"{name}: dtype {entry['dtype']!r} is unknown")
+    shape = _whole(entry["shape"], name)
+    shards = []
+    for box in entry["boxes"]:
+        _require(isinstance(box, list) and len(box) == 3, f"{name}: a box is [file, offsets, sizes]")
+        (number,) = _whole([box[0]], name)
+        _require(number < len(files), f"{name}: file {number} of {len(files)}")
+        shards.append(Shard(box=(_whole(box[1], name), _whole(box[2], name)), file=files[number].name))
+    fault = tiling_fault(shape, [shard.box for shard in shards])
+    _require(not fault, f"{name}: {fault}")
+    return TensorEntry(name=name, dtype=entry["dtype"], shape=shape, shards=tuple(shards))
+
+
+def _record(data: Any, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
+    _require(isinstance(data, dict) and set(data) == set(keys), f"{what} does not have the keys {', '.join(keys)}")
+    for key, kind in keys.items():
+        _require(type(data[key]) is kind, f"{what}: {key} is not {kind.__name__}")
+    return dict(data)
+
+
+def _whole(data: Any, name: str) -> tuple[int, ...]:
+    whole = isinstance(data, list) and all(type(value) is int and value >= 0 for value in data)
+    _require(whole, f"{name}: {str(data)[:40]} is not a list of whole numbers")
+    return tuple(data)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _not_finite(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,92 @@
+"""Load: fill this rank's pieces from whatever boxes a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moewright.engine.checkpoint.coordinator import Coordinator, agree
+from moewright.engine.checkpoint.files import PayloadReader, verify_file
+from moewright.engine.checkpoint.index import Index, TensorEntry, read_index
+from moewright.engine.checkpoint.piece import Piece
+from moewright.engine.checkpoint.planning import plan_load
+from moewright.spec.errors import BadInput, Reason
+
+
+def load(checkpoint: Path, *, pieces: Sequence[Piece], comm: Coordinator) -> Mapping[str, Any]:
+    """Fill every piece in place, bit for bit, from any layout; return the checkpoint's `extra`. All ranks call.
+
+    Each file's checksum is verified by one rank, and every piece is checked for name, shape and dtype, before any
+    tensor is touched. Raises the same BadInput on every rank, naming the file or the tensor.
+    """
+    index = agree_on_index(checkpoint, comm)
+    wanted = [piece for piece in pieces if piece.tensor.numel()]
+    agree(comm, lambda: _check(checkpoint, index, wanted, comm))
+    agree(comm, lambda: _fill(checkpoint, index, wanted))
+    return index.extra
+
+
+def agree_on_index(checkpoint: Path, comm: Coordinator) -> Index:
+    """The index as this rank reads it; raises on every rank when one rank cannot read it."""
+    found: list[Index] = []
+    agree(comm, lambda: found.append(read_index(checkpoint)))
+    return found[0]
+
+
+def refuse_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise BadInput naming every field that a checkpoint and the job to continue it do not share.
+
+    Nested mappings are compared field by field ("model.hidden_size"); all else by equality.
+    """
+    ours, theirs = _flat(wanted), _flat(saved)
+    fields = [name for name in sorted(ours | theirs) if ours.get(name, "absent") != theirs.get(name, "absent")]
+    if fields:
+        differences = "; ".join(
+            f"{name} is {theirs.get(name, 'absent')} in the checkpoint and {ours.get(name, 'absent')} in the job"
+            for name in fields
+        )
+        raise BadInput(
+            Reason(field="resume", rule=differences, nearest="the checkpoint's values, or another run directory")
+        )
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _check(checkpoint: Path, index: Index, wanted: Sequence[Piece], comm: Coordinator) -> None:
+    for entry in index.files[comm.rank :: comm.world]:
+        verify_file(checkpoint, entry)
+    tensors = {tensor.name: tensor for tensor in index.tensors}
+    for piece in wanted:
+        tensor = tensors.get(piece.name)
+        if tensor is None:
+            raise BadInput(Reason(field=piece.name, rule=f"is not in the checkpoint {checkpoint}"))
+        for what, ours, theirs in (
+            ("shape", list(piece.global_shape), list(tensor.shape)),
+            ("dtype", piece.dtype, tensor.dtype),
+        ):
+            if ours != theirs:
+                rule = f"the {what} in the checkpoint {checkpoint} is {theirs}"
+                raise BadInput(Reason(field=f"{piece.name} ({what})", value=str(ours), rule=rule, nearest=str(theirs)))
+
+
+def _fill(checkpoint: Path, index: Index, wanted: Sequence[Piece]) -> None:
+    by_name: dict[str, list[Piece]] = {}
+    for piece in wanted:
+        by_name.setdefault(piece.name, []).append(piece)
+    with PayloadReader(checkpoint) as reader:
+        for tensor in index.tensors:
+            _fill_tensor(reader, tensor, by_name.get(tensor.name, []))
+
+
+def _fill_tensor(reader: PayloadReader, tensor: TensorEntry, wanted: Sequence[Piece]) -> None:
+    for piece, shard, item in plan_load(tensor, wanted):
+        target = piece.tensor.detach()
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        target.copy_(reader.region(tensor, shard, item.storage_offsets, item.lengths))

@@ -1,0 +1,39 @@
+"""One job at a time in a run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moewright.spec.errors import BadInput, Reason
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold `run_dir`/lock, making the directory if need be. Raises BadInput when another job holds it.
+
+    The kernel drops the lock with the last process of the job, so a lock file left behind means nothing.
+    """
+    path = run_dir / "lock"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise BadInput(
+            Reason(field=str(run_dir), rule=f"cannot be used as a run directory ({error.strerror})")
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            rule = f"is in use by another job (process {holder})"
+            raise BadInput(Reason(field=str(run_dir), rule=rule, nearest="another run directory")) from error
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,48 @@
+"""The one place of the engine that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moewright.spec.errors import BadInput, Reason
+
+_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchrunEnv:
+    """This process as torchrun started it; the rendezvous is "env://"."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def torchrun() -> TorchrunEnv | None:
+    """The rank that torchrun made of this process, or None. Raises BadInput when only some variables are there."""
+    given = {key: os.environ[key] for key in _KEYS if key in os.environ}
+    if "RANK" not in given or "WORLD_SIZE" not in given:
+        return None
+    for key in _KEYS:
+        if key not in given:
+            raise BadInput(
+                Reason(field=key, rule="is not set, but RANK and WORLD_SIZE are", nearest="start by torchrun")
+            )
+    numbers = {key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise BadInput(
+            Reason(
+                field="RANK",
+                value=given["RANK"],
+                rule=f"must be below WORLD_SIZE={given['WORLD_SIZE']}",
+                nearest=str(numbers["WORLD_SIZE"] - 1),
+            )
+        )
+    return TorchrunEnv(rank=numbers["RANK"], world=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
+
+
+def _whole(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise BadInput(Reason(field=key, value=text, rule="must be a whole number", nearest="0"))
+    return int(text)
