@@ -1,0 +1,116 @@
+"""Rows of work -> seconds, by the rates of a device."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moewright.cost.constants import Constants
+from moewright.spec.hardware import Curve, Hardware, Op
+from moewright.spec.layout import Recompute
+from moewright.spec.plan import Assumption, TimePart
+from moewright.spec.sourced import SourceKind
+from moewright.spec.workload import Dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpRow:
+    """Work of one kind: `amount` (FLOPs, bytes or parameters, as its Op says) at the rate the curve has at `x`.
+
+    `replay` names the recompute choices that run a forward row again in backward; `share` is the part of the usual
+    rate that it reaches.
+    """
+
+    name: str
+    part: TimePart
+    op: Op
+    amount: float
+    x: float
+    dtype: Dtype
+    replay: tuple[Recompute, ...] = ()
+    share: float = 1.0
+
+
+def interpolate(curve: Curve, x: float) -> float:
+    """y at x: linear in log x and log y between the points, flat outside them."""
+    points = curve.points
+    if x <= points[0][0]:
+        return points[0][1]
+    if x >= points[-1][0]:
+        return points[-1][1]
+    above = bisect_right(points, x, key=_first)
+    (x0, y0), (x1, y1) = points[above - 1], points[above]
+    weight = math.log(x / x0) / math.log(x1 / x0)
+    return math.exp(math.log(y0) + weight * math.log(y1 / y0))
+
+
+def _first(point: tuple[float, float]) -> float:
+    return point[0]
+
+
+class Rates:
+    """Rates of one device, with the stand-ins where the hardware file has no curve."""
+
+    __slots__ = ("_curves", "_hardware", "_peaks", "constants")
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self.constants = Constants(hardware)
+        self._curves = {(r.op, r.dtype): r.curve for r in hardware.device.rates}
+        self._peaks = {p.dtype: p.rate.value for p in hardware.device.peaks}
+
+    def peak(self, dtype: Dtype) -> float:
+        """Dense peak, FLOP/s: that of the dtype, else of the widest listed kind."""
+        return self._peaks.get(dtype) or next(iter(self._peaks.values()))
+
+    def curve(self, op: Op, dtype: Dtype) -> Curve | None:
+        """The curve for (op, dtype); memory-bound work falls back on the curve of any dtype."""
+        found = self._curves.get((op, dtype))
+        if found is None and op in (Op.ELEMENTWISE, Op.OPTIMIZER):
+            found = next((c for (o, _), c in self._curves.items() if o is op), None)
+        return found
+
+    def rate(self, op: Op, dtype: Dtype, x: float) -> float:
+        """Units of work a second (FLOP/s, bytes/s or parameters/s)."""
+        curve = self.curve(op, dtype)
+        return interpolate(curve, x) if curve is not None else self._stand_in(op, dtype, x)
+
+    def _stand_in(self, op: Op, dtype: Dtype, x: float) -> float:
+        c = self.constants
+        memory_Bps = self._hardware.device.memory_Bps.value * c["memory_efficiency"]
+        if op is Op.ELEMENTWISE:
+            return memory_Bps
+        if op is Op.OPTIMIZER:
+            return memory_Bps / c["optimizer_bytes_per_parameter"]
+        if op is Op.GEMM:
+            return self.peak(dtype) * c["gemm_efficiency"]
+        if op is Op.GROUPED_GEMM:
+            gemm = self.rate(Op.GEMM, dtype, 1e12)
+            return gemm / (1 + c["grouped_rolloff_rows"] / max(x, 1.0))
+        if op is Op.ATTENTION_BACKWARD:
+            return self.rate(Op.ATTENTION, dtype, x) * c["attention_backward_efficiency"]
+        return self.peak(dtype) * c["attention_efficiency"] * x / (x + c["attention_half_seq"])
+
+    def seconds(self, row: OpRow) -> float:
+        return row.amount / (self.rate(row.op, row.dtype, row.x) * row.share) if row.amount else 0.0
+
+
+def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
+    """What the hardware file does not cover: rates it lacks, and rows outside a measured range (held flat there)."""
+    found: dict[str, Assumption] = {}
+    for row in rows:
+        if not row.amount:
+            continue
+        curve = rates.curve(row.op, row.dtype)
+        name = f"rate {row.op} {row.dtype}"
+        if curve is None:
+            value = f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})"
+            source = "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
+            found.setdefault(name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=source))
+        elif len(curve.points) > 1 and not curve.points[0][0] <= row.x <= curve.points[-1][0]:
+            name = f"{name} at {row.name}"
+            value = f"x={row.x:.4g} outside {curve.points[0][0]:.4g}-{curve.points[-1][0]:.4g}, held flat"
+            found.setdefault(name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=curve.source))
+    return tuple(found.values())

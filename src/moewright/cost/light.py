@@ -1,0 +1,131 @@
+"""Elementwise work of one layer, in bytes read and written.
+
+CUDA stacks fuse a chain into one kernel: it reads its inputs and writes its outputs. The engine on CPU runs one pass
+an operation, mostly in fp32: its bytes are counted operation by operation from what each function does (widen c + 4,
+multiply in place 8, multiply two 12, narrow 4 + c, and so on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moewright.cost.compute import OpRow
+from moewright.cost.sizes import Sizes
+from moewright.spec.hardware import Op
+from moewright.spec.layout import Dispatcher, Recompute
+from moewright.spec.model import AttentionKind, QkNorm
+from moewright.spec.plan import TimePart
+
+FULL, MOE, NORM = Recompute.FULL, Recompute.MOE, Recompute.LAYERNORM
+DEDUP = (Dispatcher.DEDUP, Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)
+
+# Backward over forward bytes of fused elementwise kernels (time_model_findings, section 2).
+_FUSED_BACKWARD = 1.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """Bytes an element costs, as (constant, multiple of c); `calls` passes, so that one call's size is known."""
+
+    fused: tuple[float, float]
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    calls: tuple[int, int]
+    fused_backward: float = _FUSED_BACKWARD
+
+
+# Per element of the tensor named in each row of `layer_rows`.
+RMS_NORM = Kernel(fused=(0, 2), forward=(28, 4), backward=(88, 3), calls=(6, 12))
+ADD = Kernel(fused=(0, 3), forward=(0, 3), backward=(0, 3), calls=(1, 1))
+ROTATE = Kernel(fused=(0, 3), forward=(40, 2), backward=(40, 2), calls=(9, 9))
+GATED = Kernel(fused=(0, 3), forward=(40, 3), backward=(144, 5), calls=(6, 15))
+UNGATED = Kernel(fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8))
+SPREAD = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0)
+GATHER = Kernel(fused=(0, 2.4), forward=(0, 3), backward=(0, 2), calls=(2, 1), fused_backward=1.0)
+REORDER = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 2), calls=(1, 1), fused_backward=1.0)
+# Router scores: softmax, top-k (a partial sort: counted as eight passes), counts and auxiliary loss, all fp32.
+ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6))
+# Logits: widen, log-softmax; backward widen, softmax, scale, narrow. Fused: 10 bytes each way.
+CROSS_ENTROPY = Kernel(fused=(10, 0), forward=(12, 1), backward=(24, 2), calls=(2, 4), fused_backward=1.0)
+
+
+def light(
+    kernel: Kernel, name: str, size: Sizes, elements: float, *replay: Recompute, part: TimePart = TimePart.ELEMENTWISE
+) -> tuple[OpRow, OpRow]:
+    """The forward and the backward row of a kernel over so many elements."""
+    if size.fused:
+        forward_bytes = (kernel.fused[0] + kernel.fused[1] * size.c) * elements
+        amounts, calls = (forward_bytes, forward_bytes * kernel.fused_backward), (1, 1)
+    else:
+        forward_bytes, back_bytes = (
+            (constant + factor * size.c) * elements for constant, factor in (kernel.forward, kernel.backward)
+        )
+        amounts, calls = (forward_bytes, back_bytes), kernel.calls
+    return (
+        moved(name, size, amounts[0], *replay, part=part, calls=calls[0]),
+        moved(name, size, amounts[1], part=part, calls=calls[1]),
+    )
+
+
+def moved(
+    name: str,
+    size: Sizes,
+    amount_bytes: float,
+    *replay: Recompute,
+    part: TimePart = TimePart.ELEMENTWISE,
+    calls: int = 1,
+) -> OpRow:
+    """A row that moves so many bytes in `calls` passes."""
+    return OpRow(
+        name=name,
+        part=part,
+        op=Op.ELEMENTWISE,
+        amount=amount_bytes,
+        x=amount_bytes / calls,
+        dtype=size.dtype,
+        replay=(FULL, *replay),
+    )
+
+
+def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
+    """Forward and backward rows of one layer."""
+    spec, t, h, tp = size.model.attention, size.t, size.model.hidden_size, size.layout.tp
+    yield light(RMS_NORM, "norms", size, 2 * t * h, NORM)
+    yield light(ADD, "residuals", size, 2 * t * h)
+    if spec.kind is AttentionKind.MLA:
+        yield light(RMS_NORM, "latent_norms", size, t * (spec.q_lora_rank + spec.kv_lora_rank))
+        widths = spec.heads * (2 * spec.head_dim + spec.v_head_dim)
+        yield light(ROTATE, "rope", size, size.T * widths / tp, Recompute.MLA_UP_PROJ)
+    else:
+        # Fused stacks split and lay out the values in the same three passes.
+        widths = spec.q_width + (2 if size.fused else 1) * spec.kv_width
+        yield light(ROTATE, "rope", size, size.T * widths / tp)
+    if spec.qk_norm is not QkNorm.NONE:
+        elements = size.T * (spec.q_width + spec.kv_width) / tp
+        # One pass more than the rotation's own when fused into it.
+        yield light(RMS_NORM, "qk_norm", size, elements / 2 if size.fused else elements)
+    if moe and size.model.moe is not None:
+        yield from _moe_rows(size)
+    else:
+        yield _activation(size, "mlp.activation", size.T * size.model.dense_ffn_size / tp, Recompute.MLP)
+
+
+def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
+    spec, h, layout = size.model.moe, size.model.hidden_size, size.layout
+    assert spec is not None
+    yield _activation(size, "experts.activation", size.R * spec.ffn_size / layout.etp, Recompute.MOE_ACT, MOE)
+    if spec.shared_ffn_size:
+        shared = size.T * spec.shared_ffn_size / layout.tp
+        yield _activation(size, "shared.activation", shared, Recompute.SHARED_EXPERTS, MOE)
+    yield light(ROUTE, "routing", size, size.t * spec.experts, MOE)
+    sent = size.t * spec.router.top_k
+    yield light(SPREAD, "permute", size, sent * h, MOE)
+    yield light(GATHER, "unpermute", size, sent * h, MOE)
+    # A plain all-to-all hands over rows ordered by source: they are sorted by expert, and back, on arrival too.
+    if layout.dispatcher not in DEDUP and (size.fused or layout.ep > 1):
+        yield light(REORDER, "sort_received", size, 2 * size.R * h, MOE)
+
+
+def _activation(size: Sizes, name: str, elements: float, *replay: Recompute) -> tuple[OpRow, OpRow]:
+    return light(GATED if size.model.gated else UNGATED, name, size, elements, *replay)

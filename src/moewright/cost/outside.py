@@ -1,0 +1,67 @@
+"""Work outside the layers: embedding, head and loss, MTP projection, and what a step does once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moewright.cost.compute import OpRow
+from moewright.cost.light import CROSS_ENTROPY, RMS_NORM, light, moved
+from moewright.cost.ops import LayerOps, gemm
+from moewright.cost.sizes import Sizes
+from moewright.spec.hardware import Op
+from moewright.spec.plan import TimePart
+
+_HEAD = TimePart.HEAD
+
+
+def embedding_ops(size: Sizes) -> LayerOps:
+    """Gather of t rows (read, write); backward adds them into the gradient (read, read, write).
+
+    The eager backward sums in a full fp32 table that it clears and narrows.
+    """
+    elements, table = size.t * size.model.hidden_size, size.model.vocab_size * size.model.hidden_size / size.layout.tp
+    forward = moved("embedding", size, 2 * size.c * elements, part=_HEAD)
+    if size.fused:
+        return LayerOps(forward=(forward,), backward=(moved("embedding", size, 3 * size.c * elements, part=_HEAD),))
+    back_bytes = (16 + size.c) * elements + (8 + size.c) * table
+    return LayerOps(forward=(forward,), backward=(moved("embedding", size, back_bytes, part=_HEAD, calls=4),))
+
+
+def head_ops(size: Sizes) -> LayerOps:
+    """Final norm, logits, and cross-entropy over the vocabulary."""
+    h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
+    norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
+    loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD)
+    forward = (gemm("head.logits", size, size.T, vocab, h, _HEAD), norm, loss)
+    backward = [_twice(forward[0]), norm_back, loss_back]
+    if not size.fused:
+        backward.append(moved("head.gradient_sum", size, (size.c + 8) * h * vocab, part=_HEAD))
+    return LayerOps(forward=forward, backward=tuple(backward))
+
+
+def mtp_ops(size: Sizes) -> LayerOps:
+    """What an MTP depth has besides a layer and a pass through the head: two norms and the projection [h, 2h]."""
+    h = size.model.hidden_size
+    projection = gemm("mtp.projection", size, size.T, h / size.layout.tp, 2 * h, TimePart.DENSE)
+    norm, norm_back = light(RMS_NORM, "mtp.norms", size, 2 * size.t * h)
+    return LayerOps(forward=(projection, norm), backward=(_twice(projection), norm_back))
+
+
+def _twice(row: OpRow) -> OpRow:
+    """Backward of a GEMM: two of the same size."""
+    return replace(row, amount=2 * row.amount, replay=())
+
+
+def optimizer_ops(size: Sizes, *, held: int, owned: int) -> tuple[OpRow, ...]:
+    """Once a step: `held` parameters of the rank, `owned` of them after sharding the optimizer."""
+    part = TimePart.OPTIMIZER
+    adamw = OpRow(name="adamw", part=part, op=Op.OPTIMIZER, amount=owned, x=owned, dtype=size.dtype)
+    if size.fused:
+        # Zeroing the fp32 gradients, and reading them once.
+        return adamw, moved("gradient_zero", size, 8 * held, part=part)
+    return (
+        adamw,
+        moved("gradient_zero", size, 4 * held, part=part),
+        moved("gradient_norm", size, 4 * owned, part=part),
+        moved("weight_cast", size, (4 + size.c) * owned, part=part),
+    )

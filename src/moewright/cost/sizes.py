@@ -1,0 +1,52 @@
+"""The symbols that all cost formulas use, for one model, workload, layout and expert load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moewright.rules import routing
+from moewright.rules.recompute import activation_bytes
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Dtype, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank under sequence
+    parallelism; R: rows through the rank's experts; seq: sequence length; router_share: of the usual GEMM rate.
+    """
+
+    model: ModelSpec
+    layout: Layout
+    kind: DeviceKind
+    dtype: Dtype
+    c: int
+    T: int
+    t: int
+    R: int
+    seq: int
+    router_share: float
+
+    @property
+    def fused(self) -> bool:
+        """Whether chains of elementwise work are one kernel (CUDA stacks) or one pass an operation (eager CPU)."""
+        return self.kind is DeviceKind.CUDA
+
+
+def sizes(
+    model: ModelSpec, workload: Workload, layout: Layout, *, kind: DeviceKind, load: float, router_share: float
+) -> Sizes:
+    return Sizes(
+        model=model,
+        layout=layout,
+        kind=kind,
+        dtype=workload.precision,
+        c=activation_bytes(workload),
+        T=workload.seq_len * layout.mbs // layout.cp,
+        t=routing.micro_batch_tokens(workload, layout),
+        R=routing.routed_rows(model, workload, layout, load),
+        seq=workload.seq_len,
+        router_share=router_share,
+    )
