@@ -55,8 +55,10 @@ def schedule_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
 def _group_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
     pp, group = layout.pp, group_of(layout)
     if micro_batches < pp:
-        rule = f"the interleaved schedule needs at least pp={pp} micro-batches a step"
-        return (Reason(field="micro_batches", value=str(micro_batches), rule=rule, nearest=str(pp)),)
+        rule = f"the interleaved schedule needs at least pp={pp} micro-batches a step; there are {micro_batches}"
+        batch = layout.mbs * layout.dp  # sequences of one micro-batch over all data-parallel ranks
+        value, nearest = str(micro_batches * batch), str(pp * batch)
+        return (Reason(field="workload.global_batch", value=value, rule=rule, nearest=nearest),)
     if _group_fits(group, pp, micro_batches):
         return ()
     start = min(max(group, pp), micro_batches)

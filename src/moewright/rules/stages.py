@@ -147,6 +147,9 @@ def stage_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
 
 
 def _example(model: ModelSpec, layout: Layout) -> str:
+    """A legal layout string for these degrees; "" when there are more stages than things to stand on them."""
+    if layout.pp * layout.vpp > model.layers + 2:
+        return ""
     return layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)
 
 
@@ -189,18 +192,27 @@ def _even_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
     layers, pp, stages = model.layers, layout.pp, layout.pp * layout.vpp
     if _even_split(layers, stages) is not None:
         return ()
-    example = f"stages '{_example(model, layout)}'"
+    text = _example(model, layout)
+    example = f"stages '{text}'" if text else ""
     choices = sorted({v for split in Split for v in vpp_choices(layers, pp, split=split)})
     below = [v for v in choices if v < layout.vpp][-1:]
     near = below + [v for v in choices if v > layout.vpp][:1]
     rule = f"pp * vpp = {stages} divides neither the {layers} layers nor {layers} + 2 (embedding and loss counted)"
     if near:
-        nearest = f"{' or '.join(map(str, near))}, or {example}"
+        nearest = _either(near, example)
         return (Reason(field="layout.vpp", value=str(layout.vpp), rule=rule, nearest=nearest),)
-    legal = [p for p in range(1, layers + 3) if _even_split(layers, p * layout.vpp) is not None]
+    fewest = 1 if layout.vpp == 1 else 2
+    legal = [
+        degree
+        for degree in range(fewest, min(layers + 2, layout.world_size) + 1)
+        if layout.world_size % degree == 0 and _even_split(layers, degree * layout.vpp) is not None
+    ]
     near = [p for p in legal if p < pp][-1:] + [p for p in legal if p > pp][:1]
-    nearest = ", or ".join(part for part in (" or ".join(map(str, near)), example) if part)
-    return (Reason(field="layout.pp", value=str(pp), rule=rule, nearest=nearest),)
+    return (Reason(field="layout.pp", value=str(pp), rule=rule, nearest=_either(near, example)),)
+
+
+def _either(values: list[int], example: str) -> str:
+    return ", or ".join(part for part in (" or ".join(map(str, values)), example) if part)
 
 
 def _even_split(layers: int, stages: int) -> Split | None:

@@ -1,0 +1,273 @@
+"""Which layouts are legal for a model and a workload, and the nearest legal value where one is not.
+
+These are the rules of the mathematics and of the schedules, whatever engine runs the job. An illegal layout yields
+Reasons, never a bare False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import gcd, isfinite, isqrt, lcm
+
+from moewright.rules.exclusions import exclusion_reasons, has_experts
+from moewright.rules.grid import min_world
+from moewright.rules.schedule import schedule_reasons
+from moewright.rules.stages import stage_reasons
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.workload import Workload
+
+# Beyond these a number is a slip of the pen; refusing it keeps every later search for a nearest value short.
+_MAX_WORLD = 2**20
+_MAX_SEQ_LEN = 2**27
+_MAX_BATCH = 2**24
+_MAX_DEGREE = 10**15
+_ZERO_LEVELS = (0, 1, 3)
+
+
+def micro_batches(workload: Workload, layout: Layout) -> int:
+    """Micro-batches of a step, GBS / (mbs * dp). Raises BadInput when that is not whole."""
+    reasons = tuple(_batch_reasons(workload, layout))
+    if reasons:
+        raise BadInput(*reasons)
+    return workload.global_batch // (layout.mbs * layout.dp)
+
+
+def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+    """Every rule that is broken, each with the nearest legal value; () when the layout is legal.
+
+    Numbers that are not sane are reported alone, for the other rules calculate with them.
+    """
+    reasons = list(_insane(workload, layout))
+    if reasons:
+        return tuple(reasons)
+    reasons += _grid_reasons(model, layout)
+    grid_fits = not reasons
+    reasons += _expert_reasons(model, layout)
+    reasons += _tensor_reasons(model, layout)
+    reasons += _sequence_reasons(model, workload, layout)
+    reasons += stage_reasons(model, layout)
+    batch = list(_batch_reasons(workload, layout)) if grid_fits else []
+    reasons += batch
+    if grid_fits and not batch:
+        reasons += schedule_reasons(layout, micro_batches(workload, layout))
+    reasons += exclusion_reasons(model, workload, layout)
+    return tuple(reasons)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors of a positive number, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def nearest(value: int, legal: Iterable[int]) -> str:
+    """The closest legal values on both sides of `value`: "64 or 128"; "" when nothing is legal."""
+    others = sorted(set(legal))
+    below = [other for other in others if other < value][-1:]
+    above = [other for other in others if other > value][:1]
+    return " or ".join(str(other) for other in below + above)
+
+
+def _multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return nearest(value, [n for n in (below, below + step) if n > 0])
+
+
+def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+    """Numbers that are not numbers, or beyond all bounds; the workload's only once the layout's can be counted with."""
+    degrees = ("tp", "cp", "pp", "vpp", "ep", "etp")
+    reasons = [
+        *_bounded("layout.world_size", layout.world_size, 1, _MAX_WORLD),
+        *(reason for name in degrees for reason in _bounded(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)),
+        *_bounded("layout.mbs", layout.mbs, 1, _MAX_BATCH),
+        *_bounded("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
+        *_zero_and_capacity(layout),
+    ]
+    if not reasons:
+        batch_step = layout.mbs * max(1, layout.dp)
+        reasons += _bounded("workload.global_batch", workload.global_batch, 1, _MAX_BATCH, batch_step)
+        reasons += _bounded("workload.seq_len", workload.seq_len, 1, _MAX_SEQ_LEN, _sequence_step(layout))
+    return tuple(reasons)
+
+
+def _bounded(field: str, value: int, low: int, high: int, step: int = 1) -> Iterator[Reason]:
+    """`step`: what legal values are multiples of, apart from a lowest value of 0."""
+    least = -(-low // step) * step
+    if type(value) is not int:
+        yield Reason(field=field, value=_show(value), rule="must be a whole number", nearest=str(least))
+    elif not low <= value <= high:
+        # Degrees have no highest legal value of their own; 1 is always legal.
+        most = least if high == _MAX_DEGREE else max(least, high // step * step)
+        near = str(least if value < low else most)
+        yield Reason(field=field, value=_show(value), rule=f"must be {low} to {high}", nearest=near)
+
+
+def _zero_and_capacity(layout: Layout) -> Iterator[Reason]:
+    if type(layout.zero) is not int or layout.zero not in _ZERO_LEVELS:
+        yield Reason(field="layout.zero", value=_show(layout.zero), rule="must be 0, 1 or 3", nearest="1")
+    capacity = layout.capacity
+    if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
+        rule = "must be a finite number, 0 (dropless) or more"
+        yield Reason(field="layout.capacity", value=_show(capacity), rule=rule, nearest="0")
+
+
+def _show(value: object) -> str:
+    text = repr(value) if type(value) is not int or abs(value) < 10**18 else "more than 18 digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _grid_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    """The world divides by both grids: tp cp pp, and etp ep pp."""
+    world, pp = layout.world_size, layout.pp
+    if world % pp:
+        rule = f"must divide world_size={world}"
+        near = f"{nearest(pp, _pp_choices(model, layout))}, or world_size {_multiples(world, pp)}"
+        yield Reason(field="layout.pp", value=str(pp), rule=rule, nearest=near)
+        return
+    stage = world // pp
+    if stage % (layout.tp * layout.cp):
+        yield _grid_reason("tp", "cp", layout, (_tp_choices(model, layout), _quotients(stage, layout.tp)))
+    if stage % (layout.etp * layout.ep):
+        yield _grid_reason("etp", "ep", layout, (_etp_choices(model, layout), _ep_choices(model, layout)))
+
+
+def _grid_reason(fast: str, slow: str, layout: Layout, choices: tuple[tuple[int, ...], tuple[int, ...]]) -> Reason:
+    """Blames the axis that one change mends: the fast one when it is above 1, then the slow one, then the world."""
+    stage = layout.world_size // layout.pp
+    product = getattr(layout, fast) * getattr(layout, slow)
+    rule = f"{fast} * {slow} = {product} must divide the {stage} ranks of a pipeline stage (world_size / pp)"
+    fixes = [
+        (axis, near)
+        for axis, legal in zip((fast, slow), choices, strict=True)
+        if getattr(layout, axis) > 1 and (near := nearest(getattr(layout, axis), legal))
+    ]
+    if not fixes:
+        least = min_world(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+        world = layout.world_size
+        return Reason(field="layout.world_size", value=str(world), rule=rule, nearest=_multiples(world, least))
+    axis, near = fixes[0]
+    also = "".join(f", or {other} {values}" for other, values in fixes[1:])
+    return Reason(field=f"layout.{axis}", value=str(getattr(layout, axis)), rule=rule, nearest=near + also)
+
+
+def _quotients(stage: int, taken: int) -> tuple[int, ...]:
+    """Sizes that fit beside an axis of `taken` ranks on a stage of `stage`."""
+    return () if stage % taken else divisors(stage // taken)
+
+
+def _stage_ranks(layout: Layout) -> int:
+    """Ranks of a pipeline stage; 1 when pp does not divide the world, so that degrees of 1 remain."""
+    return 1 if layout.world_size % layout.pp else layout.world_size // layout.pp
+
+
+def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Degrees that both grids and the layers allow; if there is none, those that divide the world."""
+    least = min_world(tp=layout.tp, cp=layout.cp, pp=1, ep=layout.ep, etp=layout.etp)
+    divide = divisors(layout.world_size)
+    fit = tuple(pp for pp in _quotients(layout.world_size, least) if not stage_reasons(model, replace(layout, pp=pp)))
+    return fit or divide
+
+
+def _tp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    legal = _quotients(_stage_ranks(layout), layout.cp)
+    return tuple(tp for tp in legal if not any(_tp_broken(model, tp)))
+
+
+def _etp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    ffn = model.moe.ffn_size if model.moe else 1
+    return tuple(etp for etp in _quotients(_stage_ranks(layout), layout.ep) if ffn % etp == 0)
+
+
+def _ep_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    experts = model.moe.experts if model.moe else 1
+    return tuple(ep for ep in _quotients(_stage_ranks(layout), layout.etp) if experts % ep == 0)
+
+
+def _tp_broken(model: ModelSpec, tp: int) -> Iterator[str]:
+    """Dims of the model that tensor parallelism of that degree cannot cut, in words."""
+    attention = model.attention
+    if attention.heads % tp:
+        yield f"must divide the {attention.heads} attention heads"
+    if attention.kind is AttentionKind.GQA and attention.kv_heads % tp and tp % attention.kv_heads:
+        yield f"must divide the {attention.kv_heads} kv heads or be a multiple of them"
+    if model.moe_layer_count < model.layers and model.dense_ffn_size % tp:
+        yield f"must divide the dense ffn width {model.dense_ffn_size}"
+    if model.moe is not None and model.moe.shared_ffn_size % tp:
+        yield f"must divide the shared experts' ffn width {model.moe.shared_ffn_size}"
+
+
+def _tensor_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    for rule in _tp_broken(model, layout.tp):
+        near = nearest(layout.tp, _tp_choices(model, layout) or (1,))
+        yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=near)
+    if layout.sp and layout.tp == 1:
+        yield Reason(field="layout.sp", value="true", rule="sequence parallelism needs tp > 1", nearest="false")
+    if has_experts(model) and layout.tp > 1 and not layout.sp:
+        rule = f"experts with tp={layout.tp} need sequence parallelism"
+        yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
+
+
+def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    if not has_experts(model):
+        settings = (
+            ("ep", layout.ep, 1),
+            ("etp", layout.etp, 1),
+            ("capacity", layout.capacity, 0),
+            ("dispatcher", layout.dispatcher, Dispatcher.ALL_TO_ALL),
+        )
+        for name, value, only in settings:
+            if value != only:
+                rule = "the model has no experts"
+                yield Reason(field=f"layout.{name}", value=str(value), rule=rule, nearest=str(only))
+        return
+    assert model.moe is not None  # has_experts
+    experts, ffn = model.moe.experts, model.moe.ffn_size
+    if experts % layout.ep:
+        near = nearest(layout.ep, _ep_choices(model, layout) or divisors(gcd(experts, _stage_ranks(layout))))
+        rule = f"must divide the {experts} experts"
+        yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=near)
+    if ffn % layout.etp:
+        near = nearest(layout.etp, _etp_choices(model, layout) or divisors(gcd(ffn, _stage_ranks(layout))))
+        rule = f"must divide the expert ffn width {ffn}"
+        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest=near)
+
+
+def _sequence_step(layout: Layout) -> int:
+    """What sequence lengths must be multiples of."""
+    return lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp * layout.cp if layout.sp else 1)
+
+
+def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+    """Context parallelism cuts a sequence in 2 cp chunks, sequence parallelism a rank's part of it in tp."""
+    seq_len, tp, cp = workload.seq_len, layout.tp, layout.cp
+    also = f", or seq_len {_multiples(seq_len, _sequence_step(layout))}"
+    if cp > 1 and seq_len % (2 * cp):
+        legal = [n for n in _quotients(_stage_ranks(layout), tp) if n == 1 or seq_len % (2 * n) == 0]
+        rule = f"2 * cp must divide seq_len={seq_len}"
+        yield Reason(field="layout.cp", value=str(cp), rule=rule, nearest=nearest(cp, legal or [1]) + also)
+    if layout.sp and seq_len % (tp * cp):
+        legal = [n for n in _tp_choices(model, layout) if seq_len % (n * cp) == 0 or n == 1]
+        rule = f"with sequence parallelism tp * cp = {tp * cp} must divide seq_len={seq_len}"
+        yield Reason(field="layout.tp", value=str(tp), rule=rule, nearest=nearest(tp, legal or [1]) + also)
+
+
+def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
+    """GBS = mbs * dp * m with a whole m."""
+    batch, dp, mbs = workload.global_batch, layout.dp, layout.mbs
+    if dp < 1:
+        rule = f"world_size={layout.world_size} is less than tp * cp * pp = {layout.tp * layout.cp * layout.pp}"
+        least = min_world(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+        yield Reason(field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=str(least))
+        return
+    if batch % (mbs * dp) == 0:
+        return
+    rule = f"mbs * dp = {mbs} * {dp} must divide global_batch={batch}"
+    batches = _multiples(batch, mbs * dp)
+    if batch % dp == 0:
+        near = f"{nearest(mbs, divisors(batch // dp))}, or global_batch {batches}"
+        yield Reason(field="layout.mbs", value=str(mbs), rule=rule, nearest=near)
+    else:
+        yield Reason(field="workload.global_batch", value=str(batch), rule=rule, nearest=batches)
