@@ -149,7 +149,7 @@ def test_damage_without_a_seal(prefix: Path) -> None:
 
 def test_broken_seal(prefix: Path) -> None:
     (prefix.parent / "train.seal.json").write_text("[" * 100_000)
-    refused(prefix, "train.seal.json", "build the data again")
+    refused(prefix, "train.seal.json", "nested too deeply")
 
 
 def test_fingerprint_follows_content_and_not_place(prefix: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ the right size is refused too; files without one (Megatron's own) are read as th
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moewright.codec import read_json, write_json
 from moewright.spec.errors import BadInput, Reason
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -32,6 +32,15 @@ WHOLE_FILE_BYTES = 64 * SAMPLE_BYTES  # a fingerprint reads files up to this siz
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seal:
+    """What `<prefix>.seal.json` says of its pair."""
+
+    fingerprint: str
+    documents: int
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,8 +85,8 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
                 file.write(np.ascontiguousarray(document, dtype=dtype).tobytes())
                 lengths.append(len(document))
         _write_index(temps[2], code, dtype.itemsize, np.asarray(lengths, dtype=np.int32))
-        seal = {"fingerprint": fingerprint_files(temps[0], temps[2]), "tokens": sum(lengths), "documents": len(lengths)}
-        temps[1].write_text(json.dumps(seal) + "\n", encoding="utf-8")
+        fingerprint = fingerprint_files(temps[0], temps[2])
+        write_json(temps[1], Seal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths)))
         paths[2].unlink(missing_ok=True)  # an older index must not meet the new tokens
         for temp, path in zip(temps, paths, strict=True):
             os.replace(temp, path)
@@ -101,7 +110,7 @@ def open_indexed(prefix: Path) -> IndexedDataset:
     if wanted == 0:
         raise _bad(bin_path, "holds no tokens")
     fingerprint = fingerprint_files(bin_path, idx_path)
-    if seal_path.is_file() and _read_seal(seal_path) != fingerprint:
+    if seal_path.is_file() and read_json(Seal, seal_path).fingerprint != fingerprint:
         raise _bad(bin_path, f"it or {idx_path.name} is not what {seal_path.name} was written for: damaged or swapped")
     return IndexedDataset(
         prefix=prefix,
@@ -197,11 +206,3 @@ def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
     ):
         raise _bad(path, f"is damaged: document marks do not rise from 0 to its {sequences} sequences")
     return lengths, document_marks, dtype
-
-
-def _read_seal(path: Path) -> str:
-    try:
-        seal = json.loads(path.read_text(encoding="utf-8"))
-        return str(seal["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _bad(path, f"cannot be read as a seal ({type(error).__name__}); build the data again") from error
