@@ -1,0 +1,57 @@
+"""`moewright data build`: text to token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+
+def data_build(
+    source: Path | None = None,
+    /,
+    *,
+    out: Path,
+    vocab_size: int = 4096,
+    tokenizer: Literal["bpe", "bytes"] = "bpe",
+    force: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Turn text into Megatron .bin/.idx files for training and held-out loss, with a tokenizer trained on it.
+
+    Parameters
+    ----------
+    source
+        A text file or a folder of them; the running interpreter's own standard library when not given.
+    out
+        The folder to write.
+    vocab_size
+        Size of the vocabulary that bpe learns.
+    tokenizer
+        bpe learns merges over bytes; bytes takes the 256 bytes as they are.
+    force
+        Build again even when the folder holds this very data.
+    """
+    from moewright.engine.data.build import Outcome, Rebuild, build
+    from moewright.engine.data.tokenizer import TokenizerKind
+    from moewright.spec.units import show_bytes, show_seconds
+
+    made = build(
+        source,
+        out,
+        vocab_size=vocab_size,
+        tokenizer=TokenizerKind(tokenizer),
+        rebuild=Rebuild.ALWAYS if force else Rebuild.IF_CHANGED,
+    )
+    corpus = made.corpus
+    if made.outcome is Outcome.REUSED:
+        print(f"{out} already holds this corpus; --force builds it again")
+    else:
+        skipped = f", {corpus.skipped_files} skipped as not UTF-8 text" if corpus.skipped_files else ""
+        print(f"read {show_bytes(corpus.text_bytes)} from {corpus.files} files of {corpus.source}{skipped}")
+    print(
+        f"{out}: {corpus.train.tokens:,} tokens to train on, {corpus.heldout.tokens:,} held out, "
+        f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}), unigram entropy {corpus.unigram_entropy:.3f} nats "
+        f"a token; {show_seconds(made.seconds)}"
+    )
+    return 0

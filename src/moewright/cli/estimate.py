@@ -1,0 +1,71 @@
+"""`moewright estimate`: one layout's memory, time and verdict."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from moewright.spec.workload import Dtype
+
+
+def estimate(
+    model: str,
+    /,
+    *,
+    on: str = "",
+    layout: str = "",
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Dtype | None = None,
+    json: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Predict memory by component and module, time by component, and whether one layout fits.
+
+    Parameters
+    ----------
+    model
+        A model's name, with or without organisation; a config.json or its folder; or a job .toml.
+    on
+        Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own.
+    layout
+        The layout, such as "tp2,ep8,pp32,vpp3,mbs1,recompute=select"; dp is derived. A job brings its own.
+    seq_len
+        Tokens a sequence; 4096 when neither this nor a job says it.
+    global_batch
+        Sequences a step; 16 a device when neither this nor a job says it.
+    precision
+        Compute precision; bf16 when neither this nor a job says it.
+    json
+        Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
+    """
+    from moewright.cli.jobs import read_asked
+    from moewright.codec import fingerprint, parse_layout, write_json
+    from moewright.cost import estimate as cost
+    from moewright.report.console import console_for, print_estimate
+    from moewright.rules.legality import illegal
+    from moewright.spec.errors import BadInput
+    from moewright.spec.plan import Plan
+
+    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
+    if reasons := illegal(asked.model, asked.workload, chosen):
+        raise BadInput(*reasons)
+    result = Plan(
+        model=asked.model,
+        workload=asked.workload,
+        hardware=asked.hardware,
+        layout=chosen,
+        estimate=cost.estimate(asked.model, asked.workload, asked.hardware, chosen),
+        fingerprint=fingerprint(asked.model, asked.workload, asked.hardware, chosen),
+    )
+    console = console_for(sys.stdout)
+    for line in asked.chosen:
+        console.print(line, soft_wrap=True)
+    print_estimate(console, result)
+    if json is not None:
+        write_json(json, result)
+        console.print(f"wrote {json}", soft_wrap=True)
+    return 0

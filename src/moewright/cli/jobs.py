@@ -1,0 +1,71 @@
+"""What several verbs read alike: a model name or a job file, the hardware, and the defaults that were chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Dtype, Workload
+
+SEQ_LEN = 4096
+SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a planning verb is to plan; `chosen` are the values nobody gave, one line each."""
+
+    model: ModelSpec
+    workload: Workload
+    hardware: Hardware
+    fixed: str  # layout keys that must hold, as layout text
+    chosen: tuple[str, ...]
+
+
+def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
+    """From MODEL (a catalogue name, a config.json or its folder, or a job .toml) and the options beside it."""
+    from moewright.intake import catalogue
+
+    if Path(model).suffix == ".toml":
+        return _from_job(Path(model), on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    if not on:
+        raise BadInput(Reason(field="--on", rule="is needed with a model: count x device", nearest="--on 8xH100"))
+    spec = catalogue.model(model)
+    hardware = catalogue.hardware(on)
+    chosen = []
+    if seq_len is None:
+        seq_len = SEQ_LEN
+        chosen.append(f"sequence length {seq_len} (default; --seq-len)")
+    if global_batch is None:
+        global_batch = SEQUENCES_PER_DEVICE * hardware.count
+        chosen.append(f"global batch {global_batch} ({SEQUENCES_PER_DEVICE} sequences a device; --global-batch)")
+    if precision is None:
+        precision = Dtype.BF16
+        chosen.append(f"precision {precision} (default; --precision)")
+    workload = _checked(Workload(seq_len=seq_len, global_batch=global_batch, precision=precision))
+    return Asked(model=spec, workload=workload, hardware=hardware, fixed="", chosen=tuple(chosen))
+
+
+def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
+    from moewright.intake import catalogue, job
+
+    read = job.read_job(path, ())
+    changes = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
+    workload = replace(read.workload, **{key: value for key, value in changes.items() if value is not None})
+    return Asked(
+        model=read.model,
+        workload=_checked(workload),
+        hardware=catalogue.hardware(on or f"{read.nproc}x{read.hardware}"),
+        fixed=read.layout_text,
+        chosen=() if on else (f"hardware {read.nproc}x{read.hardware} (from {path}; --on)",),
+    )
+
+
+def _checked(workload: Workload) -> Workload:
+    for field, value in (("--seq-len", workload.seq_len), ("--global-batch", workload.global_batch)):
+        if value < 1:
+            raise BadInput(Reason(field=field, value=str(value), rule="must be at least 1", nearest="1"))
+    return workload

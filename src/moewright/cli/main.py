@@ -1,0 +1,77 @@
+"""The command line: names of the verbs, and how each way to end becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from moewright import __version__
+from moewright.cli.bench import bench_machine
+from moewright.cli.data import data_build
+from moewright.cli.estimate import estimate
+from moewright.cli.plan import plan
+from moewright.cli.report import report
+from moewright.cli.train import train
+from moewright.spec.errors import BadInput
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+_ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")
+
+
+def run() -> None:
+    """Entry point of the `moewright` program."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb; its exit code. Whatever a user can mend is one line on stderr and code 2."""
+    try:
+        code = _app()(arguments, print_error=False, exit_on_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except (BadInput, CycloptsError) as error:
+        return _say(str(error), BAD_INPUT)
+    except ModuleNotFoundError as error:
+        if error.name not in _ENGINE_PACKAGES:
+            raise
+        return _say(f"this verb needs {error.name}; install it with: pip install 'moewright[engine]'", BAD_INPUT)
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except OSError as error:
+        return _say(f"{error.filename or 'system'}: {error.strerror or error}", FAILED)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    return code if isinstance(code, int) else DONE
+
+
+def _app() -> App:
+    app = App(
+        name="moewright",
+        help="Plan, train, measure and retune Mixture-of-Experts language models.",
+        version=__version__,
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+    )
+    data = App(name="data", help="Make training data.")
+    bench = App(name="bench", help="Measure this machine.")
+    app.command(plan)
+    app.command(estimate)
+    app.command(train)
+    app.command(report)
+    app.command(data)
+    app.command(bench)
+    data.command(data_build, name="build")
+    bench.command(bench_machine, name="machine")
+    return app
+
+
+def _say(text: str, code: int) -> int:
+    print(f"moewright: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    run()

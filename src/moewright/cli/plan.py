@@ -1,0 +1,67 @@
+"""`moewright plan`: search the layouts of a job and rank them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import Dtype
+
+
+def plan(
+    model: str,
+    /,
+    *,
+    on: str = "",
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Dtype | None = None,
+    top: int = 5,
+    why_not: str = "",
+    json: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Rank the layouts of MODEL on some hardware by predicted step time, with memory and reasons.
+
+    Parameters
+    ----------
+    model
+        A model's name, with or without organisation; a config.json or its folder; or a job .toml.
+    on
+        Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own.
+    seq_len
+        Tokens a sequence; 4096 when neither this nor a job says it.
+    global_batch
+        Sequences a step; 16 a device when neither this nor a job says it.
+    precision
+        Compute precision; bf16 when neither this nor a job says it.
+    top
+        How many layouts to show.
+    why_not
+        A layout, such as "tp2,ep8,pp4": say what speaks against it.
+    json
+        Write the best plan (model, workload, hardware, layout, estimate) to this file.
+    """
+    from moewright.cli.jobs import read_asked
+    from moewright.codec import write_json
+    from moewright.report.console import console_for, print_plans
+    from moewright.search import explain, search
+
+    if top < 1:
+        raise BadInput(Reason(field="--top", value=str(top), rule="must be at least 1", nearest="1"))
+    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top)
+    console = console_for(sys.stdout)
+    for line in asked.chosen:
+        console.print(line, soft_wrap=True)
+    print_plans(console, ranked.plans, rejected=ranked.rejected, why=ranked.why)
+    if why_not:
+        for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
+            console.print(line, soft_wrap=True)
+    if json is not None and ranked.plans:
+        write_json(json, ranked.plans[0])
+        console.print(f"wrote {json}", soft_wrap=True)
+    return 0 if ranked.plans else 2

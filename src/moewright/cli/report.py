@@ -1,0 +1,34 @@
+"""`moewright report`: a run as one static HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def report(run: Path, /, *, out: Path | None = None) -> int:
+    """Write one HTML page about a run that opens offline: verdict, curves, predicted beside counted, expert load.
+
+    Parameters
+    ----------
+    run
+        The folder of a run, as `moewright train --out` made it.
+    out
+        The file to write; RUN/report.html when not given.
+    """
+    print(f"wrote {write_run_report(run, out or run / 'report.html')}")
+    return 0
+
+
+def write_run_report(run: Path, out: Path) -> Path:
+    """Predict the ledger of every counted rank, on the routing the run recorded, and write the page."""
+    from moewright.codec import read_run
+    from moewright.cost.ledger import predict
+    from moewright.report.html import write_report
+    from moewright.tune.compare import compare
+
+    record = read_run(run)
+    comparisons = tuple(
+        compare(predict(record.plan, rank=ledger.rank, selection=record.selection), ledger) for ledger in record.ledgers
+    )
+    write_report(record, comparisons, out)
+    return out
