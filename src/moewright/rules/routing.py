@@ -71,7 +71,7 @@ def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:
 
 
 def expected_distinct(places: int, draws: int) -> float:
-    """Expected number of distinct places (ranks, nodes) hit by uniform draws: N (1 - (1 - 1/N)^k); features.md A.3.3."""
+    """Expected number of distinct places (ranks, nodes) k uniform draws hit: N (1 - (1 - 1/N)^k); features.md A.3.3."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 

@@ -1,0 +1,255 @@
+"""HF config.json -> ModelSpec. Strict where a field changes the model; no code from a checkpoint is ever run.
+
+Both rope dialects (`rope_theta` + `rope_scaling`, `rope_parameters`) and all spellings of the expert count are read.
+Fields that say nothing about the model's shape are ignored; `unknown_fields` names those nobody has heard of. A field
+that asks for other mathematics (another scorer, activation, mixer, a soft cap) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moewright.codec import json_data, nearest
+from moewright.intake.fields import (
+    MAX_FFN,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    MAX_POSITION,
+    MAX_VOCAB,
+    Fields,
+    divisor,
+)
+from moewright.intake.hf_attention import read_gqa, read_mla
+from moewright.intake.hf_experts import (
+    Experts,
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_gpt_oss,
+    read_mixtral,
+    read_olmoe,
+    read_qwen_moe,
+)
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    NormKind,
+    PositionKind,
+    RopeSpec,
+)
+
+MAX_FILE_BYTES = 16 * 2**20
+
+# Model types whose token mixers or routing the spec cannot say, and what is missing.
+_UNSUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen3_next": "gated delta net (linear attention) layers",
+        "qwen3_5_moe": "gated delta net (linear attention) layers",
+        "nemotron_h": "hybrid Mamba-2 layers",
+        "deepseek_v32": "sparse attention with an indexer (DSA)",
+        "deepseek_v4": "compressed sparse attention layers",
+        "glm_moe_dsa": "sparse attention with an indexer (DSA)",
+        "jamba": "hybrid Mamba layers",
+        "falcon_h1": "hybrid Mamba-2 layers",
+        "mamba": "Mamba layers",
+        "mamba2": "Mamba-2 layers",
+    }
+)
+
+_HARMLESS = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "decoder_start_token_id"),
+    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"),
+    *("quantization_config", "max_window_layers", "return_dict", "output_attentions", "output_hidden_states"),
+    *("num_nextn_predict_layers", "is_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
+    *("task_specific_params", "tokenizer_class", "use_bfloat16", "torchscript", "initial_context_length"),
+)
+
+# A name with one of these in it asks for other mathematics, whoever wrote it.
+_TELLING = (
+    *("mamba", "ssm", "linear_", "conv", "hybrid", "index_", "indexer", "dsa", "delta", "softcap", "soft_cap"),
+    *("multiplier", "residual_streams", "hash_layers", "latent", "cross_attention", "output_gate", "compress"),
+    *("full_attention_interval", "attention_chunk", "no_rope", "inverse_layer", "logit_scale", "dropout", "pdrop"),
+)
+
+
+def read_config(path: Path) -> ModelSpec:
+    """The model of a config.json, or of a folder with one. Raises BadInput."""
+    file = _config_file(path)
+    return spec_of(_checked(file), where=str(file), name=file.resolve().parent.name)
+
+
+def unknown_fields(path: Path) -> tuple[str, ...]:
+    """Names in a config.json that were ignored because nobody here has heard of them."""
+    file = _config_file(path)
+    return _read(_checked(file), str(file), "").unknown
+
+
+def spec_of(config: Mapping[str, Any], *, where: str, name: str) -> ModelSpec:
+    """The model of an HF-style table; `where` locates errors."""
+    return _read(config, where, name).model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    model: ModelSpec
+    unknown: tuple[str, ...]
+
+
+def _config_file(path: Path) -> Path:
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+            rule = f"is no config.json: larger than {MAX_FILE_BYTES // 2**20} MiB"
+            raise BadInput(Reason(field=str(path), rule=rule))
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        text = str(path).replace("\0", "\\0")[:80]
+        raise BadInput(Reason(field=text, rule=f"cannot be read: {error.__class__.__name__}")) from None
+    return path
+
+
+def _checked(file: Path) -> Mapping[str, Any]:
+    data = json_data(file)
+    if not isinstance(data, dict):
+        raise BadInput(Reason(field=str(file), rule="must hold a table of fields at its top"))
+    return data
+
+
+def _read(config: Mapping[str, Any], where: str, name: str) -> _Result:
+    fields = Fields(config, where)
+    family = _family(fields)
+    model = _gpt2(fields, name) if family == "gpt2" else _rotary(fields, family, name)
+    fields.ignore(*_HARMLESS)
+    unknown = fields.unused()
+    for field in unknown:
+        if any(mark in field for mark in _TELLING) and fields.value(field) not in (None, False, 0, 1, 1.0, [], {}):
+            raise fields.refuse(field, "asks for what moewright does not model", "leave it out")
+    return _Result(model=model, unknown=unknown)
+
+
+def _family(fields: Fields) -> str:
+    given = fields.value("model_type")
+    fields.ignore("model_type")
+    if given is None:
+        raise fields.refuse("model_type", f"is missing; one of {', '.join(FAMILIES)}")
+    if isinstance(given, str) and given in _UNSUPPORTED:
+        rule = f"has {_UNSUPPORTED[given]}, a mixer that moewright does not model; supported: GQA and MLA attention"
+        raise fields.refuse("model_type", rule)
+    if not isinstance(given, str) or given not in FAMILIES:
+        close = nearest(given, FAMILIES) if isinstance(given, str) else ""
+        raise fields.refuse("model_type", f"must be one of {', '.join(FAMILIES)}", close)
+    return given
+
+
+def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
+    """Any family but GPT-2: RMSNorm, rotary positions, gated MLP."""
+    hidden = fields.whole("hidden_size", low=1, high=MAX_HIDDEN)
+    layers = fields.whole("num_hidden_layers", low=1, high=MAX_LAYERS)
+    max_position = fields.whole("max_position_embeddings", low=1, high=MAX_POSITION, default=2048)
+    fields.text("hidden_act", choices=("silu", "swiglu"), default="silu")
+    fields.neutral("attention_dropout", 0)
+    fields.neutral("partial_rotary_factor", 1)
+    mla = family in _DEEPSEEK
+    attention = (read_mla if mla else read_gqa)(fields, family, hidden, layers, max_position)
+    build = FAMILIES[family]
+    experts = build(fields, layers) if build else None
+    moe_layers = experts.layers if experts else (False,) * layers
+    dense = not all(moe_layers)
+    # Families without dense layers call the width of an expert intermediate_size.
+    width = fields.whole("intermediate_size", low=1, high=MAX_FFN, default=None if dense else 1)
+    mtp = 0
+    if family in _DEEPSEEK:
+        mtp = fields.whole("num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0)
+    elif fields.value("num_nextn_predict_layers"):
+        raise fields.refuse("num_nextn_predict_layers", f"multi-token prediction is not known for {family}", "0")
+    return ModelSpec(
+        name=name,
+        family=family,
+        hidden_size=hidden,
+        layers=layers,
+        vocab_size=fields.whole("vocab_size", low=1, high=MAX_VOCAB),
+        attention=attention,
+        dense_ffn_size=width if dense else 0,
+        moe=experts.spec if experts and any(moe_layers) else None,
+        moe_layers=moe_layers,
+        mlp_bias=fields.flag("mlp_bias", default=False),
+        norm_eps=fields.number("rms_norm_eps", low=0, high=1, default=1e-6),
+        max_position=max_position,
+        tie_embeddings=fields.flag("tie_word_embeddings", default=False),
+        mtp_layers=mtp,
+        initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
+    )
+
+
+def _gpt2(fields: Fields, name: str) -> ModelSpec:
+    """GPT-2 and GPT-3: LayerNorm, learned positions, biases everywhere, GELU, head tied to the embedding."""
+    hidden = fields.whole("n_embd", "hidden_size", low=1, high=MAX_HIDDEN)
+    layers = fields.whole("n_layer", "num_hidden_layers", low=1, high=MAX_LAYERS)
+    heads = fields.whole("n_head", "num_attention_heads", low=1, high=MAX_HEADS)
+    if hidden % heads:
+        raise fields.refuse("n_head", f"must divide n_embd={hidden}", divisor(hidden, heads))
+    fields.text("activation_function", choices=("gelu_new", "gelu"), default="gelu_new")
+    for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"):
+        fields.neutral(dropout, 0)
+    fields.neutral("scale_attn_by_inverse_layer_idx", False)
+    fields.neutral("scale_attn_weights", True)
+    fields.ignore("reorder_and_upcast_attn", "n_ctx", *(f"summary_{x}" for x in _GPT2_SUMMARY))
+    head_dim = hidden // heads
+    return ModelSpec(
+        name=name,
+        family="gpt2",
+        hidden_size=hidden,
+        layers=layers,
+        vocab_size=fields.whole("vocab_size", low=1, high=MAX_VOCAB),
+        attention=AttentionSpec(
+            kind=AttentionKind.GQA,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            qkv_bias=True,
+            out_bias=True,
+            rope=RopeSpec(),
+        ),
+        dense_ffn_size=fields.whole("n_inner", low=1, high=MAX_FFN, default=4 * hidden),
+        moe=None,
+        moe_layers=(False,) * layers,
+        gated=False,
+        mlp_bias=True,
+        norm=NormKind.LAYER,
+        norm_eps=fields.number("layer_norm_epsilon", low=0, high=1, default=1e-5),
+        position=PositionKind.LEARNED,
+        max_position=fields.whole("n_positions", low=1, high=MAX_POSITION, default=1024),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
+    )
+
+
+_GPT2_SUMMARY = ("activation", "proj_to_labels", "type", "use_proj")
+_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+
+# What reads the experts of a family; None for a dense one.
+FAMILIES: Mapping[str, Callable[[Fields, int], Experts] | None] = MappingProxyType(
+    {
+        "mixtral": read_mixtral,
+        "qwen2_moe": read_qwen_moe,
+        "qwen3_moe": read_qwen_moe,
+        "olmoe": read_olmoe,
+        "gpt_oss": read_gpt_oss,
+        "deepseek_v2": read_deepseek_v2,
+        "deepseek_v3": read_deepseek_v3,
+        "kimi_k2": read_deepseek_v3,
+        "llama": None,
+        "mistral": None,
+        "qwen2": None,
+        "qwen3": None,
+        "gpt2": None,
+    }
+)

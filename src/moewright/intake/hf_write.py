@@ -1,0 +1,161 @@
+"""ModelSpec -> HF config.json, in the dialect that every transformers release reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, RopeSpec
+
+_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "mixtral": "MixtralForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "kimi_k2": "DeepseekV3ForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "gpt2": "GPT2LMHeadModel",
+    }
+)
+
+
+def config_of(model: ModelSpec) -> dict[str, Any]:
+    """The fields of a config.json that `hf.spec_of` reads back to `model` (but for its name). Raises BadInput."""
+    if model.family not in _ARCHITECTURES:
+        rule = f"has no HF form; families: {', '.join(_ARCHITECTURES)}"
+        raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
+    head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
+    if model.family == "gpt2":
+        return head | _gpt2(model)
+    spec = model.attention
+    config = head | {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "intermediate_size": model.dense_ffn_size or (model.moe.ffn_size if model.moe else 1),
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_theta": spec.rope.theta,
+        "rope_scaling": _rope_scaling(spec.rope, model.family),
+    }
+    config |= _mla(model) if spec.kind is AttentionKind.MLA else _gqa(model)
+    if model.mlp_bias:
+        config["mlp_bias"] = True
+    return config | (_moe(model, model.moe) if model.moe else {})
+
+
+def _gqa(model: ModelSpec) -> dict[str, Any]:
+    spec, family = model.attention, model.family
+    config: dict[str, Any] = {"head_dim": spec.head_dim}
+    if family == "qwen2_moe":
+        config["qkv_bias"] = spec.qkv_bias
+    elif family != "qwen2":
+        config["attention_bias"] = spec.qkv_bias
+    if spec.sliding_window:
+        config["sliding_window"] = spec.sliding_window
+        if family.startswith("qwen"):
+            config["use_sliding_window"] = True
+        if family not in ("mistral", "mixtral"):  # there a window holds in every layer
+            kinds = ("sliding_attention", "full_attention")
+            config["layer_types"] = [kinds[bool(i % spec.window_every)] for i in range(model.layers)]
+    elif family in ("mistral", "mixtral"):
+        config["sliding_window"] = None
+    return config
+
+
+def _mla(model: ModelSpec) -> dict[str, Any]:
+    spec = model.attention
+    return {
+        "q_lora_rank": spec.q_lora_rank or None,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "qk_nope_head_dim": spec.qk_nope_head_dim,
+        "qk_rope_head_dim": spec.qk_rope_head_dim,
+        "v_head_dim": spec.v_head_dim,
+        "attention_bias": spec.qkv_bias,
+        "rope_interleave": spec.rope.interleaved,
+        "num_nextn_predict_layers": model.mtp_layers,
+    }
+
+
+def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    family, router = model.family, moe.router
+    config: dict[str, Any] = {"num_experts_per_tok": router.top_k}
+    if family in ("mixtral", "gpt_oss"):
+        return config | {"num_local_experts": moe.experts}
+    if family == "olmoe":
+        return config | {"num_experts": moe.experts, "norm_topk_prob": router.renormalize}
+    config |= {"moe_intermediate_size": moe.ffn_size, "norm_topk_prob": router.renormalize}
+    if family in ("qwen2_moe", "qwen3_moe"):
+        dense = [i for i, is_moe in enumerate(model.moe_layers) if not is_moe]
+        config |= {"num_experts": moe.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return config | ({"shared_expert_intermediate_size": moe.shared_ffn_size} if family == "qwen2_moe" else {})
+    first = model.moe_layers.index(True)
+    grouped = router.groups > 1 or router.top_groups > 1
+    config |= {
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": moe.shared_ffn_size // moe.ffn_size,
+        "routed_scaling_factor": router.scaling_factor,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "first_k_dense_replace": first,
+        "moe_layer_freq": _frequency(model.moe_layers, first),
+    }
+    if family == "deepseek_v2":
+        return config | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if grouped else "greedy"}
+    return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def _frequency(moe_layers: tuple[bool, ...], first: int) -> int:
+    """The n for which layer i has experts iff i >= first and n divides i."""
+    for n in range(1, len(moe_layers) + 1):
+        if moe_layers == tuple(i >= first and i % n == 0 for i in range(len(moe_layers))):
+            return n
+    rule = "these MoE layers have no HF form in the DeepSeek families: dense first, then every n-th"
+    raise BadInput(Reason(field="model.moe_layers", rule=rule))
+
+
+def _rope_scaling(rope: RopeSpec, family: str) -> dict[str, Any] | None:
+    if rope.scaling == "default":
+        return None
+    table: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "linear":
+        return table
+    table["original_max_position_embeddings"] = rope.original_max_position
+    if rope.scaling == "llama3":
+        return table | {"low_freq_factor": rope.beta_slow, "high_freq_factor": rope.beta_fast}
+    table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    if (rope.mscale, rope.mscale_all_dim) != (1.0, 0.0):
+        table |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+    return table | ({"truncate": False} if family == "gpt_oss" else {})
+
+
+def _gpt2(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_embd": model.hidden_size,
+        "n_layer": model.layers,
+        "n_head": model.attention.heads,
+        "n_inner": model.dense_ffn_size,
+        "n_positions": model.max_position,
+        "vocab_size": model.vocab_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": model.norm_eps,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_embeddings,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
