@@ -1,0 +1,53 @@
+# Two commands: `make train` runs the quickstart from data to report, `make test` checks the whole house.
+
+PYTHON ?= python3
+JOB    := recipes/quickstart_2cpu_bf16.toml
+RUN    := runs/quickstart
+DATA   := runs/quickstart_data
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# A base interpreter that has a new enough torch (a GPU image, say) lends it; otherwise constraints.txt pins one.
+BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
+
+.PHONY: train test check report
+.DELETE_ON_ERROR:
+
+train: $(RUN)/plan.json
+	$(BIN)/moewright train $(JOB) --out $(RUN) --extend
+
+report:
+	$(BIN)/moewright report $(RUN)
+
+test: check
+	$(BIN)/pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(DATA)/corpus.json: | $(VENV)/.ready
+	$(BIN)/moewright data build --out $(DATA)
+
+runs/machine.toml: | $(VENV)/.ready
+	$(BIN)/moewright bench machine --nproc 2 --out $@
+
+$(RUN)/plan.json: $(JOB) runs/machine.toml | $(DATA)/corpus.json
+	$(BIN)/moewright plan $(JOB) --json $@
+
+$(VENV)/constraints.txt: constraints.txt
+	if $(PYTHON) -c '$(BASE_TORCH)' 2>/dev/null; then \
+	    $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' constraints.txt > $@; \
+	else \
+	    $(PYTHON) -m venv $(VENV) && cp constraints.txt $@; \
+	fi
+
+$(VENV)/.ready: $(VENV)/constraints.txt pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $< -e '.[engine,track]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $< -e '.[dev]'
+	touch $@ $(VENV)/.ready
