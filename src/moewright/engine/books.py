@@ -1,0 +1,176 @@
+"""Books: what really ran on this rank, counted for the ledger.
+
+Bytes come from the tensors and buffers themselves, FLOPs from the shapes of the operations torch dispatched, saved
+activations from the tensors autograd kept. Nothing here knows a formula of the planner: otherwise the equality of
+prediction and count would prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moewright.spec.hardware import Collective
+from moewright.spec.ledger import CommRow, Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, TimeRow
+
+_aten = torch.ops.aten
+
+
+def _mm(args: tuple[Any, ...]) -> int:
+    a, b = args[0], args[1]
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
+
+
+def _grouped_mm(args: tuple[Any, ...]) -> int:
+    """[R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over all rows once."""
+    a, b = args[0], args[1]
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
+
+
+def _bmm(args: tuple[Any, ...]) -> int:
+    a, b = args[0], args[1]
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(a.shape[2]) * int(b.shape[2])
+
+
+def _attention(args: tuple[Any, ...]) -> int:
+    """Causal half of q k^T and p v for q [B,heads,S,Dq], v [B,kv_heads,S,Dv]."""
+    q, v = args[0], args[2]
+    batch, heads, rows, dim = q.shape
+    return int(batch) * int(heads) * int(rows) * int(rows) * (int(dim) + int(v.shape[3]))
+
+
+def _attention_backward(args: tuple[Any, ...]) -> int:
+    """Twice the forward: the convention of model FLOPs, which leaves out the recomputed scores."""
+    return 2 * _attention(args[1:])
+
+
+_FLOPS: tuple[tuple[str, FlopOp, Callable[[tuple[Any, ...]], int]], ...] = (
+    ("mm", FlopOp.GEMM, _mm),
+    ("bmm", FlopOp.GEMM, _bmm),
+    ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm),
+    ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention),
+    ("_scaled_dot_product_flash_attention_for_cpu_backward", FlopOp.ATTENTION, _attention_backward),
+    ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention),
+    ("_scaled_dot_product_flash_attention_backward", FlopOp.ATTENTION, _attention_backward),
+)
+
+
+class _FlopMode(TorchDispatchMode):
+    def __init__(self, books: Books) -> None:
+        super().__init__()
+        self._books = books
+        self._rules = {getattr(_aten, name): (op, rule) for name, op, rule in _FLOPS if hasattr(_aten, name)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self._rules.get(func.overloadpacket)
+        if found is not None:
+            op, rule = found
+            self._books.flops[(op, self._books.module)] += rule(args)
+        return func(*args, **(kwargs or {}))
+
+
+class Books:
+    """One rank's running counts. Counting is off except inside `counting()`."""
+
+    def __init__(self) -> None:
+        self.comm: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
+        self.saved: dict[Module, int] = defaultdict(int)
+        self._peak_saved: dict[Module, int] = {}
+        self._modules = [Module.OTHER]
+        self._counting = False
+
+    @property
+    def module(self) -> Module:
+        """The module whose code runs now."""
+        return self._modules[-1]
+
+    @contextmanager
+    def within(self, module: Module) -> Iterator[None]:
+        """Attribute what runs inside to `module`."""
+        self._modules.append(module)
+        try:
+            yield
+        finally:
+            self._modules.pop()
+
+    def payload(self, op: Collective, group: str, nbytes: int) -> None:
+        """Book one collective call with the bytes this rank hands in."""
+        if self._counting:
+            row = self.comm[(op, group)]
+            row[0] += nbytes
+            row[1] += 1
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count collectives and FLOPs of everything inside, from zero."""
+        self.comm.clear()
+        self.flops.clear()
+        self._peak_saved = {}
+        self._counting = True
+        try:
+            with _FlopMode(self):
+                yield
+        finally:
+            self._counting = False
+
+    @contextmanager
+    def saving(self, resident: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+        """Count the storages autograd keeps for backward, each once, by the module that kept it first.
+
+        `resident` tells tensors that live anyway (weights, caches). The count of the fullest moment is kept.
+        """
+        if not self._counting:
+            yield
+            return
+        self.saved.clear()
+        # Keeping the storages alive keeps their addresses unique while we compare them.
+        seen: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen and not resident(tensor):
+                seen[storage.data_ptr()] = storage
+                self.saved[self.module] += storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        if sum(self.saved.values()) > sum(self._peak_saved.values()):
+            self._peak_saved = dict(self.saved)
+
+    def ledger(
+        self,
+        *,
+        rank: int,
+        pp_rank: int,
+        state: tuple[MemoryRow, ...],
+        time: tuple[TimeRow, ...],
+        notes: tuple[str, ...],
+    ) -> Ledger:
+        """Close the books: `state` is the resident memory by component and module."""
+        held = list(state)
+        for module, nbytes in self._peak_saved.items():
+            kind = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS
+            held.append(MemoryRow(component=kind, module=module, bytes=nbytes))
+        return Ledger(
+            rank=rank,
+            pp_rank=pp_rank,
+            memory=tuple(sorted((r for r in held if r.bytes), key=lambda r: (r.component, r.module))),
+            comm=tuple(
+                CommRow(op=op, group=group, bytes=nbytes, calls=calls)
+                for (op, group), (nbytes, calls) in sorted(self.comm.items())
+            ),
+            flops=tuple(
+                FlopRow(op=op, module=module, flops=flops)
+                for (op, module), flops in sorted(self.flops.items())
+                if flops
+            ),
+            time=time,
+            notes=notes,
+        )

@@ -1,0 +1,139 @@
+"""The only caller of torch.distributed collectives.
+
+Every call over a group of more than one rank books the payload this rank hands in; over one rank it is a no-op.
+Differentiable forms are own autograd Functions: the functional ones of torch reduce in backward where model
+parallelism must not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moewright.engine.books import Books
+from moewright.spec.hardware import Collective
+
+# torch 2.13 renames the two; 2.11 has only the older names.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A named group of ranks as this rank sees it. `handle` is None when it is alone."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None
+    books: Books
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def book(self, op: Collective, tensor: torch.Tensor) -> None:
+        self.books.payload(op, self.name, tensor.numel() * tensor.element_size())
+
+
+def start(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
+    """Join the world: one process group over all ranks, its timeout the policy for every group made of it."""
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def stop() -> None:
+    """Leave the world, if joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+    """Create process groups for all of `groups`, in that order on every rank; return the one `rank` is in."""
+    mine = None
+    for ranks in groups:
+        handle = dist.new_group(list(ranks))
+        if rank in ranks:
+            mine = handle
+    return mine
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:
+    """Sum (or maximum) over the group, in place."""
+    if group.size > 1:
+        group.book(Collective.ALL_REDUCE, tensor)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.handle)
+    return tensor
+
+
+def reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum `tensor` [size * n] over the group; rank i gets slice i in `out` [n]."""
+    if group.size == 1:
+        return out.copy_(tensor)
+    group.book(Collective.REDUCE_SCATTER, tensor)
+    _scatter_single(out, tensor, group=group.handle)
+    return out
+
+
+def all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Concatenate each rank's `tensor` [n] into `out` [size * n]."""
+    if group.size == 1:
+        return out.copy_(tensor)
+    group.book(Collective.ALL_GATHER, tensor)
+    _gather_single(out, tensor, group=group.handle)
+    return out
+
+
+def all_to_all(tensor: torch.Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+    """Send `send[i]` leading rows to rank i and get `receive[i]` from it; differentiable; splits may be uneven or 0."""
+    if group.size == 1:
+        return tensor
+    return _AllToAll.apply(tensor, group, tuple(send), tuple(receive))
+
+
+def _exchange(tensor: torch.Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
+    group.book(Collective.ALL_TO_ALL, tensor)
+    out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    dist.all_to_all_single(out, tensor.contiguous(), list(receive), list(send), group=group.handle)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return _exchange(tensor, group, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not booked."""
+    if not dist.is_initialized():
+        return [value]
+    world, device = dist.get_world_size(), _control_device()
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    _gather_single(sizes, torch.tensor([data.numel()], device=device))
+    room = int(sizes.max())
+    padded = torch.zeros(room, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    parts = torch.zeros(world * room, dtype=torch.uint8, device=device)
+    _gather_single(parts, padded)
+    rows = parts.view(world, room).cpu()
+    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def _control_device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

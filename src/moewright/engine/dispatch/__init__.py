@@ -1,0 +1,1 @@
+"""Token dispatch: the seam of six steps, and the dispatchers behind it."""

@@ -1,0 +1,90 @@
+"""The matrix kernels: which torch operation computes a product on this device.
+
+A CPU without bf16 dot instructions runs torch's bf16 GEMM several times slower than its fp32 GEMM. There the operands,
+bf16 values as everywhere, are widened, multiplied in fp32 and the result rounded once: the numerics of a bf16 GEMM
+with fp32 accumulation, at fp32 speed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+_aten = torch.ops.aten
+
+
+@cache
+def native_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512_BF16 or AMX)."""
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    if tensor.device.type == "cpu" and narrow and not (tensor.dtype == torch.bfloat16 and native_bf16()):
+        return tensor.float()
+    return tensor
+
+
+def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """a @ b in the dtype of a, accumulated in fp32."""
+    return torch.mm(_widen(a_MK), _widen(b_KN)).to(a_MK.dtype)
+
+
+def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Products of consecutive row groups; `ends` [E] int32 are the running ends of the groups.
+
+    a [R,K], b [E,K,N] -> [R,N]: group e of the rows times b[e].
+    a [M,R], b [R,N] -> [E,M,N]: the contraction over each group (a weight gradient).
+    Groups may be empty; ends[-1] must equal R, since rows past it would be left unwritten.
+    """
+    if a.shape[0 if b.dim() == 3 else 1] == 0:
+        shape = (0, b.shape[-1]) if b.dim() == 3 else (ends.numel(), a.shape[0], b.shape[1])
+        return a.new_zeros(shape)
+    return F.grouped_mm(_widen(a), _widen(b), offs=ends).to(a.dtype)
+
+
+def attention(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Causal attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what backward needs.
+
+    On CPU the second part is the natural-log sum of exponentials [B,H,S] in fp32.
+    """
+    q, k, v = (_widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        return out.transpose(1, 2).to(q_BSHD.dtype), (lse,)
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    out, *rest = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    lse, seed, offset = rest[0], rest[5], rest[6]
+    return out.transpose(1, 2), (lse, seed, offset)
+
+
+def attention_backward(
+    grad_BSHD: torch.Tensor,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    out_BSHD: torch.Tensor,
+    rest: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, in their shapes and dtypes."""
+    grad, q, k, v, out = (_widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
+    if q.device.type == "cpu":
+        lse = rest[0]
+        got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
+    else:
+        lse, seed, offset = rest
+        heads, length, share = k.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+        wide_k, wide_v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, wide_k, wide_v, out, lse, None, None, length, length, 0.0, True, seed, offset
+        )
+        got = (dq, *(g.unflatten(1, (heads, share)).sum(2) for g in (dk, dv)))
+    dq, dk, dv = (g.transpose(1, 2) for g in got)
+    return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGD.dtype)

@@ -1,0 +1,104 @@
+"""The Mixture-of-Experts layer: router, one selection, dispatch, experts, combine.
+
+One selection feeds dispatch, auxiliary losses and statistics, so they cannot disagree.
+Shapes: T tokens of this rank, E experts in all, k experts a token, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moewright.engine.dispatch.alltoall import AllToAll
+from moewright.engine.model.functions import RouterLinear
+from moewright.engine.model.layers import Experts, Mlp, Weight
+from moewright.engine.runtime import Runtime
+from moewright.spec.ledger import Module
+from moewright.spec.model import RouterSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
+    """The experts of every token: ids [T,k] int64, weights [T,k] fp32, scores [T,E] fp32, counts [E] int64."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+
+
+def select(logits_TE: torch.Tensor, spec: RouterSpec) -> Selected:
+    """Top-k of the softmax over all experts; renormalised, that equals the softmax over the selected (A.4.1)."""
+    scores = torch.softmax(logits_TE, -1)
+    weights, experts = torch.topk(scores, spec.top_k, dim=-1)
+    if spec.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if spec.scaling_factor != 1.0:
+        weights = weights * spec.scaling_factor
+    counts = torch.bincount(experts.flatten(), minlength=logits_TE.shape[1])
+    return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
+
+
+def balance_loss(selected: Selected) -> torch.Tensor:
+    """E * sum_i f_i P_i over this rank's tokens: f the share of routed rows, P the mean score; 1 when even (A.4.3)."""
+    experts = selected.scores.shape[1]
+    share = selected.counts.float() / selected.experts.numel()
+    return experts * (share * selected.scores.mean(0)).sum()
+
+
+def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
+    """Mean squared log-sum-exp of the router logits (A.4.6)."""
+    return torch.logsumexp(logits_TE, -1).square().mean()
+
+
+class Moe(torch.nn.Module):
+    """[T,H] -> [T,H], with the auxiliary loss (coefficients applied) and the expert counts [E] of this rank."""
+
+    def __init__(self, run: Runtime) -> None:
+        super().__init__()
+        spec = run.model.moe
+        if spec is None:
+            raise ValueError("a MoE layer needs model.moe")
+        group = run.mesh.group("ep")
+        self._run, self._spec = run, spec
+        self.router = Router(run, spec.experts)
+        self.experts = Experts(run, spec.experts // group.size, spec.ffn_size)
+        self.shared = Mlp(run, spec.shared_ffn_size, Module.SHARED_EXPERTS) if spec.shared_ffn_size else None
+        self._dispatcher = AllToAll(group, spec.experts)
+
+    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        books, loss = self._run.books, self._run.workload.loss
+        with books.within(Module.ROUTER):
+            logits = self.router(x_TH)
+            selected = select(logits, self._spec.router)
+            aux = logits.new_zeros(())
+            if loss.aux_coeff:
+                aux = aux + loss.aux_coeff * balance_loss(selected)
+            if loss.z_coeff:
+                aux = aux + loss.z_coeff * z_loss(logits)
+        with books.within(Module.EXPERTS):
+            out = self._routed(x_TH, selected)
+        if self.shared is not None:
+            out = out + self.shared(x_TH)
+        return out, aux, selected.counts
+
+    def _routed(self, x_TH: torch.Tensor, selected: Selected) -> torch.Tensor:
+        way = self._dispatcher
+        routed, route = way.preprocess(x_TH, selected.experts, selected.weights)
+        routed = way.postprocess(way.dispatch(routed, route), route)
+        rows = self.experts(routed.rows, routed.weights, route.ends)
+        return way.combine_postprocess(way.combine(way.combine_preprocess(rows, route), route), route)
+
+
+class Router(Weight):
+    """Router logits [T,E] in fp32."""
+
+    ledger_module = Module.ROUTER
+
+    def __init__(self, run: Runtime, experts: int) -> None:
+        super().__init__(run, experts, run.model.hidden_size)
+        self._run = run
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return RouterLinear.apply(x_TH, self.weight, self._run.books)

@@ -1,0 +1,104 @@
+"""The decoder: the part of the model that one rank holds, from token ids to the loss of each token."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moewright.engine.model.layers import Attention, Embedding, Head, Mlp, Norm, RotaryTable, Slot, token_loss
+from moewright.engine.model.moe import Moe
+from moewright.engine.runtime import Runtime
+from moewright.rules.stages import Chunk
+from moewright.spec.ledger import Module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Of one micro-batch: nll [T] fp32 (0 where no target), auxiliary loss over layers, counts [MoE layers, E]."""
+
+    nll: torch.Tensor
+    aux: torch.Tensor
+    counts: torch.Tensor
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP or MoE, each added to the residual stream [T,H]."""
+
+    def __init__(self, run: Runtime, rotary: RotaryTable, *, is_moe: bool) -> None:
+        super().__init__()
+        self._run = run
+        self.input_norm = Norm(run, run.model.hidden_size)
+        self.attention = Attention(run, rotary)
+        self.post_norm = Norm(run, run.model.hidden_size)
+        if is_moe:
+            self.moe = Moe(run)
+        else:
+            self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
+        self._is_moe = is_moe
+
+    def forward(self, x_TH: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        with self._run.books.within(Module.NORM):
+            normed = self.input_norm(x_TH)
+        x_TH = x_TH + self.attention(normed, batch)
+        with self._run.books.within(Module.NORM):
+            normed = self.post_norm(x_TH)
+        if not self._is_moe:
+            return x_TH + self.mlp(normed), None, None
+        out, aux, counts = self.moe(normed)
+        return x_TH + out, aux, counts
+
+
+class Transformer(nn.Module):
+    """One chunk of the model (all of it without pipeline parallelism). Layers keep their global numbers."""
+
+    def __init__(self, run: Runtime, chunk: Chunk) -> None:
+        super().__init__()
+        self._run = run
+        rotary = RotaryTable(run)
+        self.embedding = Embedding(run)
+        self.layers = nn.ModuleDict({str(i): Layer(run, rotary, is_moe=run.model.moe_layers[i]) for i in chunk.layers})
+        self.final_norm = Norm(run, run.model.hidden_size)
+        self.head = None if run.model.tie_embeddings else Head(run)
+
+    def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor) -> Output:
+        books = self._run.books
+        x_TH = self.embedding(ids_BS.flatten())
+        aux = x_TH.new_zeros((), dtype=torch.float32)
+        counts = []
+        for layer in self.layers.values():
+            x_TH, layer_aux, layer_counts = layer(x_TH, ids_BS.shape[0])
+            if layer_aux is not None:
+                aux = aux + layer_aux
+                counts.append(layer_counts)
+        with books.within(Module.NORM):
+            x_TH = self.final_norm(x_TH)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        nll = token_loss(self._run, x_TH, weight, targets_BS.flatten())
+        return Output(nll=nll, aux=aux, counts=torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64))
+
+
+def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
+    """This rank's part of a fresh parameter, fp32, drawn by global name and global expert: the same in every layout.
+
+    Matrices are normal with the model's initializer_range; those that write into the residual stream are scaled by
+    1 / sqrt(2 * layers) (GPT-2). Norm weights are 1.
+    """
+    shape = tuple(slot.parameter.shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = run.model.initializer_range
+    if slot.name.endswith((".o.weight", ".down.weight")):
+        std /= math.sqrt(2 * run.model.layers)
+    if slot.module is not Module.EXPERTS:
+        return _normal(run, slot.name, shape, std)
+    first = run.mesh.coordinate("ep") * shape[0]
+    return torch.stack([_normal(run, f"{slot.name}[{first + i}]", shape[1:], std) for i in range(shape[0])])
+
+
+def _normal(run: Runtime, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
+    seed = int.from_bytes(hashlib.sha256(f"{run.workload.seed}:{name}".encode()).digest()[:8], "big") >> 1
+    return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,119 @@
+"""The distributed optimizer: fp32 gradient accumulation, reduction over the right grid, AdamW on owned shards."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim.adamw import adamw
+
+from moewright.engine.checkpoint import Piece
+from moewright.engine.model.layers import Slot
+from moewright.engine.optim.flat import FlatBucket, build_buckets
+from moewright.engine.runtime import Runtime
+from moewright.spec.ledger import Component, MemoryRow, Module
+
+
+class DistributedOptimizer:
+    """ZeRO-1 (or replicated, zero=0) AdamW over all parameters of this rank.
+
+    Dense parameters are shared by the dense data-parallel group, experts by the expert one; both sum, since the loss
+    is already divided by the global number of targets.
+    """
+
+    def __init__(self, run: Runtime, slots: Sequence[Slot], initial: Callable[[Slot], torch.Tensor]) -> None:
+        self._run = run
+        dense = [slot for slot in slots if slot.module is not Module.EXPERTS]
+        experts = [slot for slot in slots if slot.module is Module.EXPERTS]
+        self.buckets: list[FlatBucket] = []
+        for members, group in ((dense, "dp_cp"), (experts, "edp")):
+            if members:
+                self.buckets += build_buckets(run, members, run.mesh.group(group), initial)
+        self._pending: set[str] = set()
+        self._shards: list[torch.Tensor] = []
+        for bucket in self.buckets:
+            for slot, view in bucket.views:
+                slot.parameter.register_post_accumulate_grad_hook(self._accumulate(slot.name, view))
+
+    def _accumulate(self, name: str, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:
+                return
+            if name in self._pending:
+                self._pending.discard(name)
+                view.copy_(parameter.grad)
+            else:
+                view.add_(parameter.grad)
+            parameter.grad = None
+
+        return hook
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step; the first of each parameter overwrites instead of adding."""
+        self._pending = {slot.name for bucket in self.buckets for slot, _ in bucket.views}
+
+    def reduce(self) -> float:
+        """Sum gradients over the data-parallel groups; returns this rank's part of the squared global norm.
+
+        A parameter that no micro-batch used has a zero gradient. Summing the parts over the world counts every
+        parameter once: replicas of a gradient divide their part.
+        """
+        for bucket in self.buckets:
+            for slot, view in bucket.views:
+                if slot.name in self._pending:
+                    view.zero_()
+        self._shards = [bucket.reduce() for bucket in self.buckets]
+        total = 0.0
+        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+            norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
+            total += norm * norm / (1 if bucket.sharded else bucket.group.size)
+        return total
+
+    def update(self, *, step: int, lr: float, scale: float) -> None:
+        """One AdamW update (number `step`, from 1) with gradients times `scale` (the clipping factor)."""
+        spec = self._run.workload.optimizer
+        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+            if scale != 1.0:
+                shard.mul_(scale)
+            for decay in (True, False):
+                places = [part.place for part in bucket.parts if (part.slot.parameter.dim() > 1) == decay]
+                adamw(
+                    [bucket.master[p] for p in places],
+                    [shard[p] for p in places],
+                    [bucket.exp_avg[p] for p in places],
+                    [bucket.exp_avg_sq[p] for p in places],
+                    [],
+                    [torch.tensor(float(step - 1), device=shard.device) for _ in places],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=spec.beta1,
+                    beta2=spec.beta2,
+                    lr=lr,
+                    weight_decay=spec.weight_decay if decay else 0.0,
+                    eps=spec.eps,
+                    maximize=False,
+                )
+        self._shards = []
+
+    def publish(self) -> None:
+        """Bring the updated weights to every rank."""
+        for bucket in self.buckets:
+            bucket.publish()
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        """Bytes held, one row a (component, module)."""
+        held: dict[tuple[Component, Module], int] = defaultdict(int)
+        for bucket in self.buckets:
+            for row in bucket.memory():
+                held[(row.component, row.module)] += row.bytes
+        return tuple(MemoryRow(component=c, module=m, bytes=size) for (c, m), size in held.items())
+
+    def pieces(self) -> list[Piece]:
+        """Everything a checkpoint must hold of parameters and their optimizer state, by global name."""
+        return [piece for bucket in self.buckets for piece in bucket.pieces(self._run)]
+
+    def resident(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the weight buffers."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(bucket.weights.untyped_storage().data_ptr() == address for bucket in self.buckets)

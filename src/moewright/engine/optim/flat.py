@@ -1,0 +1,160 @@
+"""Flat buffers: weights, gradients and optimizer state of a bucket of parameters, each one long tensor.
+
+Weights live in a buffer of the compute dtype and the model's parameters are views into it; gradients accumulate in
+fp32; the fp32 master copy and the two moments cover only the shard that this rank owns (features.md A.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moewright.engine.checkpoint import Piece, flat_pieces
+from moewright.engine.collectives import Group, all_gather, all_reduce, reduce_scatter
+from moewright.engine.model.layers import Slot
+from moewright.engine.runtime import Runtime
+from moewright.rules.buckets import Entry, plan_buckets, shard_range
+from moewright.spec.ledger import Component, MemoryRow, Module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What this rank owns of one parameter: elements [first, last) of it, from `start` on in the shard."""
+
+    slot: Slot
+    first: int
+    last: int
+    start: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + self.last - self.first)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatBucket:
+    """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it shares the state."""
+
+    group: Group
+    sharded: bool
+    weights: torch.Tensor
+    grads: torch.Tensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    views: tuple[tuple[Slot, torch.Tensor], ...]  # each parameter's gradient
+    parts: tuple[Part, ...]
+
+    def reduce(self) -> torch.Tensor:
+        """Sum the gradients over the group; returns this rank's shard of them."""
+        if not self.sharded:
+            return all_reduce(self.grads, self.group)
+        if self.group.size == 1:
+            return self.grads
+        return reduce_scatter(torch.empty_like(self.master), self.grads, self.group)
+
+    def publish(self) -> None:
+        """Round the master copy to the compute dtype and give every rank of the group the whole of it."""
+        if self.sharded and self.group.size > 1:
+            all_gather(self.weights, self.master.to(self.weights.dtype), self.group)
+        else:
+            self.weights.copy_(self.master)
+
+    def memory(self) -> list[MemoryRow]:
+        """Bytes of every buffer by component and module; what belongs to no parameter is OTHER."""
+        whole = [(slot.module, view.numel()) for slot, view in self.views]
+        owned = [(part.slot.module, part.last - part.first) for part in self.parts]
+        rows = _by_module(Component.WEIGHTS, self.weights, whole) + _by_module(Component.GRADIENTS, self.grads, whole)
+        rows += _by_module(Component.MASTER, self.master, owned)
+        for moment in (self.exp_avg, self.exp_avg_sq):
+            rows += _by_module(Component.MOMENTS, moment, owned)
+        return rows
+
+    def pieces(self, run: Runtime) -> list[Piece]:
+        """Master and moments as boxes of the global tensors."""
+        found: list[Piece] = []
+        for part in self.parts:
+            local = tuple(part.slot.parameter.shape)
+            whole, offsets = list(local), [0] * len(local)
+            if part.slot.module is Module.EXPERTS:
+                whole[0] *= run.mesh.group("ep").size
+                offsets[0] = run.mesh.coordinate("ep") * local[0]
+            for prefix, flat in (
+                ("", self.master),
+                ("optim/exp_avg/", self.exp_avg),
+                ("optim/exp_avg_sq/", self.exp_avg_sq),
+            ):
+                found += flat_pieces(
+                    prefix + part.slot.name,
+                    global_shape=whole,
+                    offsets=offsets,
+                    local_shape=local,
+                    start=part.first,
+                    flat=flat[part.place],
+                )
+        return found
+
+
+def build_buckets(
+    run: Runtime, slots: Sequence[Slot], group: Group, initial: Callable[[Slot], torch.Tensor]
+) -> list[FlatBucket]:
+    """Lay parameters out in reverse registration order, about the order in which backward finishes them."""
+    by_name = {slot.name: slot for slot in slots}
+    sharded = run.mesh.layout.zero == 1
+    shards, index = (group.size, group.index) if sharded else (1, 0)
+    planned = plan_buckets(
+        [(slot.name, slot.parameter.numel()) for slot in reversed(slots)],
+        shards=shards,
+        bucket_elements=run.workload.optimizer.bucket_elements,
+    )
+    buckets = []
+    for bucket in planned:
+        start, stop = shard_range(bucket, shards, index)
+        weights = torch.zeros(bucket.numel, dtype=run.dtype, device=run.device)
+        grads = torch.zeros(bucket.numel, dtype=torch.float32, device=run.device)
+        master, exp_avg, exp_avg_sq = (
+            torch.zeros(stop - start, dtype=torch.float32, device=run.device) for _ in range(3)
+        )
+        views, parts = [], []
+        for entry in bucket.entries:
+            slot = by_name[entry.name]
+            value = initial(slot).to(run.device)
+            here = slice(entry.start, entry.start + entry.numel)
+            slot.owner.weight = nn.Parameter(weights[here].view(slot.parameter.shape))
+            slot.owner.weight.data.copy_(value)
+            views.append((slot, grads[here].view(slot.parameter.shape)))
+            part = _owned(slot, entry, start, stop)
+            if part is not None:
+                master[part.place] = value.flatten()[part.first : part.last]
+                parts.append(part)
+        buckets.append(
+            FlatBucket(
+                group=group,
+                sharded=sharded,
+                weights=weights,
+                grads=grads,
+                master=master,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                views=tuple(views),
+                parts=tuple(parts),
+            )
+        )
+    return buckets
+
+
+def _owned(slot: Slot, entry: Entry, start: int, stop: int) -> Part | None:
+    first, last = max(entry.start, start), min(entry.start + entry.numel, stop)
+    if first >= last:
+        return None
+    return Part(slot=slot, first=first - entry.start, last=last - entry.start, start=first - start)
+
+
+def _by_module(component: Component, buffer: torch.Tensor, spans: Sequence[tuple[Module, int]]) -> list[MemoryRow]:
+    size = buffer.element_size()
+    rows = [MemoryRow(component=component, module=module, bytes=count * size) for module, count in spans]
+    padding = buffer.nbytes - sum(row.bytes for row in rows)
+    return [*rows, MemoryRow(component=component, module=Module.OTHER, bytes=padding)]

@@ -1,0 +1,17 @@
+"""The learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+
+from moewright.spec.workload import OptimizerSpec
+
+
+def learning_rate(spec: OptimizerSpec, *, steps: int, step: int) -> float:
+    """Rate of update `step` (from 1): linear warm-up, cosine down to the floor at `decay_steps`, the floor after."""
+    if step <= spec.warmup_steps:
+        return spec.lr * step / spec.warmup_steps
+    floor = spec.lr * spec.min_lr_fraction
+    end = spec.decay_steps or steps
+    done = min(1.0, (step - spec.warmup_steps) / max(1, end - spec.warmup_steps))
+    return floor + (spec.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))

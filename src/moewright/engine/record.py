@@ -1,0 +1,210 @@
+"""What a run leaves behind: one JSON line a step, TensorBoard where installed, the ledger, and a line on the screen."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moewright.codec import to_data, write_json
+from moewright.rules.routing import load_of_counts
+from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.run import EvalRecord, LayerLoad, Session, StepRecord
+
+STEPS_FILE = "steps.jsonl"
+
+
+class Sink(Protocol):
+    """Takes the records of a run as they come."""
+
+    def session(self, record: Session) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvalRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """steps.jsonl: the truth that every other view of a run is made from.
+
+    Steps at or past `first_step` were done after the last checkpoint and are about to be done again: they are dropped.
+    """
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        path = run_dir / STEPS_FILE
+        kept = [line for line in _whole_lines(path) if _step_of(line) < first_step]
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def session(self, record: Session) -> None:
+        self._write("session", record)
+
+    def step(self, record: StepRecord) -> None:
+        self._write("step", record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._write("eval", record)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, kind: str, record: Session | StepRecord | EvalRecord) -> None:
+        self._file.write(json.dumps({"kind": kind, **to_data(record)}) + "\n")
+        self._file.flush()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Lines that were written to the end; a killed process may have left half of one."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step_of(line: str) -> int:
+    record = json.loads(line)
+    return int(record.get("step", 0))
+
+
+class Screen:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
+        self._last = last_step
+        console = Console(file=stream)
+        self._bar: Progress | None = None
+        self._console = console
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("", total=last_step, completed=first_step - 1)
+            self._bar.start()
+
+    def session(self, record: Session) -> None:
+        if record.first_step > 1:
+            self._line(f"continuing from step {record.first_step - 1}")
+
+    def step(self, record: StepRecord) -> None:
+        text = (
+            f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {record.grad_norm:.3f}  "
+            f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank  {record.tflops_per_rank:.4f} TFLOP/s  "
+            f"MFU {record.mfu:.1%}{'  SKIPPED: gradient not finite' if record.skipped else ''}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, description=text)
+        else:
+            self._line(f"step {record.step}/{self._last}  {text}")
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._line(
+            f"held-out loss {record.heldout_loss:.4f} nats after {record.step} steps "
+            f"(unigram entropy {record.unigram_entropy:.4f}; {record.tokens:,} targets)"
+        )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+class TensorBoard:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what an interrupted session logged past its last checkpoint.
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def session(self, record: Session) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
+        scalars = {
+            "train/loss": record.loss,
+            "train/aux_loss": record.aux_loss,
+            "train/lr": record.lr,
+            "train/grad_norm": record.grad_norm,
+            "speed/tokens_per_s_per_rank": record.tokens_per_s_per_rank,
+            "speed/mfu": record.mfu,
+            **{f"moe/load_max_over_mean_layer_{load.layer}": load.max_over_mean for load in record.loads},
+            **{f"moe/dead_experts_layer_{load.layer}": load.dead_experts for load in record.loads},
+        }
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._writer.add_scalar("eval/heldout_loss", record.heldout_loss, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorder:
+    """Every sink of this rank; none on ranks other than 0."""
+
+    sinks: tuple[Sink, ...]
+
+    def session(self, record: Session) -> None:
+        for sink in self.sinks:
+            sink.session(record)
+
+    def step(self, record: StepRecord) -> None:
+        for sink in self.sinks:
+            sink.step(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        for sink in self.sinks:
+            sink.evaluation(record)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def loads_of(loads: torch.Tensor, moe_layers: Sequence[int]) -> tuple[LayerLoad, ...]:
+    """Load statistics of counts [MoE layers, E]; `moe_layers` are the layers' numbers in the model."""
+    found = []
+    for layer, counts in zip(moe_layers, loads.tolist(), strict=True):
+        load = load_of_counts(counts)
+        found.append(
+            LayerLoad(
+                layer=layer,
+                max_over_mean=load.max_over_mean,
+                dead_experts=load.dead_experts,
+                entropy=load.entropy,
+                counts=tuple(counts),
+            )
+        )
+    return tuple(found)
+
+
+def finite(value: float) -> float:
+    """JSON has no NaN or infinity: a loss that is not finite is recorded as the largest float."""
+    return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
+
+
+def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:
+    """ledger/rankNNNNN.json of this rank, and the selection it was counted under (rank 0)."""
+    folder = run_dir / "ledger"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"rank{ledger.rank:05d}.json", ledger)
+    if selection is not None:
+        write_json(folder / "selection.json", selection)

@@ -1,0 +1,30 @@
+"""Runtime: what every part of the engine is given about the job and this rank; nothing is global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moewright.engine.books import Books
+from moewright.engine.mesh import Mesh
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Dtype, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    model: ModelSpec
+    workload: Workload
+    mesh: Mesh
+    books: Books
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype, in which weights and activations are stored."""
+        return torch_dtype(self.workload.precision)
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    return {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}[dtype]

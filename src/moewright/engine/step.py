@@ -1,0 +1,175 @@
+"""One training step: micro-batches through the timetable, gradients reduced, one update; and the held-out loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from moewright.engine.collectives import all_reduce
+from moewright.engine.data.indexed import IndexedDataset
+from moewright.engine.data.sampler import Sampler, fetch, rows_of
+from moewright.engine.model.transformer import Output, Transformer
+from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.pipeline.executor import execute
+from moewright.engine.runtime import Runtime
+from moewright.rules.legality import micro_batches
+from moewright.rules.schedule import timetable
+from moewright.spec.ledger import Phase, TimeRow
+
+
+class Clock:
+    """Wall time by phase; a phase inside another takes its time out of the outer one."""
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(Phase, 0.0)
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[phase] += time.perf_counter() - started
+
+    def rows(self) -> tuple[TimeRow, ...]:
+        """Seconds a phase; what no phase claimed is OTHER, so the rows sum to the time since the start."""
+        self._spent[Phase.OTHER] = time.perf_counter() - self._started - sum(self._spent.values())
+        return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in self._spent.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """A mapped corpus and the order in which it is read."""
+
+    dataset: IndexedDataset
+    sampler: Sampler
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets [mbs, seq_len] of this rank, for the step counted from 0."""
+        layout, work = run.mesh.layout, run.workload
+        rows = rows_of(
+            global_batch=work.global_batch,
+            dp=layout.dp,
+            dp_rank=run.mesh.coordinate("dp"),
+            mbs=layout.mbs,
+            micro_batch=micro_batch,
+        )
+        ids = self.sampler.batch(step, work.global_batch)[rows.start : rows.stop]
+        tokens = fetch(self.dataset, ids, seq_len=work.seq_len, vocab_size=run.model.vocab_size)
+        batch = torch.from_numpy(tokens).to(run.device)
+        return batch[:, :-1], batch[:, 1:]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainee:
+    """The model of this rank and what trains it."""
+
+    run: Runtime
+    model: Transformer
+    optimizer: DistributedOptimizer
+    train_data: Data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one step did. counts [micro-batches, MoE layers, E] are this rank's, loads [MoE layers, E] everyone's."""
+
+    loss: float
+    aux_loss: float
+    grad_norm: float
+    skipped: bool
+    stop: bool  # some rank was asked to stop
+    counts: torch.Tensor
+    loads: torch.Tensor
+    phases: tuple[TimeRow, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sums:
+    """What the micro-batches of a step add up to on this rank."""
+
+    nll: float = 0.0
+    aux: float = 0.0
+    counts: list[torch.Tensor] = field(default_factory=list)
+
+
+def train_step(job: Trainee, *, step: int, lr: float, stop_asked: bool, counted: bool) -> StepResult:
+    """Update number `step` (from 1). `counted`: keep full books of this step.
+
+    The loss is the sum of token losses over the number of valid targets of the global batch, so gradients are summed,
+    never averaged. A gradient that is not finite anywhere skips the update on every rank alike.
+    """
+    with job.run.books.counting() if counted else nullcontext():
+        return _train_step(job, step, lr, stop_asked)
+
+
+def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepResult:
+    run, clock, sums = job.run, Clock(), _Sums()
+    layout, books = run.mesh.layout, run.books
+    count = micro_batches(run.workload, layout)
+    with clock.phase(Phase.DATA):
+        batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
+        valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets in batches)], device=run.device)
+        valid_targets = int(all_reduce(valid, run.mesh.group("dp_cp")))
+    aux_share = count * run.mesh.group("dp_cp").size
+
+    def forward(micro_batch: int) -> torch.Tensor:
+        with clock.phase(Phase.FORWARD), books.saving(job.optimizer.resident):
+            out: Output = job.model(*batches[micro_batch])
+            nll = out.nll.sum()
+            sums.nll += float(nll.detach())
+            sums.aux += float(out.aux.detach()) / aux_share
+            sums.counts.append(out.counts)
+            return nll / valid_targets + out.aux / aux_share
+
+    def backward(loss: torch.Tensor) -> None:
+        with clock.phase(Phase.BACKWARD):
+            loss.backward()
+
+    job.optimizer.begin()
+    execute(timetable(layout, count)[run.mesh.coordinate("pp")], forward=forward, backward=backward)
+    with clock.phase(Phase.GRAD_REDUCE):
+        squared = job.optimizer.reduce()
+        shared = torch.tensor([squared, float(stop_asked), sums.nll, sums.aux], dtype=torch.float64, device=run.device)
+        squared, stops, nll, aux = all_reduce(shared, run.mesh.group("world")).tolist()
+    grad_norm = squared**0.5
+    skipped = not torch.isfinite(torch.tensor([grad_norm, nll])).all()
+    if not skipped:
+        with clock.phase(Phase.OPTIMIZER):
+            clip = run.workload.optimizer.clip_norm
+            scale = min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
+            job.optimizer.update(step=step, lr=lr, scale=scale)
+    with clock.phase(Phase.PARAM_GATHER):
+        job.optimizer.publish()
+    counts = torch.stack(sums.counts)
+    loads = all_reduce(counts.sum(0), run.mesh.group("dp_cp")) if counts.numel() else counts.sum(0)
+    return StepResult(
+        loss=nll / valid_targets,
+        aux_loss=aux,
+        grad_norm=grad_norm,
+        skipped=bool(skipped),
+        stop=stops > 0,
+        counts=counts,
+        loads=loads,
+        phases=clock.rows(),
+    )
+
+
+@torch.no_grad()
+def heldout_loss(job: Trainee, data: Data, batches: int) -> tuple[float, int]:
+    """Mean nats per target over the first `batches` global batches of `data`, and the number of targets."""
+    run = job.run
+    total, targets_seen = 0.0, 0
+    for step in range(batches):
+        for m in range(micro_batches(run.workload, run.mesh.layout)):
+            inputs, targets = data.micro_batch(run, step, m)
+            total += float(job.model(inputs, targets).nll.sum())
+            targets_seen += int((targets >= 0).sum())
+    shared = torch.tensor([total, float(targets_seen)], dtype=torch.float64, device=run.device)
+    total, count = all_reduce(shared, run.mesh.group("dp_cp")).tolist()
+    return total / count, int(count)

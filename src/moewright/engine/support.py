@@ -1,0 +1,83 @@
+"""What this engine runs today. Anything else is refused before a process starts, with the reason."""
+
+from __future__ import annotations
+
+from moewright.spec.errors import Reason
+from moewright.spec.layout import Dispatcher, Layout, Schedule
+from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind, ScoreFunction
+from moewright.spec.workload import Dtype, Workload
+
+
+def unsupported_layout(layout: Layout) -> tuple[Reason, ...]:
+    """The choices of a layout that the engine cannot run yet."""
+    runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("tp", layout.tp, (1,)),
+        ("cp", layout.cp, (1,)),
+        ("pp", layout.pp, (1,)),
+        ("vpp", layout.vpp, (1,)),
+        ("etp", layout.etp, (1,)),
+        ("zero", layout.zero, (1, 0)),
+        ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
+        ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL,)),
+        ("capacity", layout.capacity, (0.0,)),
+        ("recompute", "+".join(layout.recompute), ("",)),
+        ("offload", "+".join(layout.offload), ("",)),
+        ("overlap", "+".join(layout.overlap), ("",)),
+        ("graphs", "+".join(layout.graphs), ("",)),
+        ("layout", layout.stages, ("",)),
+    )
+    return tuple(
+        Reason(
+            field=f"layout.{key}",
+            value=str(value),
+            rule="the engine does not run this yet",
+            nearest=str(legal[0]) or "none",
+        )
+        for key, value, legal in runs
+        if value not in legal
+    )
+
+
+def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
+    """The features of a model or workload that the engine cannot run yet."""
+    attention, moe = model.attention, model.moe
+    missing: tuple[tuple[str, object, bool, str], ...] = (
+        ("attention.kind", attention.kind, attention.kind is not AttentionKind.GQA, "gqa"),
+        ("attention.qkv_bias", True, attention.qkv_bias or attention.out_bias, "false"),
+        ("attention.sinks", True, attention.sinks, "false"),
+        ("attention.sliding_window", attention.sliding_window, attention.sliding_window > 0, "0"),
+        ("attention.rope.scaling", attention.rope.scaling, attention.rope.scaling != "default", "default"),
+        ("attention.rope.interleaved", True, attention.rope.interleaved, "false"),
+        ("position", model.position, model.position is not PositionKind.ROPE, "rope"),
+        ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
+        ("gated", False, not model.gated, "true"),
+        ("mlp_bias", True, model.mlp_bias, "false"),
+        ("mtp_layers", model.mtp_layers, model.mtp_layers > 0, "0"),
+    )
+    reasons = [_model_reason(f"model.{field}", value, nearest) for field, value, bad, nearest in missing if bad]
+    if moe is not None:
+        router = moe.router
+        missing = (
+            ("router.score", router.score, router.score is not ScoreFunction.SOFTMAX, "softmax"),
+            ("router.groups", router.groups, router.groups > 1, "1"),
+            ("router.selection_bias", True, router.selection_bias, "false"),
+            ("router.logit_bias", True, router.logit_bias, "false"),
+            ("shared_gate", True, moe.shared_gate, "false"),
+            ("expert_bias", True, moe.expert_bias, "false"),
+        )
+        reasons += [
+            _model_reason(f"model.moe.{field}", value, nearest) for field, value, bad, nearest in missing if bad
+        ]
+    if workload.precision not in (Dtype.BF16, Dtype.FP32):
+        reasons.append(_model_reason("train.precision", workload.precision, "bf16 or fp32"))
+    for field, dtype in (
+        ("train.grad_dtype", workload.grad_dtype),
+        ("train.optimizer.moment_dtype", workload.optimizer.moment_dtype),
+    ):
+        if dtype is not Dtype.FP32:
+            reasons.append(_model_reason(field, dtype, "fp32"))
+    return tuple(reasons)
+
+
+def _model_reason(field: str, value: object, nearest: str) -> Reason:
+    return Reason(field=field, value=str(value), rule="the engine does not run this yet", nearest=nearest)

@@ -1,0 +1,287 @@
+"""Training, top to bottom: a Plan comes in, a run directory comes out.
+
+`run` is called once a job. It refuses what the engine cannot do, then starts one process a rank (or joins those of
+torchrun); each calls `_train_rank`, which builds its part of the model, restores the last checkpoint, and steps.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moewright.codec import to_data
+from moewright.engine import collectives
+from moewright.engine.books import Books
+from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, save
+from moewright.engine.data.build import read_corpus
+from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.sampler import Order, sampler_of, whole_batches
+from moewright.engine.kernels import native_bf16
+from moewright.engine.launch import launch
+from moewright.engine.mesh import build_mesh
+from moewright.engine.model.layers import slots_of
+from moewright.engine.model.transformer import Transformer, initial_value
+from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.optim.schedule import learning_rate
+from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.record import JsonLines, Recorder, Screen, Sink, TensorBoard, finite, loads_of, write_ledger
+from moewright.engine.runtime import Runtime
+from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
+from moewright.engine.support import unsupported_layout, unsupported_model
+from moewright.rules.flops import model_flops_per_token
+from moewright.rules.legality import illegal
+from moewright.rules.stages import chunks
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.ledger import Selection
+from moewright.spec.plan import Plan
+from moewright.spec.run import EvalRecord, Session, StepRecord
+from moewright.spec.units import TERA
+from moewright.spec.workload import Workload
+
+
+def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
+    """Train `plan` in `run_dir`, continuing from its last checkpoint; returns the exit code of the job.
+
+    A run that has reached its steps is done at once, unless `extend` asks for as many again. Raises BadInput before
+    any process starts when the plan is not legal or asks for what the engine does not run.
+    """
+    reasons = (
+        *unsupported_model(plan.model, plan.workload),
+        *illegal(plan.model, plan.workload, plan.layout),
+        *unsupported_layout(plan.layout),
+    )
+    if reasons:
+        raise BadInput(*reasons)
+    done = _steps_done(run_dir)
+    last_step = _last_step(plan.workload, done, extend)
+    if done >= last_step:
+        print(f"{run_dir}: all {last_step} steps are done", flush=True)
+        return Exit.DONE
+    return launch(
+        partial(_train_rank, plan, run_dir, last_step),
+        nproc=plan.layout.world_size,
+        run_dir=run_dir,
+        device=plan.hardware.device.kind,
+    )
+
+
+def _steps_done(run_dir: Path) -> int:
+    checkpoint = latest(run_dir / "checkpoints")
+    return 0 if checkpoint is None else read_index(checkpoint).step
+
+
+def _last_step(workload: Workload, done: int, extend: bool) -> int:
+    """The step to stop at. A run whose last recipe is finished goes on by another one when asked to."""
+    recipes = -(-done // workload.steps)
+    return workload.steps * max(1, recipes + (1 if extend and done == recipes * workload.steps and done else 0))
+
+
+def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) -> Outcome:
+    """One rank, from its first tensor to its last checkpoint."""
+    work = plan.workload
+    device = _join(plan, seat)
+    job, heldout = _build(plan, seat, device)
+    comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
+    identity = _identity(plan, job.train_data.dataset.fingerprint)
+    first_step = _restore(job, run_dir, identity, comm) + 1
+    recorder = _recorder(run_dir, seat, first_step, last_step)
+    recorder.session(_session(plan, first_step, device))
+    eval_batches = whole_batches(heldout.sampler, global_batch=work.global_batch, wanted=work.eval_batches)
+    step, stopped = first_step - 1, False
+    while step < last_step and not stopped:
+        step += 1
+        seat.beat(step)
+        counted = step - first_step == min(work.ledger_step, last_step - first_step)
+        lr = learning_rate(work.optimizer, steps=work.steps, step=step)
+        result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=counted)
+        recorder.step(_step_record(plan, step, lr, result))
+        if counted:
+            _close_books(job, run_dir, step, result, seat)
+        stopped = result.stop
+        due = work.eval_every_steps and step % work.eval_every_steps == 0
+        if not stopped and (due or step == last_step):
+            loss, targets = heldout_loss(job, heldout, eval_batches)
+            entropy = read_corpus(Path(work.data.heldout).parent).unigram_entropy
+            recorder.evaluation(
+                EvalRecord(step=step, heldout_loss=finite(loss), unigram_entropy=entropy, tokens=targets)
+            )
+        every = work.checkpoint.every_steps
+        if stopped or step == last_step or (every and step % every == 0):
+            save(
+                run_dir / "checkpoints",
+                step=step,
+                pieces=job.optimizer.pieces(),
+                extra=identity,
+                keep=work.checkpoint.keep,
+                comm=comm,
+            )
+    recorder.close()
+    collectives.stop()
+    return Outcome.STOPPED if stopped else Outcome.DONE
+
+
+def _join(plan: Plan, seat: RankContext) -> torch.device:
+    """Meet the other ranks; returns this rank's device."""
+    if plan.hardware.device.kind is DeviceKind.CUDA:
+        device, backend = torch.device("cuda", seat.local_rank), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        torch.set_num_threads(1)
+    if seat.world > 1:
+        collectives.start(
+            rank=seat.rank,
+            world_size=seat.world,
+            store=seat.store(),
+            backend=backend,
+            timeout_s=seat.timeouts.collective_s,
+        )
+    return device
+
+
+def _build(plan: Plan, seat: RankContext, device: torch.device) -> tuple[Trainee, Data]:
+    """This rank's mesh, model, optimizer and data."""
+    books = Books()
+    run = Runtime(
+        model=plan.model,
+        workload=plan.workload,
+        mesh=build_mesh(plan.layout, seat.rank, books),
+        books=books,
+        device=device,
+    )
+    (chunk,) = (c for c in chunks(plan.model, plan.layout) if c.pp_rank == run.mesh.coordinate("pp"))
+    model = Transformer(run, chunk)
+    optimizer = DistributedOptimizer(run, slots_of(model), partial(initial_value, run=run))
+    train, heldout = (
+        Data(
+            dataset=dataset,
+            sampler=sampler_of(
+                dataset,
+                seq_len=plan.workload.seq_len,
+                global_batch=plan.workload.global_batch,
+                seed=plan.workload.seed,
+                order=order,
+            ),
+        )
+        for dataset, order in (
+            (open_indexed(Path(plan.workload.data.train)), Order.SHUFFLED),
+            (open_indexed(Path(plan.workload.data.heldout)), Order.SEQUENTIAL),
+        )
+    )
+    return Trainee(run=run, model=model, optimizer=optimizer, train_data=train), heldout
+
+
+def _identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
+    """What a checkpoint and the job that continues it must share: everything that decides the next update.
+
+    The layout is not part of it: any layout continues any other.
+    """
+    work = plan.workload
+    return {
+        "model": to_data(plan.model),
+        "train": {
+            "seq_len": work.seq_len,
+            "global_batch": work.global_batch,
+            "seed": work.seed,
+            "precision": to_data(work.precision),
+            "decay_steps": work.optimizer.decay_steps or work.steps,
+            "optimizer": {
+                k: v for k, v in to_data(work.optimizer).items() if k not in ("decay_steps", "bucket_elements")
+            },
+            "loss": to_data(work.loss),
+        },
+        "data": {"fingerprint": data_fingerprint},
+    }
+
+
+def _restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
+    """Load the last checkpoint, if any; returns the number of updates made so far."""
+    checkpoint = latest(run_dir / "checkpoints")
+    if checkpoint is None:
+        return 0
+    index = read_index(checkpoint)
+    refuse_mismatch(index.extra, identity)
+    load(checkpoint, pieces=job.optimizer.pieces(), comm=comm)
+    job.optimizer.publish()
+    return index.step
+
+
+def _recorder(run_dir: Path, seat: RankContext, first_step: int, last_step: int) -> Recorder:
+    if seat.rank != 0:
+        return Recorder(sinks=())
+    sinks: list[Sink] = [
+        JsonLines(run_dir, first_step=first_step),
+        Screen(first_step=first_step, last_step=last_step, stream=sys.stdout),
+    ]
+    with suppress(ImportError):  # TensorBoard is optional
+        sinks.append(TensorBoard(run_dir, first_step=first_step))
+    return Recorder(sinks=tuple(sinks))
+
+
+def _session(plan: Plan, first_step: int, device: torch.device) -> Session:
+    return Session(
+        first_step=first_step,
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        world_size=plan.layout.world_size,
+        torch_version=torch.__version__,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else plan.hardware.device.name,
+        threads_per_rank=torch.get_num_threads(),
+    )
+
+
+def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRecord:
+    step_s = sum(row.seconds for row in result.phases)
+    tokens = plan.workload.tokens_per_step
+    rank_tokens_per_s = tokens / plan.layout.world_size / step_s
+    flops_per_s = rank_tokens_per_s * model_flops_per_token(plan.model, plan.workload.seq_len)
+    peak = next((p.rate.value for p in plan.hardware.device.peaks if p.dtype is plan.workload.precision), 0.0)
+    return StepRecord(
+        step=step,
+        loss=finite(result.loss),
+        aux_loss=finite(result.aux_loss),
+        lr=lr,
+        grad_norm=finite(result.grad_norm),
+        tokens=tokens,
+        step_s=step_s,
+        tokens_per_s_per_rank=rank_tokens_per_s,
+        tflops_per_rank=flops_per_s / TERA,
+        mfu=flops_per_s / peak if peak else 0.0,
+        skipped=result.skipped,
+        phases=result.phases,
+        loads=loads_of(result.loads, [i for i, is_moe in enumerate(plan.model.moe_layers) if is_moe]),
+    )
+
+
+def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, seat: RankContext) -> None:
+    """Write what this rank counted on this step, and (rank 0) the selection that explains its routed rows."""
+    run = job.run
+    gathered = collectives.gather_json(result.counts.tolist())
+    selection = Selection(
+        step=step,
+        counts=tuple(
+            tuple(
+                tuple(tuple(int(n) for n in rank[micro_batch][layer]) for rank in gathered)
+                for layer in range(len(gathered[0][micro_batch]))
+            )
+            for micro_batch in range(len(gathered[0]))
+        ),
+    )
+    notes: tuple[str, ...] = ()
+    if run.device.type == "cpu" and not native_bf16():
+        notes = ("this CPU has no bf16 dot product: GEMM operands are widened to fp32 while they multiply, not kept",)
+    ledger = run.books.ledger(
+        rank=seat.rank,
+        pp_rank=run.mesh.coordinate("pp"),
+        state=job.optimizer.memory(),
+        time=result.phases,
+        notes=notes,
+    )
+    write_ledger(run_dir, ledger, selection if seat.rank == 0 else None)
