@@ -1,0 +1,235 @@
+"""What the report says of the plan: time and memory beside what was measured, the job, and every constant's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moewright.codec import layout_text
+from moewright.report.charts import Axis, Bar, axis, bar, colour
+from moewright.report.console import show_rate
+from moewright.rules.inventory import count
+from moewright.spec.hardware import Curve, Hardware
+from moewright.spec.ledger import Component, Module
+from moewright.spec.plan import Plan
+from moewright.spec.run import RunRecord
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import GIB, KIB, MIB, TERA, show_bytes, show_count, show_seconds
+from moewright.tune.compare import TOTAL, Comparison, Section
+from moewright.tune.steps import median_phases
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """How a stack shows its values, and the units its axis may use, largest first."""
+
+    name: str
+    show: Callable[[float], str]
+    units: tuple[tuple[str, float], ...]
+
+    def axis(self, top: float) -> tuple[Axis, float]:
+        """An axis from 0 that covers `top`, and its end in SI units."""
+        unit, scale = next((each for each in self.units if top >= each[1]), self.units[-1])
+        ticks = axis((0.0, top / scale), f"{self.name}, {unit}", ticks=8)
+        return ticks, ticks.high * scale
+
+
+SECONDS = Quantity(name="time of a step", show=show_seconds, units=(("s", 1.0), ("ms", 1e-3)))
+BYTES = Quantity(name="memory of one rank", show=show_bytes, units=(("GiB", GIB), ("MiB", MIB), ("KiB", KIB)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Legend:
+    """One row of the table under a bar pair; the texts carry their units."""
+
+    label: str
+    colour: str
+    predicted: str
+    observed: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    title: str
+    observed: str  # what the second column holds
+    bars: tuple[Bar, ...]
+    axis: Axis
+    legend: tuple[Legend, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRow:
+    name: str
+    value: str
+    kind: str
+    source: str
+
+
+def time_stacks(record: RunRecord) -> tuple[Stack, ...]:
+    """Phases of the step, predicted and measured (median), and the parts behind the predicted step, on one axis."""
+    measured = {phase.value: seconds for phase, seconds in median_phases(record)}
+    estimate = record.plan.estimate
+    ledgers = [ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank]
+    predicted = {row.phase.value: row.seconds for ledger in ledgers[:1] for row in ledger.time}
+    parts = {share.part.value: share.seconds for share in estimate.shares}
+    ordered = dict(sorted(parts.items(), key=lambda pair: -pair[1]))
+    top = max(sum(each.values()) for each in (measured, predicted, parts))
+    stacks = (
+        _stack("Phases of a step", "measured", predicted, measured, SECONDS, top),
+        _stack("Parts of the predicted step", "", ordered, {}, SECONDS, top),
+    )
+    return tuple(stack for stack in stacks if stack.bars)
+
+
+def memory_stacks(plan: Plan, comparisons: Sequence[Comparison]) -> tuple[Stack, ...]:
+    """Bytes by component and by module on the rank that counted most; the plan's fullest stage when none counted."""
+    rows: list[tuple[tuple[str, ...], float, float]]
+    if comparisons:
+        fullest = max(comparisons, key=lambda each: sum(line.counted for line in each.of(Section.MEMORY)))
+        lines = [line for line in fullest.of(Section.MEMORY) if line.key[-1] != TOTAL]
+        rows = [(line.key, line.predicted, line.counted) for line in lines]
+    else:
+        estimate = plan.estimate
+        ledgers = [ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank]
+        rows = [((row.component, row.module), row.bytes, 0) for ledger in ledgers[:1] for row in ledger.memory]
+    top = max(sum(row[1] for row in rows), sum(row[2] for row in rows))
+    stacks = []
+    for title, place, names in (("By component", 0, tuple(Component)), ("By module", 1, tuple(Module))):
+        predicted = {name.value: sum(row[1] for row in rows if row[0][place] == name) for name in names}
+        counted = {name.value: sum(row[2] for row in rows if row[0][place] == name) for name in names}
+        stacks.append(_stack(title, "counted", predicted, counted, BYTES, top))
+    return tuple(stack for stack in stacks if stack.bars)
+
+
+def _stack(
+    title: str, observed: str, predicted: Mapping[str, float], seen: Mapping[str, float], what: Quantity, top: float
+) -> Stack:
+    ticks, longest = what.axis(top)
+    names = [name for name in dict.fromkeys((*predicted, *seen)) if predicted.get(name) or seen.get(name)]
+    hues = {name: colour(place) for place, name in enumerate(names)}
+
+    def shown(values: Mapping[str, float], name: str) -> str:
+        return what.show(values[name]) if values.get(name) else ""
+
+    bars = []
+    for label, values in (("predicted", predicted), (observed, seen)):
+        parts = [(name.replace("_", " "), values.get(name, 0.0), shown(values, name), hues[name]) for name in names]
+        whole = sum(values.values())
+        if whole:
+            bars.append(bar(label, parts, what.show(whole), longest))
+    legend = tuple(
+        Legend(
+            label=name.replace("_", " "),
+            colour=hues[name],
+            predicted=shown(predicted, name),
+            observed=shown(seen, name),
+        )
+        for name in names
+    )
+    return Stack(title=title, observed=observed, bars=tuple(bars), axis=ticks, legend=legend)
+
+
+def plan_facts(plan: Plan) -> tuple[Facts, ...]:
+    """The job as it was planned: layout, workload, model, and what was expected of them."""
+    model, job, layout, estimate = plan.model, plan.workload, plan.layout, plan.estimate
+    params = count(model)
+    attention, moe = model.attention, model.moe
+    shape = [
+        ("name", model.name or "unnamed"),
+        ("parameters", f"{show_count(params.total)}, {show_count(params.active)} active a token"),
+        ("layers", f"{model.layers}, {model.moe_layer_count} with experts"),
+        ("hidden size", f"{model.hidden_size:,}"),
+        ("attention", f"{attention.kind}, {attention.heads} heads, {attention.kv_heads} key-value heads"),
+        ("vocabulary", f"{model.vocab_size:,}"),
+    ]
+    if moe:
+        shape.append(("experts", f"{moe.experts}, top {moe.router.top_k}, width {moe.ffn_size:,}"))
+    return (
+        Facts(
+            title="Layout",
+            rows=(
+                ("layout", layout_text(layout)),
+                ("ranks", f"{layout.world_size:,}: dp {layout.dp}, expert dp {layout.edp}"),
+                ("micro-batches", f"{estimate.micro_batches} of {layout.mbs} x {job.seq_len:,} tokens"),
+                ("bubble", f"{estimate.bubble_fraction:.2%}"),
+                ("device", plan.hardware.device.name),
+                ("plan", plan.fingerprint),
+            ),
+        ),
+        Facts(
+            title="Workload",
+            rows=(
+                ("sequence length", f"{job.seq_len:,} tokens"),
+                ("global batch", f"{job.global_batch:,} sequences, {job.tokens_per_step:,} tokens"),
+                ("steps", f"{job.steps:,}"),
+                ("precision", f"{job.precision}, gradients {job.grad_dtype}"),
+                ("optimizer", f"AdamW, lr {job.optimizer.lr:g}, weight decay {job.optimizer.weight_decay:g}"),
+                ("auxiliary loss", f"{job.loss.aux_coeff:g}"),
+                ("seed", str(job.seed)),
+            ),
+        ),
+        Facts(title="Model", rows=tuple(shape)),
+        Facts(
+            title="Expected",
+            rows=(
+                ("step", show_seconds(estimate.step_s)),
+                ("speed", f"{show_rate(estimate.tokens_per_s_per_device)} tokens/s/rank"),
+                ("arithmetic", f"{estimate.tflops_per_device:.4g} TFLOP/s/rank, MFU {estimate.mfu:.1%}"),
+                ("model FLOPs", f"{show_count(estimate.model_flops_per_step)} a step"),
+                ("peak memory", f"{show_bytes(estimate.peak_bytes)}, margin {show_bytes(estimate.margin_bytes)}"),
+                ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),
+            ),
+        ),
+    )
+
+
+def sources(plan: Plan) -> tuple[SourceRow, ...]:
+    """Every assumption of the estimate and every constant of the hardware, the least certain kind first."""
+    rows = [SourceRow(name=a.name, value=a.value, kind=a.kind, source=a.source) for a in plan.estimate.assumptions]
+    named = {row.name for row in rows}
+    rows.extend(row for row in _hardware(plan.hardware) if row.name not in named)
+    order = [kind.value for kind in reversed(SourceKind)]
+    return tuple(sorted(rows, key=lambda row: order.index(row.kind)))
+
+
+def _hardware(hardware: Hardware) -> Iterable[SourceRow]:
+    device, fabric = hardware.device, hardware.fabric
+    yield _constant("memory a rank may use", device.memory_bytes, show_bytes)
+    yield _constant("memory bandwidth", device.memory_Bps, _show_bandwidth)
+    for peak in device.peaks:
+        yield _constant(f"peak {peak.dtype}", peak.rate, _show_flop_rate)
+    yield _constant("link inside the domain", fabric.domain_Bps, _show_bandwidth)
+    yield _constant("latency inside the domain", fabric.domain_latency_s, show_seconds)
+    if hardware.count > fabric.domain_size:
+        yield _constant("network between domains", fabric.network_Bps, _show_bandwidth)
+        yield _constant("latency between domains", fabric.network_latency_s, show_seconds)
+    for constant in hardware.constants:
+        yield _constant(constant.name, constant.value, lambda value: f"{value:.4g}")
+    for rate in device.rates:
+        yield _curve(f"{rate.op} rate, {rate.dtype}", rate.curve)
+    for time in fabric.times:
+        yield _curve(f"{time.op} time over {time.group_size} ranks", time.curve)
+
+
+def _constant(name: str, number: Sourced, show: Callable[[float], str]) -> SourceRow:
+    return SourceRow(name=name, value=show(number.value), kind=number.kind, source=number.source)
+
+
+def _curve(name: str, given: Curve) -> SourceRow:
+    points = len(given.points)
+    plural = "point" if points == 1 else "points"
+    return SourceRow(name=name, value=f"{points} {plural}", kind=given.kind, source=given.source)
+
+
+def _show_flop_rate(value: float) -> str:
+    return f"{value / TERA:.4g} TFLOP/s" if value >= TERA else f"{value / 1e9:.4g} GFLOP/s"
+
+
+def _show_bandwidth(value: float) -> str:
+    return f"{show_bytes(value)}/s"
