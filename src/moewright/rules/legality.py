@@ -248,7 +248,7 @@ def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
         legal = [n for n in _quotients(_stage_ranks(layout), tp) if n == 1 or seq_len % (2 * n) == 0]
         rule = f"2 * cp must divide seq_len={seq_len}"
         yield Reason(field="layout.cp", value=str(cp), rule=rule, nearest=nearest(cp, legal or [1]) + also)
-    if layout.sp and seq_len % (tp * cp):
+    elif layout.sp and seq_len % (tp * cp):
         legal = [n for n in _tp_choices(model, layout) if seq_len % (n * cp) == 0 or n == 1]
         rule = f"with sequence parallelism tp * cp = {tp * cp} must divide seq_len={seq_len}"
         yield Reason(field="layout.tp", value=str(tp), rule=rule, nearest=nearest(tp, legal or [1]) + also)

@@ -208,7 +208,7 @@ def _even_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
         if layout.world_size % degree == 0 and _even_split(layers, degree * layout.vpp) is not None
     ]
     near = [p for p in legal if p < pp][-1:] + [p for p in legal if p > pp][:1]
-    return (Reason(field="layout.pp", value=str(pp), rule=rule, nearest=_either(near, example)),)
+    return (Reason(field="layout.pp", value=str(pp), rule=rule, nearest=_either(near, example) or "1 with vpp 1"),)
 
 
 def _either(values: list[int], example: str) -> str:

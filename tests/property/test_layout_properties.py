@@ -1,0 +1,191 @@
+"""Invariants of grids, stages, timetables and buckets over drawn layouts."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from math import lcm
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from model_shapes import moe_model
+from moewright.rules.buckets import plan_buckets, shard_range
+from moewright.rules.events import makespan_s, peak_live
+from moewright.rules.grid import GROUPS, all_groups, coordinate, group_ranks, group_size, min_world
+from moewright.rules.legality import illegal, micro_batches
+from moewright.rules.schedule import Kind, bubble_fraction, in_flight, schedule_reasons, timetable
+from moewright.rules.stages import Split, chunks, layout_string, stage_reasons, vpp_choices
+from moewright.spec.layout import Layout, Overlap, Schedule
+from moewright.spec.workload import Workload
+
+small = st.integers(1, 4)
+
+
+@st.composite
+def folded(draw: st.DrawFn) -> Layout:
+    degrees = {name: draw(small) for name in ("tp", "cp", "pp", "ep", "etp")}
+    return Layout(world_size=min_world(**degrees) * draw(st.integers(1, 3)), **degrees)
+
+
+@given(folded())
+def test_groups_partition_the_world(layout: Layout) -> None:
+    for group in GROUPS:
+        groups = all_groups(layout, group)
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(layout.world_size))
+        assert {len(ranks) for ranks in groups} == {group_size(layout, group)}
+
+
+@given(folded(), st.data())
+def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    group = data.draw(st.sampled_from(sorted(GROUPS)))
+    ranks = group_ranks(layout, group, rank)
+    assert rank in ranks
+    assert ranks in all_groups(layout, group)
+    grids = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
+    own = "dense" if set(GROUPS[group]) <= set(grids["dense"]) else "expert"
+    for axis in grids[own]:
+        seen = {coordinate(layout, other, axis) for other in ranks}
+        assert seen == set(range(getattr(layout, axis))) if axis in GROUPS[group] else len(seen) == 1
+
+
+@given(st.integers(1, 130), small, small, st.integers(0, 2))
+def test_every_legal_split_holds_every_layer_once(layers: int, pp: int, vpp: int, mtp: int) -> None:
+    model = moe_model(layers=layers, mtp=mtp)
+    layout = Layout(world_size=pp, pp=pp, vpp=vpp)
+    text = layout_string(layers, mtp=mtp, stages=pp * vpp)
+    assert stage_reasons(model, replace(layout, stages=text)) == ()
+    for stages in ("", text):
+        chosen = replace(layout, stages=stages)
+        if stage_reasons(model, chosen):
+            assert stages == ""
+            continue
+        split = chunks(model, chosen)
+        assert [layer for chunk in split for layer in chunk.layers] == list(range(layers))
+        assert [sum(chunk.embedding for chunk in split), sum(chunk.loss for chunk in split)] == [1, 1]
+        assert sum(chunk.mtp for chunk in split) == mtp
+        assert [(chunk.vpp_rank, chunk.pp_rank) for chunk in split] == [(v, r) for v in range(vpp) for r in range(pp)]
+    counts = [len(chunk.layers) + chunk.embedding + chunk.loss + chunk.mtp for chunk in split]
+    assert max(counts) - min(counts) <= 1 + mtp
+
+
+@given(st.integers(1, 100), st.integers(2, 12), st.integers(1, 12), st.sampled_from(Split))
+def test_vpp_choices_are_the_legal_ones(layers: int, pp: int, vpp: int, split: Split) -> None:
+    legal = (layers + split.value) % (pp * vpp) == 0
+    assert (vpp in vpp_choices(layers, pp, split=split)) == legal
+    if legal:
+        layout = Layout(world_size=pp, pp=pp, vpp=vpp)
+        assert stage_reasons(moe_model(layers=layers), layout) == ()
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Layout, int]:
+    pp, vpp, m = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    assume(pp > 1 or vpp == 1)
+    group = draw(st.integers(pp, max(pp, m))) if vpp > 1 else 0
+    overlap = draw(st.sampled_from([(), (Overlap.EP,)])) if vpp > 1 or pp == 1 else ()
+    schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
+    layout = Layout(world_size=pp, pp=pp, vpp=vpp, vpp_group=group, schedule=schedule, overlap=overlap)
+    assume(not schedule_reasons(layout, m))
+    return layout, m
+
+
+@given(pipelines(), st.sampled_from([(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)]))
+def test_no_legal_table_deadlocks_or_idles_more_than_the_closed_form(
+    pipeline: tuple[Layout, int], times: tuple[float, float]
+) -> None:
+    layout, m = pipeline
+    span = makespan_s(timetable(layout, m), forward_s=times[0], backward_s=times[1])
+    busy = m * layout.vpp * sum(times)
+    assert abs(1 - busy / span - bubble_fraction(layout, m)) < 1e-12
+
+
+@given(pipelines())
+def test_every_rank_runs_each_row_once_and_holds_what_the_closed_form_says(pipeline: tuple[Layout, int]) -> None:
+    layout, m = pipeline
+    every = {(kind, mb, chunk) for kind in (Kind.F, Kind.B) for mb in range(m) for chunk in range(layout.vpp)}
+    for rank, rows in enumerate(timetable(layout, m)):
+        assert len(rows) == len(every)
+        assert {(row.kind, row.micro_batch, row.chunk) for row in rows} == every
+        assert peak_live(rows, (1,) * layout.vpp) == in_flight(layout, m, rank)
+
+
+@given(
+    st.lists(st.integers(1, 5000), max_size=30),
+    st.integers(1, 12),
+    st.integers(1, 20_000),
+)
+def test_buckets_keep_every_parameter_apart(sizes: list[int], shards: int, bucket_elements: int) -> None:
+    params = [(f"p{index}", numel) for index, numel in enumerate(sizes)]
+    buckets = plan_buckets(params, shards=shards, bucket_elements=bucket_elements)
+    assert [(entry.name, entry.numel) for bucket in buckets for entry in bucket.entries] == params
+    for bucket in buckets:
+        assert bucket.numel % lcm(shards, 128) == 0
+        end = 0
+        for entry in bucket.entries:
+            assert entry.start % 64 == 0
+            assert end <= entry.start < end + 64
+            end = entry.start + entry.numel
+        assert end <= bucket.numel < end + lcm(shards, 128)
+        ranges = [shard_range(bucket, shards, index) for index in range(shards)]
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == bucket.numel
+        assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert all(bucket.entries[-1].start + bucket.entries[-1].numel >= bucket_elements for bucket in buckets[:-1])
+
+
+absurd = st.sampled_from([-1, 0, 3, 7, 64, 10**9])
+degree = st.one_of(st.sampled_from([1, 2, 4]), absurd)
+usual = st.sampled_from([1, 2, 3, 4, 5, 8])
+
+
+def layouts(degree: st.SearchStrategy[int], world: st.SearchStrategy[int]) -> st.SearchStrategy[Layout]:
+    return st.builds(
+        Layout,
+        world_size=world,
+        tp=degree,
+        sp=st.booleans(),
+        cp=degree,
+        pp=degree,
+        vpp=degree,
+        ep=degree,
+        etp=degree,
+        mbs=degree,
+        vpp_group=st.sampled_from([0, 0, 0, 1, 4, 10**9]),
+        schedule=st.sampled_from([Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.ZBV]),
+    )
+
+
+@given(layouts(degree, st.sampled_from([0, 1, 6, 16, 64, 256, 10**9])), st.sampled_from([0, 24, 256, 2048, 10**9]))
+def test_whatever_is_asked_legality_answers(layout: Layout, batch: int) -> None:
+    """Every refusal names a field and a rule in one line; what is not refused can be split and timed."""
+    model, workload = moe_model(layers=8, shared=64), Workload(seq_len=4096, global_batch=batch)
+    reasons = illegal(model, workload, layout)
+    for reason in reasons:
+        assert reason.field.split(".")[0] in ("layout", "workload")
+        assert reason.rule
+        assert reason.nearest
+        assert "\n" not in str(reason)
+    if not reasons:
+        assert len(chunks(model, layout)) == layout.pp * layout.vpp
+        assert len(timetable(layout, micro_batches(workload, layout))) == layout.pp
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much], max_examples=300)
+@given(
+    layouts(usual, st.sampled_from([8, 16, 24, 64, 250])),
+    st.sampled_from([256, 240]),
+    st.sampled_from([4096, 4095]),
+)
+def test_the_nearest_value_named_mends_its_rule(layout: Layout, batch: int, seq_len: int) -> None:
+    model, workload = moe_model(layers=10, shared=64), Workload(seq_len=seq_len, global_batch=batch)
+    for reason in illegal(model, workload, layout):
+        owner, name = reason.field.split(".")
+        named = re.match(r"(\d+)(?: or (\d+))?(?=$|,)", reason.nearest)
+        for value in map(int, filter(None, named.groups() if named else ())):
+            if owner == "layout":
+                mended = illegal(model, workload, replace(layout, **{name: value}))
+            else:
+                mended = illegal(model, replace(workload, **{name: value}), layout)
+            broken = {(other.field, re.sub(r"\d+", "#", other.rule)) for other in mended}
+            assert (reason.field, re.sub(r"\d+", "#", reason.rule)) not in broken, (reason, value)

@@ -1,0 +1,90 @@
+import pytest
+
+from moewright.rules.grid import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    all_groups,
+    axis_size,
+    coordinate,
+    group_ranks,
+    group_size,
+    min_world,
+)
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Layout
+
+FOLDED = Layout(world_size=16, tp=2, sp=True, pp=2, ep=4)  # features.md A.1, worked example
+
+
+def shifted(groups: list[tuple[int, ...]], by: int) -> tuple[tuple[int, ...], ...]:
+    return (*groups, *(tuple(rank + by for rank in group) for group in groups))
+
+
+@pytest.mark.parametrize(
+    ("group", "first_stage"),
+    [
+        ("tp", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("dp", [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        ("ep", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("edp", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("tp_cp_dp", [tuple(range(8))]),
+    ],
+)
+def test_worked_example(group: str, first_stage: list[tuple[int, ...]]) -> None:
+    assert all_groups(FOLDED, group) == shifted(first_stage, 8)
+
+
+def test_pipeline_groups_are_the_same_in_both_grids() -> None:
+    assert all_groups(FOLDED, "pp") == tuple((rank, rank + 8) for rank in range(8))
+    for rank in range(16):
+        assert coordinate(FOLDED, rank, "pp") == rank // 8
+    # The stride of pp is the product of the faster axes; both grids must give the ranks of a stage.
+    for axes in (DENSE_AXES, EXPERT_AXES):
+        size = 1
+        for axis in axes[:-1]:
+            size *= getattr(FOLDED, axis)
+        assert size == 8
+
+
+def test_a_group_of_two_axes_lists_the_first_axis_fastest() -> None:
+    layout = Layout(world_size=16, tp=2, cp=2)
+    assert group_ranks(layout, "dp_cp", 1) == (1, 3, 5, 7, 9, 11, 13, 15)
+    assert group_ranks(layout, "cp", 5) == (5, 7)
+    assert group_ranks(layout, "dp", 6) == (2, 6, 10, 14)
+    assert group_size(layout, "dp_cp") == 8
+
+
+def test_expert_tensor_parallel_is_the_fastest_expert_axis() -> None:
+    layout = Layout(world_size=8, etp=2, ep=2)
+    assert all_groups(layout, "etp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert all_groups(layout, "ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert all_groups(layout, "etp_ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert [coordinate(layout, rank, "edp") for rank in range(8)] == [0] * 4 + [1] * 4
+
+
+def test_min_world_is_a_least_common_multiple() -> None:
+    """features.md C.4-4."""
+    assert min_world(tp=2, cp=1, pp=1, ep=8, etp=1) == 8
+    assert min_world(tp=2, cp=4, pp=1, ep=8, etp=1) == 8
+    assert min_world(tp=2, cp=1, pp=2, ep=8, etp=1) == 16
+    assert min_world(tp=1, cp=8, pp=1, ep=8, etp=1) == 8
+    assert min_world(tp=2, cp=3, pp=1, ep=8, etp=1) == 24
+    unfolded = 8 * 8  # before folding, EP cut attention's data parallelism and CP multiplied on top
+    assert unfolded == 8 * min_world(tp=1, cp=8, pp=1, ep=8, etp=1)
+
+
+def test_a_world_of_100_000_ranks() -> None:
+    layout = Layout(world_size=102_400, tp=8, pp=16, ep=64)
+    assert len(all_groups(layout, "dp")) == 102_400 // layout.dp
+    assert group_ranks(layout, "edp", 102_399)[-1] == 102_399
+
+
+@pytest.mark.parametrize("rank", [-1, 16])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(BadInput, match="ranks are 0 to 15"):
+        coordinate(FOLDED, rank, "tp")
+
+
+def test_an_axis_is_not_any_attribute() -> None:
+    with pytest.raises(KeyError):
+        axis_size(FOLDED, "mbs")
