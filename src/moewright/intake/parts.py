@@ -1,0 +1,200 @@
+"""The devices of the catalogue as Hardware: datasheet figures, first-order rates, and what differs by device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+from moewright.codec import from_data, parse_json
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Constant, Curve, Device, DeviceKind, Fabric, Hardware, Op, OpRate, Peak
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import GIB
+from moewright.spec.workload import Dtype
+
+MAX_DEVICES = 1_000_000
+
+# A rate that approaches its most as x / (x + half) is given by these points.
+_ATTENTION_SEQ = tuple(2.0**n for n in range(8, 21))
+_EXPERT_ROWS = tuple(2.0**n for n in range(17))
+
+_EXPERT_HALF_ROWS = 60
+_EXPERT_EXTRA = 1.1
+_MEMORY_SHARE = 0.8
+_BACKWARD_SHARE = 2 * 0.79 / 2.5
+_OPTIMIZER_BYTES = 60
+_DOMAIN_LATENCY_S = 1e-5
+_NETWORK_LATENCY_S = 2e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartPeak:
+    dtype: Dtype
+    flops: float  # dense, per second
+    gemm_share: float  # of the peak that large GEMMs reach
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartAttention:
+    """Forward rate of flash attention at sequence length s: most_flops * s / (s + half_seq)."""
+
+    most_flops: float
+    half_seq: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartConstant:
+    name: str
+    value: float
+    kind: SourceKind
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One entry of hardware.json."""
+
+    name: str
+    aliases: tuple[str, ...]
+    source: str
+    notes: str
+    memory_gb: float
+    memory_Bps: float
+    peaks: tuple[PartPeak, ...]
+    attention: PartAttention
+    rates_kind: SourceKind
+    domain_size: int
+    devices_per_node: int
+    domain_Bps: float
+    network_Bps: float
+    network_kind: SourceKind
+    constants: tuple[PartConstant, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    units: str
+    usable_share: float
+    usable_source: str
+    rates_source: str
+    parts: tuple[Part, ...]
+
+
+def find(name: str) -> Part | None:
+    """The part of that name or alias, letter case aside."""
+    folded = name.strip().casefold()
+    for part in _load().parts:
+        if folded in (part.name.casefold(), *(alias.casefold() for alias in part.aliases)):
+            return part
+    return None
+
+
+def names() -> tuple[str, ...]:
+    """One short name a part, as in the file."""
+    return tuple(part.aliases[0] for part in _load().parts)
+
+
+def check(hardware: Hardware, *, where: str) -> None:
+    """Refuse a hardware file whose numbers no estimate could stand on. Raises BadInput with one Reason a fault."""
+    device, fabric = hardware.device, hardware.fabric
+    positive = [
+        ("device.memory_bytes", device.memory_bytes.value),
+        ("device.memory_Bps", device.memory_Bps.value),
+        ("fabric.domain_Bps", fabric.domain_Bps.value),
+        ("fabric.network_Bps", fabric.network_Bps.value),
+        ("fabric.domain_size", fabric.domain_size),
+        ("fabric.devices_per_node", fabric.devices_per_node),
+        *((f"device.peaks[{i}].rate", peak.rate.value) for i, peak in enumerate(device.peaks)),
+    ]
+    faults = [
+        Reason(field=f"{where}: {field}", value=f"{value:g}", rule="must be above 0", nearest="1")
+        for field, value in positive
+        if value <= 0
+    ]
+    if not 1 <= hardware.count <= MAX_DEVICES:
+        close = str(min(max(hardware.count, 1), MAX_DEVICES))
+        rule = f"must be in 1..{MAX_DEVICES}"
+        faults.append(Reason(field=f"{where}: count", value=str(hardware.count), rule=rule, nearest=close))
+    curves = [
+        *((f"device.rates[{i}].curve", rate.curve) for i, rate in enumerate(device.rates)),
+        *((f"fabric.times[{i}].curve", time.curve) for i, time in enumerate(fabric.times)),
+    ]
+    for field, curve in curves:
+        xs = [x for x, _ in curve.points]
+        if not xs or min(y for _, y in curve.points) <= 0 or xs[0] <= 0 or sorted(set(xs)) != xs:
+            rule = "must have points with x above 0 and ascending, and y above 0"
+            faults.append(Reason(field=f"{where}: {field}", rule=rule))
+    if faults:
+        raise BadInput(*faults)
+
+
+def hardware_of(part: Part, *, count: int) -> Hardware:
+    """`count` devices of a part. Memory is what the runtime shows, not what the vendor prints."""
+    shared = _load()
+    memory = shared.usable_share * part.memory_gb * GIB
+    device = Device(
+        name=part.name,
+        kind=DeviceKind.CUDA,
+        memory_bytes=Sourced(value=memory, kind=SourceKind.ASSUMED, source=shared.usable_source),
+        memory_Bps=_datasheet(part, part.memory_Bps),
+        peaks=tuple(Peak(dtype=dtype, rate=_datasheet(part, peak.flops)) for dtype, peak in _dtypes(part)),
+        rates=tuple(_rates(part, shared.rates_source)),
+    )
+    fabric = Fabric(
+        domain_size=part.domain_size,
+        devices_per_node=part.devices_per_node,
+        domain_Bps=_datasheet(part, part.domain_Bps),
+        network_Bps=Sourced(value=part.network_Bps, kind=part.network_kind, source=_cited(part)),
+        domain_latency_s=_assumed(_DOMAIN_LATENCY_S, "launch and hand-shake of a collective inside a domain"),
+        network_latency_s=_assumed(_NETWORK_LATENCY_S, "launch and hand-shake of a collective over the network"),
+    )
+    constants = tuple(
+        Constant(name=c.name, value=Sourced(value=c.value, kind=c.kind, source=c.source)) for c in part.constants
+    )
+    return Hardware(name=part.aliases[0], count=count, device=device, fabric=fabric, constants=constants)
+
+
+def _dtypes(part: Part) -> Iterator[tuple[Dtype, PartPeak]]:
+    """fp16 runs on the same units as bf16 at the same rate."""
+    for peak in part.peaks:
+        yield peak.dtype, peak
+        if peak.dtype is Dtype.BF16:
+            yield Dtype.FP16, peak
+
+
+def _rates(part: Part, source: str) -> Iterator[OpRate]:
+    memory_Bps, kind = _MEMORY_SHARE * part.memory_Bps, part.rates_kind
+    attention = tuple((s, part.attention.most_flops * s / (s + part.attention.half_seq)) for s in _ATTENTION_SEQ)
+    backward = tuple((s, y * _BACKWARD_SHARE) for s, y in attention)
+    for dtype, peak in _dtypes(part):
+        gemm = peak.flops * peak.gemm_share
+        grouped = tuple((r, gemm / _EXPERT_EXTRA / (1 + _EXPERT_HALF_ROWS / r)) for r in _EXPERT_ROWS)
+        curves = (
+            (Op.GEMM, ((1.0, gemm),), f"{peak.gemm_share:g} of peak; {source}"),
+            (Op.GROUPED_GEMM, grouped, f"GEMM rate / {_EXPERT_EXTRA} / (1 + {_EXPERT_HALF_ROWS} / rows); {source}"),
+            # 8-bit recipes keep attention in bf16.
+            (Op.ATTENTION, attention, f"most * s / (s + {part.attention.half_seq:g}); {source}"),
+            (Op.ATTENTION_BACKWARD, backward, f"2.5 x the forward FLOPs at 0.79 of its rate; {source}"),
+            (Op.ELEMENTWISE, ((1.0, memory_Bps),), f"{_MEMORY_SHARE} of memory bandwidth; {source}"),
+            (Op.OPTIMIZER, ((1.0, memory_Bps / _OPTIMIZER_BYTES),), f"{_OPTIMIZER_BYTES} bytes a parameter; {source}"),
+        )
+        for op, points, cited in curves:
+            yield OpRate(op=op, dtype=dtype, curve=Curve(points=points, kind=kind, source=cited))
+
+
+def _datasheet(part: Part, value: float) -> Sourced:
+    return Sourced(value=value, kind=SourceKind.DATASHEET, source=_cited(part))
+
+
+def _cited(part: Part) -> str:
+    return f"{part.source}; {part.notes}" if part.notes else part.source
+
+
+def _assumed(value: float, source: str) -> Sourced:
+    return Sourced(value=value, kind=SourceKind.ASSUMED, source=source)
+
+
+def _load() -> _Parts:
+    text = resources.files("moewright.intake").joinpath("data/hardware.json").read_text(encoding="utf-8")
+    return from_data(_Parts, parse_json(text, where="hardware.json"), where="hardware.json")
