@@ -118,6 +118,8 @@ def test_the_number_of_stages_is_pp_times_vpp() -> None:
     model = moe_model(layers=4)
     (vpp,) = stage_reasons(model, layout(pp=2, stages="Et|t|t|tL"))
     assert (vpp.field, vpp.value, vpp.nearest) == ("layout.vpp", "1", "2")
+    (vpp,) = stage_reasons(moe_model(layers=4, mtp=1), layout(pp=2, stages="Et|t|t|tmL"))
+    assert vpp.field == "layout.vpp"  # and no word on where m stands, which nobody can tell yet
     (stages,) = stage_reasons(model, layout(pp=2, stages="Et|tt|tL"))
     assert (stages.field, stages.nearest) == ("layout.stages", "Et*2|t*2L")
 

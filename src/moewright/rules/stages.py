@@ -166,7 +166,7 @@ def _count_reason(stages: int, model: ModelSpec, layout: Layout) -> Reason:
 
 
 def _broken(stages: tuple[tuple[str, ...], ...], model: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Rules, in words, that the letters of the stages break whatever their number."""
+    """Rules, in words, that the letters break; where m stands is asked only of the right number of stages."""
     letters = [letter for stage in stages for letter in stage]
     if letters.count("E") != 1 or not stages[0] or stages[0][0] != "E":
         yield "must start with E and hold it once"
@@ -181,7 +181,7 @@ def _broken(stages: tuple[tuple[str, ...], ...], model: ModelSpec, layout: Layou
     with_mtp = [stage for stage, held in enumerate(stages) if "m" in held]
     if len(with_mtp) > 1:
         yield "all m stand in one stage"
-    elif with_mtp and layout.pp > 1:
+    elif with_mtp and layout.pp > 1 and len(stages) == layout.pp * layout.vpp:
         if with_mtp[0] % layout.pp == 0:
             yield "m cannot stand on pipeline rank 0"
         elif with_mtp[0] // layout.pp != layout.vpp - 1:
