@@ -11,11 +11,15 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
+# With so few micro-batches a step the host time is simply added (time_model_findings, section 7).
+_FEW_MICRO_BATCHES = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank under sequence
-    parallelism; R: rows through the rank's experts; seq: sequence length; router_share: of the usual GEMM rate.
+    parallelism; R: rows through the rank's experts; seq: sequence length; router_share: of the usual GEMM rate;
+    steady: enough micro-batches that the host can run ahead of the device.
     """
 
     model: ModelSpec
@@ -28,6 +32,7 @@ class Sizes:
     R: int
     seq: int
     router_share: float
+    steady: bool
 
     @property
     def fused(self) -> bool:
@@ -49,4 +54,5 @@ def sizes(
         R=routing.routed_rows(model, workload, layout, load),
         seq=workload.seq_len,
         router_share=router_share,
+        steady=workload.global_batch > _FEW_MICRO_BATCHES * layout.mbs * layout.dp,
     )

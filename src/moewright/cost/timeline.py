@@ -18,7 +18,7 @@ def pipeline_s(stage_s: Sequence[float], *, vpp: int, micro_batches: int, transf
     if ranks == 1:
         return micro_batches * stage_s[0]
     if vpp == 1:
-        total = sum(stage_s) + 4 * transfer_s * (ranks - 1)
+        total = sum(stage_s) + 4 * transfer_s * ranks
         return total + (micro_batches - 1) * (max(stage_s) + 4 * transfer_s)
     fill = (ranks - 1) / vpp * sum(stage_s) / ranks
     return micro_batches * max(stage_s) + fill + 2 * ranks * transfer_s

@@ -1,0 +1,272 @@
+"""Expected memory and time of one layout, joined from the parts of this floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moewright.cost import memory
+from moewright.cost.comm import Links
+from moewright.cost.compute import Rates, misses
+from moewright.cost.constants import Constants
+from moewright.cost.layer_time import Times
+from moewright.cost.ledger import flop_rows, replayed_rows
+from moewright.cost.outside import optimizer_ops
+from moewright.cost.sizes import Sizes, sizes
+from moewright.cost.stage import Routed, rank_chunks, routed
+from moewright.cost.states import BucketSet, bucket_sets
+from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, stage_times, step_time, tail
+from moewright.cost.traffic import comm_rows
+from moewright.rules import flops, routing, schedule, stages
+from moewright.rules.legality import illegal, micro_batches
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Ledger, MemoryRow, Phase, TimeRow
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import TERA
+from moewright.spec.workload import Workload
+
+
+def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
+    """Memory of every pipeline rank and seconds of a step, with every assumption.
+
+    Raises BadInput when the layout is illegal or its world is not the hardware's.
+    """
+    reasons = illegal(model, workload, layout)
+    if layout.world_size != hardware.count:
+        rule = f"the hardware has {hardware.count} devices"
+        have = str(hardware.count)
+        world = Reason(field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=have)
+        reasons = (world, *reasons)
+    if reasons:
+        raise BadInput(*reasons)
+    rates = Rates(hardware)
+    links = Links(hardware, rates.constants)
+    size = size_of(model, workload, hardware, layout, rates.constants)
+    count = micro_batches(workload, layout)
+    stage = layout.world_size // layout.pp
+    sets = [bucket_sets(model, workload, layout, pp_rank * stage) for pp_rank in range(layout.pp)]
+    pieces = Pricer(rates, links, size).pieces(layout)
+    times = stage_times(size, pieces, stages.chunks(model, layout), layout.pp)
+    tails = [tail(rates, links, workload, size, layout, held_share(of_rank)) for of_rank in sets]
+    step = step_time(
+        layout,
+        times,
+        max(tails, key=lambda one: one.total_s),
+        transfer_s=pieces.transfer_s,
+        micro_batches=count,
+    )
+    held = _memory(workload, rates.constants, size, sets, count)
+    ledgers = tuple(
+        _ledger(
+            workload,
+            size,
+            pp_rank,
+            sets[pp_rank],
+            held[pp_rank].rows,
+            count,
+            _phases(step, tails, times, pp_rank, count),
+        )
+        for pp_rank in range(layout.pp)
+    )
+    optimizer = optimizer_ops(size, held=1, owned=1)
+    assumptions = (
+        *_assumptions(hardware, rates.constants, workload),
+        *misses(rates, (*all_rows(size), *(row for row in optimizer if row.name == "adamw"))),
+    )
+    return _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
+
+
+def size_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants) -> Sizes:
+    """The symbols of a layout, under the expert load that the workload expects."""
+    return sizes(
+        model,
+        workload,
+        layout,
+        kind=hardware.device.kind,
+        load=routing.expected_load(workload),
+        router_share=constants["router_efficiency"],
+    )
+
+
+def held_share(sets: Sequence[BucketSet]) -> Share:
+    """Dense and expert elements of a rank's buckets, and their number."""
+    dense = next((one for one in sets if one.group == "dp_cp"), None)
+    expert = next((one for one in sets if one.group == "edp"), None)
+    return Share(
+        dense=dense.numel if dense else 0,
+        expert=expert.numel if expert else 0,
+        dense_calls=len(dense.buckets) if dense else 1,
+        expert_calls=len(expert.buckets) if expert else 1,
+    )
+
+
+def _memory(
+    workload: Workload, constants: Constants, size: Sizes, sets: Sequence[Sequence[BucketSet]], count: int
+) -> tuple[memory.Held, ...]:
+    """Peak of every pipeline rank."""
+    layout = size.layout
+    enough = memory.enough_micro_batches(layout, count)
+    table = schedule.timetable(layout, enough)
+    return tuple(
+        memory.held(
+            workload,
+            constants,
+            size,
+            rows=_expected_rows(size, workload, pp_rank, enough),
+            sets=sets[pp_rank],
+            chunks=rank_chunks(size.model, layout, pp_rank),
+            table=table[pp_rank],
+        )
+        for pp_rank in range(layout.pp)
+    )
+
+
+def _expected_rows(size: Sizes, workload: Workload, pp_rank: int, count: int) -> Routed:
+    rank = pp_rank * size.layout.world_size // size.layout.pp
+    load = routing.expected_load(workload)
+    return routed(size.model, workload, size.layout, rank, micro_batches=count, selection=None, load=load)
+
+
+def _ledger(
+    workload: Workload,
+    size: Sizes,
+    pp_rank: int,
+    sets: Sequence[BucketSet],
+    held: tuple[MemoryRow, ...],
+    count: int,
+    time: tuple[TimeRow, ...],
+) -> Ledger:
+    rank = pp_rank * size.layout.world_size // size.layout.pp
+    rows = _expected_rows(size, workload, pp_rank, count)
+    notes = (
+        ()
+        if size.fused
+        else ("CPU: no allowance for allocator, context or communicators; the interpreter's own memory is not counted",)
+    )
+    return Ledger(
+        rank=rank,
+        pp_rank=pp_rank,
+        memory=held,
+        comm=comm_rows(size.model, workload, size.layout, rank, rows, sets),
+        flops=flop_rows(size.model, workload, size.layout, pp_rank, rows),
+        time=time,
+        notes=notes,
+    )
+
+
+def _phases(step: Step, tails: Sequence[Tail], times: Sequence[Times], pp_rank: int, count: int) -> tuple[TimeRow, ...]:
+    """The step of one pipeline rank by phase; what it waits for others is OTHER."""
+    last, stage = tails[pp_rank], times[pp_rank]
+    own = {
+        Phase.FORWARD: count * stage.forward_s,
+        Phase.BACKWARD: count * (stage.total_s - stage.forward_s),
+        Phase.GRAD_REDUCE: last.reduce_s,
+        Phase.OPTIMIZER: last.optimizer_s,
+        Phase.PARAM_GATHER: last.gather_s,
+    }
+    own[Phase.OTHER] = step.step_s - sum(own.values())
+    return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in sorted(own.items()) if seconds > 0)
+
+
+def _joined(
+    hardware: Hardware,
+    rates: Rates,
+    size: Sizes,
+    workload: Workload,
+    ledgers: tuple[Ledger, ...],
+    held: Sequence[memory.Held],
+    step: Step,
+    count: int,
+    assumptions: tuple[Assumption, ...],
+) -> Estimate:
+    layout, devices = size.layout, size.layout.world_size
+    peak_rank = max(range(layout.pp), key=lambda pp_rank: held[pp_rank].peak_bytes)
+    peak = held[peak_rank]
+    capacity = round(hardware.device.memory_bytes.value)
+    largest = max(peak.rows, key=lambda row: row.bytes)
+    model_flops = flops.model_flops_per_token(size.model, workload.seq_len) * workload.tokens_per_step
+    per_device = model_flops / step.step_s / devices
+    replayed = _replayed_flops(size, workload)
+    peak_flops = rates.peak(workload.precision)
+    return Estimate(
+        ledgers=ledgers,
+        peak_rank=peak_rank,
+        peak_bytes=peak.peak_bytes,
+        capacity_bytes=capacity,
+        verdict=memory.verdict(capacity - peak.peak_bytes, peak.spread_bytes),
+        margin_bytes=capacity - peak.peak_bytes,
+        largest=f"{largest.component} of {largest.module}",
+        step_s=step.step_s,
+        shares=tuple(
+            TimeShare(part=part, seconds=step.exposed.get(part, 0.0), hidden_s=step.hidden.get(part, 0.0))
+            for part in TimePart
+            if part in step.exposed or step.hidden.get(part)
+        ),
+        micro_batches=count,
+        bubble_fraction=step.exposed.get(TimePart.BUBBLE, 0.0) / step.step_s,
+        tokens_per_s_per_device=workload.tokens_per_step / step.step_s / devices,
+        model_flops_per_step=float(model_flops),
+        tflops_per_device=per_device / TERA,
+        mfu=per_device / peak_flops,
+        hfu=per_device / peak_flops * (1 + replayed / model_flops),
+        assumptions=assumptions,
+    )
+
+
+def _replayed_flops(size: Sizes, workload: Workload) -> int:
+    """FLOPs that recompute adds to a step over all ranks, the router's left out."""
+    model = size.model
+    moe_layers = model.moe_layer_count + (model.mtp_layers if model.moe_layers[-1] else 0)
+    top_k = model.moe.router.top_k if model.moe else 0
+    whole = flops.Share(
+        layers=tuple(range(model.layers)),
+        tokens=workload.tokens_per_step,
+        routed_rows=workload.tokens_per_step * top_k * moe_layers,
+        head=False,
+        mtp=model.mtp_layers,
+    )
+    one = Layout(world_size=1, recompute=size.layout.recompute)
+    return flops.total_model_flops(replayed_rows(model, workload, one, whole))
+
+
+def _assumptions(hardware: Hardware, constants: Constants, workload: Workload) -> Iterator[Assumption]:
+    """Facts and constants behind an estimate, and what the workload is taken to do."""
+    device, fabric = hardware.device, hardware.fabric
+    yield Assumption(
+        name="expert_load",
+        value=f"{routing.expected_load(workload):.4g} x the mean on the hottest rank",
+        kind=SourceKind.ASSUMED,
+        source=f"workload.routing={workload.routing}",
+    )
+    facts = [
+        ("memory_bytes", device.memory_bytes),
+        ("memory_Bps", device.memory_Bps),
+        *((f"peak_{peak.dtype}", peak.rate) for peak in device.peaks),
+        ("domain_Bps", fabric.domain_Bps),
+        ("network_Bps", fabric.network_Bps),
+        ("domain_latency_s", fabric.domain_latency_s),
+        ("network_latency_s", fabric.network_latency_s),
+        *((constant.name, constant.value) for constant in constants.listed()),
+    ]
+    for name, value in facts:
+        yield _assumption(name, value)
+    for rate in device.rates:
+        points = rate.curve.points
+        value_text = f"{points[0][1]:.4g} to {points[-1][1]:.4g} over {len(points)} points"
+        yield Assumption(
+            name=f"rate {rate.op} {rate.dtype}", value=value_text, kind=rate.curve.kind, source=rate.curve.source
+        )
+    for time in fabric.times:
+        yield Assumption(
+            name=f"time {time.op} over {time.group_size}",
+            value=f"{len(time.curve.points)} points",
+            kind=time.curve.kind,
+            source=time.curve.source,
+        )
+
+
+def _assumption(name: str, value: Sourced) -> Assumption:
+    return Assumption(name=name, value=f"{value.value:.6g}", kind=value.kind, source=value.source)

@@ -1,0 +1,102 @@
+"""The predicted ledger of one rank and one training step, to be held against what the engine counted."""
+
+from __future__ import annotations
+
+from moewright.cost.saved import saved_rows
+from moewright.cost.stage import Routed, rank_chunks, routed
+from moewright.cost.states import bucket_sets, state_rows
+from moewright.cost.traffic import comm_rows
+from moewright.rules import flops, grid, schedule
+from moewright.rules.legality import micro_batches
+from moewright.spec.layout import Layout, Recompute
+from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
+from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Workload
+
+_MOE_BLOCK = (Module.ROUTER, Module.EXPERTS, Module.SHARED_EXPERTS)
+
+
+def predict(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
+    """Memory (states and saved activations), collectives and FLOPs of `rank` in one step.
+
+    Experts get the rows that `selection` recorded, or balanced ones without it. States, collectives and FLOPs are
+    exact; memory holds no transients. Raises BadInput for a rank outside the world or a selection of another job.
+    """
+    return predict_rank(plan.model, plan.workload, plan.layout, rank=rank, selection=selection)
+
+
+def predict_rank(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    rank: int,
+    selection: Selection | None,
+    load: float = 1.0,
+) -> Ledger:
+    """`predict` from its parts. Without a selection experts get `load` times the balanced rows."""
+    pp_rank = grid.coordinate(layout, rank, "pp")
+    count = micro_batches(workload, layout)
+    rows = routed(model, workload, layout, rank, micro_batches=count, selection=selection, load=load)
+    sets = bucket_sets(model, workload, layout, rank)
+    table = schedule.timetable(layout, count)[pp_rank]
+    chunks = rank_chunks(model, layout, pp_rank)
+    memory = (
+        *state_rows(workload, layout, sets),
+        *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
+    )
+    return Ledger(
+        rank=rank,
+        pp_rank=pp_rank,
+        memory=tuple(sorted(memory, key=lambda row: (row.component, row.module))),
+        comm=comm_rows(model, workload, layout, rank, rows, sets),
+        flops=flop_rows(model, workload, layout, pp_rank, rows),
+    )
+
+
+def flop_rows(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed) -> tuple[FlopRow, ...]:
+    """FLOPs that the rank dispatches in a step: forward, backward, and what recompute replays."""
+    share = _share(model, workload, layout, pp_rank, rows)
+    sums: dict[tuple[FlopOp, Module], int] = {}
+    trained = flops.flop_rows(model, layout, share, seq_len=workload.seq_len)
+    for row in (*trained, *replayed_rows(model, workload, layout, share)):
+        sums[row.op, row.module] = sums.get((row.op, row.module), 0) + row.flops
+    return tuple(FlopRow(op=op, module=module, flops=value) for (op, module), value in sorted(sums.items()) if value)
+
+
+def _share(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed) -> flops.Share:
+    chunks = rank_chunks(model, layout, pp_rank)
+    return flops.Share(
+        layers=tuple(layer for chunk in chunks for layer in chunk.layers),
+        tokens=len(rows.rows) * workload.seq_len * layout.mbs // layout.cp,
+        routed_rows=rows.total,
+        head=any(chunk.loss for chunk in chunks),
+        mtp=sum(chunk.mtp for chunk in chunks),
+    )
+
+
+def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
+    """Forward FLOPs that the recompute choices run a second time in backward. The head is never replayed."""
+    chosen = layout.recompute
+    rows = [
+        row
+        for row in flops.forward_rows(model, layout, share, seq_len=workload.seq_len)
+        if row.module is not Module.HEAD and (Recompute.FULL in chosen or _replays(row, chosen))
+    ]
+    spec = model.attention
+    if Recompute.MLA_UP_PROJ in chosen and spec.kind is AttentionKind.MLA:
+        up = spec.q_lora_rank * spec.q_width
+        up += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        work = 2 * share.tokens * up // layout.tp * len(share.layers)
+        rows.append(FlopRow(op=FlopOp.GEMM, module=Module.ATTENTION, flops=work))
+    return tuple(rows)
+
+
+def _replays(row: FlopRow, chosen: tuple[Recompute, ...]) -> bool:
+    return (
+        (Recompute.MOE in chosen and row.module in _MOE_BLOCK)
+        or (Recompute.SHARED_EXPERTS in chosen and row.module is Module.SHARED_EXPERTS)
+        or (Recompute.MLP in chosen and row.module is Module.DENSE_MLP)
+        or (Recompute.CORE_ATTN in chosen and row.op is FlopOp.ATTENTION)
+    )

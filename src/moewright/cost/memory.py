@@ -1,0 +1,166 @@
+"""Peak memory of a pipeline rank, by component and module: states, activations, head, transients, and the allowances
+between what is allocated and what the device has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
+
+from moewright.cost.constants import Constants
+from moewright.cost.saved import Extras, saved_rows
+from moewright.cost.sizes import Sizes
+from moewright.cost.stage import Routed, chunk_layers, is_moe
+from moewright.cost.states import BucketSet, state_rows
+from moewright.rules import recompute, schedule
+from moewright.rules.stages import Chunk
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.model import AttentionKind
+from moewright.spec.plan import Verdict
+from moewright.spec.workload import Workload
+
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Memory rows of one pipeline rank at its peak, and the standard deviation of their sum."""
+
+    rows: tuple[MemoryRow, ...]
+    spread_bytes: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+
+def enough_micro_batches(layout: Layout, micro_batches: int) -> int:
+    """As many micro-batches as the timetable needs to reach its steady state: the peak does not grow after it."""
+    if layout.vpp == 1:
+        return min(micro_batches, 2 * layout.pp)
+    group = schedule.group_of(layout)
+    return min(micro_batches, 3 * group + micro_batches % group)
+
+
+def held(
+    workload: Workload,
+    constants: Constants,
+    size: Sizes,
+    *,
+    rows: Routed,
+    sets: Sequence[BucketSet],
+    chunks: Sequence[Chunk],
+    table: Sequence[schedule.Row],
+) -> Held:
+    """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
+    model, layout = size.model, size.layout
+    beside = extras(workload, size, chunks)
+    allocated = [
+        *state_rows(workload, layout, sets),
+        *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside),
+    ]
+    resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
+    total = sum(row.bytes for row in allocated) + resident
+    reserved = round(constants["reserved_share"] * total + constants["context_bytes"])
+    groups = communicators(layout)
+    transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
+    allocated = [row for row in allocated if row.component is not Component.TRANSIENT]
+    allowances = (
+        (Component.TRANSIENT, transient + resident),
+        (Component.FRAGMENTATION, reserved),
+        (Component.COMMUNICATION, round(groups * constants["communicator_bytes"])),
+    )
+    allocated += [MemoryRow(component=c, module=Module.OTHER, bytes=nbytes) for c, nbytes in allowances if nbytes]
+    return Held(
+        rows=tuple(sorted(allocated, key=lambda row: (row.component, row.module))),
+        spread_bytes=hypot(constants["reserved_share_sd"] * total, groups * constants["communicator_bytes_sd"]),
+    )
+
+
+def extras(workload: Workload, size: Sizes, chunks: Sequence[Chunk]) -> Extras:
+    """Head and backward working sets of each chunk.
+
+    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit) in forward, or the logits' gradient, the head's
+    weight gradient and the gathered input in backward. The engine's own cross-entropy keeps the logits as a saved
+    activation and makes their gradient.
+    """
+    layout = size.layout
+    logits = size.T * size.model.vocab_size // layout.tp
+    head_input = size.c * size.T * size.model.hidden_size
+    head_weight = _BF16_BYTES * size.model.vocab_size * size.model.hidden_size // layout.tp
+    fused_head = max(6 * logits, 2 * logits + head_weight + head_input)
+    head = fused_head if size.fused else size.c * logits + head_weight
+    forward, backward = [], []
+    for chunk in chunks:
+        passes = chunk.mtp + chunk.loss
+        layer = max((layer_transient(workload, size, i) for i in chunk_layers(size.model, chunk)), default=0)
+        forward.append(passes * head if size.fused else 0)
+        backward.append(layer if size.fused else max(layer, passes * head))
+    return Extras(forward=tuple(forward), backward=tuple(backward), logits_kept=not size.fused)
+
+
+def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
+    """Gradients of the first projection's output, of the activation and of the rows that enter the MLP; the gathered
+    hidden state (twice under TP); and what this layer recomputes."""
+    model, layout = size.model, size.layout
+    wide = 3 if model.gated else 2
+    gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
+    if is_moe(model, layer) and model.moe is not None:
+        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.hidden_size)
+    else:
+        gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
+    replayed = 0
+    if layout.recompute:
+        before = recompute.saved_by_layer(model, workload, layout, layer, load=1.0)
+        after = recompute.kept(before, layout.recompute)
+        replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
+    return gradients + gathered + replayed
+
+
+def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:
+    """One bf16 gradient placeholder a distinct weight shape, cached by fused linear layers (CUDA stacks only)."""
+    if not size.fused:
+        return 0
+    model, layout, spec, h = size.model, size.layout, size.model.attention, size.model.hidden_size
+    layers = [layer for chunk in chunks for layer in chunk_layers(model, chunk)]
+    if not layers:
+        return 0
+    wide = 2 if model.gated else 1
+    shapes = {(h, spec.out_width // layout.tp)}
+    if spec.kind is AttentionKind.GQA:
+        shapes.add(((spec.q_width + 2 * spec.kv_width) // layout.tp, h))
+    else:
+        q_in = spec.q_lora_rank or h
+        shapes |= {(spec.q_width // layout.tp, q_in), (spec.kv_lora_rank + spec.qk_rope_head_dim, h)}
+        shapes.add((spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) // layout.tp, spec.kv_lora_rank))
+        shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
+    widths = set()
+    if any(not is_moe(model, layer) for layer in layers):
+        widths.add(model.dense_ffn_size // layout.tp)
+    if model.moe is not None and any(is_moe(model, layer) for layer in layers):
+        widths |= {model.moe.ffn_size // layout.etp, model.moe.shared_ffn_size // layout.tp}
+    for width in widths:
+        shapes |= {(wide * width, h), (h, width)}
+    return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)
+
+
+def communicators(layout: Layout) -> int:
+    """Process groups that move data: each keeps buffers of its own. A pipeline has three (stages, model, embedding),
+    expert parallelism two (with and without tensor parallelism)."""
+    sizes = (
+        (layout.tp, 1),
+        (layout.cp, 1),
+        (layout.pp, 3),
+        (layout.ep, 2),
+        (layout.dp, 1),
+        (layout.world_size, 1),
+    )
+    return sum(groups for size, groups in sizes if size > 1)
+
+
+def verdict(margin_bytes: float, spread_bytes: float) -> Verdict:
+    """Uncertain within one standard deviation of the limit."""
+    if abs(margin_bytes) < spread_bytes:
+        return Verdict.UNCERTAIN
+    return Verdict.FITS if margin_bytes >= 0 else Verdict.OOM

@@ -1,0 +1,134 @@
+"""Saved activations of one pipeline rank at its fullest moment, found by walking the timetable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moewright.cost.stage import Routed, chunk_layers
+from moewright.rules import recompute, routing, schedule
+from moewright.rules.stages import Chunk
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+INT64_BYTES = 8
+FP32_BYTES = 4
+
+ByModule = Mapping[Module, int]
+
+
+def layer_bytes(model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float) -> dict[Module, int]:
+    """Bytes one layer keeps for one micro-batch under the layout's recompute choice, by module."""
+    rows = recompute.saved_by_layer(model, workload, layout, layer, load=load)
+    sums: dict[Module, int] = {}
+    for row in recompute.kept(rows, layout.recompute):
+        sums[row.module] = sums.get(row.module, 0) + row.bytes
+    return sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extras:
+    """Short-lived bytes beside the saved activations, by chunk of a rank: while its forward ends, and its backward
+    runs. `logits_kept` tells whether the logits are among the saved activations (else they are such an extra).
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    logits_kept: bool
+
+
+def outside_bytes(
+    model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, *, logits_kept: bool = True
+) -> dict[Module, int]:
+    """What embedding, final norm, head and loss keep: token ids; the norm's input and statistic; the head's input,
+    the logits (once, in the compute dtype) and the targets. An MTP depth makes a pass through the head too.
+    """
+    c, t = recompute.activation_bytes(workload), routing.micro_batch_tokens(workload, layout)
+    T = workload.seq_len * layout.mbs // layout.cp
+    sums: dict[Module, int] = {}
+    if chunk.embedding or chunk.mtp:
+        sums[Module.EMBEDDING] = INT64_BYTES * T * (chunk.embedding + chunk.mtp)
+    passes = chunk.mtp + chunk.loss
+    if passes:
+        sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
+        logits = c * T * model.vocab_size // layout.tp if logits_kept else 0
+        sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits + INT64_BYTES * T)
+    return sums
+
+
+def saved_rows(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    rows: Routed,
+    *,
+    chunks: Sequence[Chunk],
+    table: Sequence[schedule.Row],
+    extras: Extras | None = None,
+) -> tuple[MemoryRow, ...]:
+    """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs `table`.
+
+    What the head keeps is booked as logits. `extras` count towards the peak, and are booked as logits (forward) and
+    transient (backward).
+    """
+    known: dict[tuple[int, tuple[float, ...]], ByModule] = {}
+    logits_kept = extras is None or extras.logits_kept
+
+    def kept(micro_batch: int, chunk: int) -> ByModule:
+        loads = tuple(rows.load(micro_batch, layer) for layer in chunk_layers(model, chunks[chunk]))
+        key = chunk, loads
+        if key not in known:
+            known[key] = _chunk_bytes(model, workload, layout, chunks[chunk], loads, logits_kept)
+        return known[key]
+
+    live: dict[tuple[int, int], ByModule] = {}
+    total, peak_total = 0, -1
+    peak: tuple[ByModule, ...] = ()
+    beside = (0, 0)
+    for row in table:
+        key = row.micro_batch, row.chunk
+        if row.kind is schedule.Kind.F:
+            live[key] = kept(*key)
+            total += sum(live[key].values())
+        extra = (0, 0)
+        if extras is not None:
+            forward = row.kind is schedule.Kind.F
+            extra = (extras.forward[row.chunk], 0) if forward else (0, extras.backward[row.chunk])
+        if total + sum(extra) > peak_total:
+            peak_total, peak, beside = total + sum(extra), tuple(live.values()), extra
+        if row.kind is schedule.Kind.B:
+            total -= sum(live.pop(key).values())
+    return _rows(peak, *beside)
+
+
+def _chunk_bytes(
+    model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, loads: tuple[float, ...], logits_kept: bool
+) -> ByModule:
+    sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
+    kinds: dict[tuple[bool, bool, float], dict[Module, int]] = {}
+    for layer, load in zip(chunk_layers(model, chunk), loads, strict=True):
+        mtp = layer > model.layers
+        kind = (mtp, model.moe_layers[-1 if mtp else layer], load)
+        if kind not in kinds:
+            kinds[kind] = layer_bytes(model, workload, layout, layer, load=load)
+        for module, nbytes in kinds[kind].items():
+            sums[module] = sums.get(module, 0) + nbytes
+    return sums
+
+
+def _rows(live: Sequence[ByModule], logits: int, transient: int) -> tuple[MemoryRow, ...]:
+    sums: dict[tuple[Component, Module], int] = {
+        (Component.LOGITS, Module.HEAD): logits,
+        (Component.TRANSIENT, Module.OTHER): transient,
+    }
+    for held in live:
+        for module, nbytes in held.items():
+            key = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS, module
+            sums[key] = sums.get(key, 0) + nbytes
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=nbytes)
+        for (component, module), nbytes in sorted(sums.items())
+        if nbytes
+    )

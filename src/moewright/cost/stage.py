@@ -1,0 +1,110 @@
+"""What one pipeline rank holds and how many rows its experts see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moewright.rules import grid, routing, stages
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Selection
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+
+def chunk_layers(model: ModelSpec, chunk: stages.Chunk) -> tuple[int, ...]:
+    """Layers of a virtual stage as rules.inventory numbers them: MTP depth d is L + 1 + d; depths share a stage."""
+    return chunk.layers + tuple(model.layers + 1 + depth for depth in range(chunk.mtp))
+
+
+def is_moe(model: ModelSpec, layer: int) -> bool:
+    """Whether a layer has experts; MTP depths are like the last layer."""
+    return model.moe_layers[layer if layer < model.layers else -1]
+
+
+def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.Chunk, ...]:
+    """The virtual stages of a pipeline rank, by chunk index."""
+    return tuple(chunk for chunk in stages.chunks(model, layout) if chunk.pp_rank == pp_rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the balanced count."""
+
+    layers: tuple[int, ...]
+    even: int
+    rows: tuple[tuple[int, ...], ...]  # [micro_batch][index into layers]
+
+    def load(self, micro_batch: int, layer: int) -> float:
+        """Rows over the mean; 1 for a layer without experts."""
+        if layer not in self.layers or not self.even:
+            return 1.0
+        return self.rows[micro_batch][self.layers.index(layer)] / self.even
+
+    @property
+    def total(self) -> int:
+        return sum(map(sum, self.rows))
+
+
+def routed(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    rank: int,
+    *,
+    micro_batches: int,
+    selection: Selection | None,
+    load: float = 1.0,
+) -> Routed:
+    """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere.
+
+    Raises BadInput when the selection is not one of this model, layout and batch.
+    """
+    pp_rank = grid.coordinate(layout, rank, "pp")
+    chunks = rank_chunks(model, layout, pp_rank)
+    layers = tuple(i for chunk in chunks for i in chunk_layers(model, chunk) if is_moe(model, i)) if model.moe else ()
+    even = routing.routed_rows(model, workload, layout, 1.0)
+    if selection is None:
+        each = routing.routed_rows(model, workload, layout, load)
+        return Routed(layers=layers, even=even, rows=((each,) * len(layers),) * micro_batches)
+    _check(model, layout, micro_batches, selection)
+    every = [*(i for i, moe in enumerate(model.moe_layers) if moe), *range(model.layers + 1, max((0, *layers)) + 1)]
+    sources = _sources(layout, rank, selection)
+    rows = tuple(
+        tuple(_received(model, layout, rank, [of_batch[every.index(i)][s] for s in sources]) for i in layers)
+        for of_batch in selection.counts
+    )
+    return Routed(layers=layers, even=even, rows=rows)
+
+
+def _received(model: ModelSpec, layout: Layout, rank: int, by_source: Sequence[Sequence[int]]) -> int:
+    return routing.rank_rows(model, layout, by_source, rank)
+
+
+def _sources(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]:
+    """Places in `selection` of the ranks that send to `rank`: its ETP x EP group.
+
+    A selection lists the ranks of one pipeline stage in order; without sequence parallelism the ranks of a TP group
+    hold the same tokens and are listed once.
+    """
+    listed = len(selection.counts[0][0])
+    stage = layout.world_size // layout.pp
+    repeats = stage // listed
+    group = grid.group_ranks(layout, "etp_ep", rank)
+    return tuple(dict.fromkeys(member % stage // repeats for member in group))
+
+
+def _check(model: ModelSpec, layout: Layout, micro_batches: int, selection: Selection) -> None:
+    stage = layout.world_size // layout.pp
+    counts = selection.counts
+    moe_layers = model.moe_layer_count
+    legal = (
+        len(counts) == micro_batches
+        and all(len(of_batch) >= moe_layers for of_batch in counts)
+        and all(len(of_layer) in (stage, stage // layout.tp) for of_batch in counts for of_layer in of_batch)
+    )
+    if not legal:
+        shape = f"{len(counts)} micro-batches x {len(counts[0]) if counts else 0} layers"
+        rule = f"a selection of this job has {micro_batches} micro-batches x {moe_layers} layers x {stage} ranks"
+        raise BadInput(Reason(field="selection.counts", value=shape, rule=rule))

@@ -1,0 +1,108 @@
+"""Bytes of weights, gradients, master weights and moments on one rank, exactly as flat buffers hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from moewright.rules import buckets, grid, shards
+from moewright.rules.inventory import Param
+from moewright.rules.recompute import activation_bytes
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketSet:
+    """The buckets of a rank's dense or expert parameters, and the group and slice they are reduced over."""
+
+    group: str
+    group_size: int
+    shards: int
+    index: int
+    buckets: tuple[buckets.Bucket, ...]
+    modules: tuple[tuple[str, Module], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+
+def bucket_sets(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
+    """Dense over dp_cp, then experts over edp; a set without parameters is left out."""
+    held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
+    found = []
+    for group, expert in (("dp_cp", False), ("edp", True)):
+        params = [param for param in reversed(held) if param.expert is expert]
+        if params:
+            found.append(_bucket_set(params, workload, layout, rank, group))
+    return tuple(found)
+
+
+def _bucket_set(params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str) -> BucketSet:
+    size = grid.group_size(layout, group)
+    count = size if layout.zero else 1
+    return BucketSet(
+        group=group,
+        group_size=size,
+        shards=count,
+        index=grid.group_ranks(layout, group, rank).index(rank) if layout.zero else 0,
+        buckets=buckets.plan_buckets(
+            [(param.name, prod(shards.local_shape(param, layout))) for param in params],
+            shards=count,
+            bucket_elements=workload.optimizer.bucket_elements,
+        ),
+        modules=tuple((param.name, param.module) for param in params),
+    )
+
+
+def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> tuple[MemoryRow, ...]:
+    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding to OTHER.
+
+    zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing.
+    """
+    element = {
+        Component.WEIGHTS: activation_bytes(workload),
+        Component.GRADIENTS: workload.grad_dtype.nbytes,
+        Component.MASTER: MASTER_BYTES,
+        Component.MOMENTS: 2 * workload.optimizer.moment_dtype.nbytes,
+    }
+    sharded = {Component.MASTER, Component.MOMENTS} if layout.zero < 3 else set(element)
+    sums: dict[tuple[Component, Module], int] = {}
+    for bucket_set in sets:
+        whole = dict(_overlaps(bucket_set, whole=True))
+        own = dict(_overlaps(bucket_set, whole=False))
+        for component, nbytes in element.items():
+            for module, numel in (own if component in sharded else whole).items():
+                key = component, module
+                sums[key] = sums.get(key, 0) + numel * nbytes
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=nbytes)
+        for (component, module), nbytes in sorted(sums.items())
+        if nbytes
+    )
+
+
+def _overlaps(bucket_set: BucketSet, *, whole: bool) -> Iterator[tuple[Module, int]]:
+    """Elements by module: of all buckets, or of the rank's slices."""
+    modules = dict(bucket_set.modules)
+    sums: dict[Module, int] = {}
+    total = 0
+    for bucket in bucket_set.buckets:
+        start, stop = (0, bucket.numel)
+        if not whole:
+            start, stop = buckets.shard_range(bucket, bucket_set.shards, bucket_set.index)
+        total += stop - start
+        for entry in bucket.entries:
+            inside = min(stop, entry.start + entry.numel) - max(start, entry.start)
+            if inside > 0:
+                module = modules[entry.name]
+                sums[module] = sums.get(module, 0) + inside
+    yield from sums.items()
+    yield Module.OTHER, total - sum(sums.values())

@@ -1,0 +1,191 @@
+"""Seconds of a training step: layers and outside work on each pipeline rank, the pipeline, and the tail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moewright.cost.comm import Links
+from moewright.cost.compute import OpRow, Rates
+from moewright.cost.layer_time import Parts, Times, add, exchange, layer_time, outside_time, price
+from moewright.cost.ops import layer_ops
+from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_ops
+from moewright.cost.sizes import Sizes
+from moewright.cost.stage import is_moe
+from moewright.cost.timeline import pipeline_s
+from moewright.rules import flops
+from moewright.rules.stages import Chunk
+from moewright.spec.hardware import Collective
+from moewright.spec.layout import Layout, Overlap
+from moewright.spec.plan import TimePart
+from moewright.spec.workload import Workload
+
+LayerKind = tuple[bool, bool]  # has experts, is windowed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """Seconds of one micro-batch of everything that a stage can hold, and of one transfer between stages."""
+
+    layers: Mapping[LayerKind, Times]
+    embedding: Times
+    head: Times
+    mtp: Times
+    transfer_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Parameters of one rank: dense and expert elements, and the calls their buckets take."""
+
+    dense: int
+    expert: int
+    dense_calls: int = 1
+    expert_calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tail:
+    """Seconds of what a step does once; `hidden_s` of the collectives run under other work."""
+
+    reduce_s: float
+    gather_s: float
+    optimizer_s: float
+    hidden_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.reduce_s + self.gather_s + self.optimizer_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """`exposed` are the parts of the slowest pipeline rank, and sum to `step_s`."""
+
+    step_s: float
+    slowest: int
+    exposed: Parts
+    hidden: Parts
+
+
+def kind_of(size: Sizes, layer: int) -> LayerKind:
+    return is_moe(size.model, layer), flops.is_windowed(size.model, layer)
+
+
+def kinds_of(size: Sizes) -> dict[LayerKind, int]:
+    """Every kind of layer the model has, with a layer of that kind."""
+    mtp = [size.model.layers + 1] if size.model.mtp_layers else []
+    return {kind_of(size, layer): layer for layer in (*range(size.model.layers), *mtp)}
+
+
+def all_rows(size: Sizes) -> tuple[OpRow, ...]:
+    """Every row that enters an estimate but the optimizer's."""
+    ops = [layer_ops(size, layer=layer, moe=kind[0]) for kind, layer in kinds_of(size).items()]
+    ops += [embedding_ops(size), head_ops(size), *([mtp_ops(size)] if size.model.mtp_layers else [])]
+    return tuple(row for one in ops for row in (*one.forward, *one.backward))
+
+
+class Pricer:
+    """Prices the pieces of layouts that differ only in recompute, dispatcher, overlap and graphs."""
+
+    __slots__ = ("_embedding", "_head", "_links", "_mtp", "_priced", "_transfer_bytes", "size")
+
+    def __init__(self, rates: Rates, links: Links, size: Sizes) -> None:
+        self.size, self._links = size, links
+        self._priced = {
+            kind: price(rates, layer_ops(size, layer=layer, moe=kind[0])) for kind, layer in kinds_of(size).items()
+        }
+        self._embedding = outside_time(links, size, price(rates, embedding_ops(size)), gathers=2)
+        self._head = outside_time(links, size, price(rates, head_ops(size)), gathers=3)
+        mtp = add([(self._head, 1.0), (outside_time(links, size, price(rates, mtp_ops(size)), gathers=5), 1.0)])
+        self._mtp = add([(mtp, 1.0), (self._embedding, 1.0)])
+        self._transfer_bytes = size.c * size.t * size.model.hidden_size
+
+    def pieces(self, layout: Layout) -> Pieces:
+        """Of a layout with the degrees and micro-batch of the priced one."""
+        size = replace(self.size, layout=layout)
+        layers = {
+            kind: layer_time(self._links, size, layout, priced, exchange(self._links, size, moe=kind[0]), moe=kind[0])
+            for kind, priced in self._priced.items()
+        }
+        where = self._links.span(layout, "pp")
+        transfer = self._links.seconds(Collective.P2P, where, self._transfer_bytes) if layout.pp > 1 else 0.0
+        return Pieces(layers=layers, embedding=self._embedding, head=self._head, mtp=self._mtp, transfer_s=transfer)
+
+
+def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -> tuple[Times, ...]:
+    """One micro-batch on each pipeline rank."""
+    mtp_kind = kind_of(size, size.model.layers + 1)
+    stages = []
+    for pp_rank in range(pp):
+        counts: dict[LayerKind, int] = {}
+        terms: list[tuple[Times, float]] = []
+        for chunk in chunks:
+            if chunk.pp_rank != pp_rank:
+                continue
+            for layer in chunk.layers:
+                kind = kind_of(size, layer)
+                counts[kind] = counts.get(kind, 0) + 1
+            if chunk.mtp:
+                counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp
+            terms += [
+                (pieces.mtp, chunk.mtp),
+                (pieces.embedding, float(chunk.embedding)),
+                (pieces.head, float(chunk.loss)),
+            ]
+        terms += [(pieces.layers[kind], count) for kind, count in counts.items()]
+        stages.append(add((times, weight) for times, weight in terms if weight))
+    return tuple(stages)
+
+
+def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: Layout, held: Share) -> Tail:
+    """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
+
+    zero=3 reduces after every micro-batch, and gathers for each forward and each backward.
+    """
+    c = links.constants
+    often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
+    owned, reduce_s, gather_s = 0, 0.0, 0.0
+    for group, numel, calls in (
+        ("dp_cp", held.dense, held.dense_calls),
+        ("edp", held.expert, held.expert_calls),
+    ):
+        if not numel:
+            continue
+        where = links.span(layout, group)
+        shards = where.size if layout.zero else 1
+        owned += numel // shards
+        op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
+        reduce_s += often * calls * links.seconds(op, where, workload.grad_dtype.nbytes * numel / calls)
+        if layout.zero:
+            gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)
+            gather_s += (2 * often if layout.zero == 3 else 1) * gather
+    hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
+    hidden_reduce = hidden_share * reduce_s if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
+    hidden_gather = hidden_share * gather_s if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
+    optimizer = optimizer_ops(size, held=held.dense + held.expert, owned=owned)
+    return Tail(
+        reduce_s=reduce_s - hidden_reduce,
+        gather_s=gather_s - hidden_gather,
+        optimizer_s=c["step_tail_s"] + sum(rates.seconds(row) for row in optimizer),
+        hidden_s=hidden_reduce + hidden_gather,
+    )
+
+
+def step_time(layout: Layout, stages: Sequence[Times], last: Tail, *, transfer_s: float, micro_batches: int) -> Step:
+    """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and bubble."""
+    totals = [stage.total_s for stage in stages]
+    slowest = totals.index(max(totals))
+    own = add([(stages[slowest], micro_batches)])
+    moving_s = pipeline_s(totals, vpp=layout.vpp, micro_batches=micro_batches, transfer_s=transfer_s)
+    still_s = pipeline_s(totals, vpp=layout.vpp, micro_batches=micro_batches, transfer_s=0.0)
+    parts = {
+        **own.exposed,
+        TimePart.PP_COMM: moving_s - still_s,
+        TimePart.BUBBLE: still_s - micro_batches * totals[slowest],
+        TimePart.DP_COMM: last.reduce_s + last.gather_s,
+        TimePart.OPTIMIZER: last.optimizer_s,
+    }
+    exposed = {part: seconds for part, seconds in parts.items() if seconds > 0}
+    hidden = {**own.hidden, TimePart.DP_COMM: last.hidden_s}
+    return Step(step_s=sum(exposed.values()), slowest=slowest, exposed=exposed, hidden=hidden)

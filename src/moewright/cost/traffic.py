@@ -1,0 +1,114 @@
+"""Collectives of one rank in one training step: payload handed in and calls, by (operation, group)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks
+from moewright.cost.states import BucketSet
+from moewright.rules import grid, routing
+from moewright.rules.recompute import activation_bytes
+from moewright.spec.hardware import Collective
+from moewright.spec.layout import Layout, Recompute
+from moewright.spec.ledger import CommRow
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+INT64_BYTES = 8
+FP32_BYTES = 4
+_STATISTICS_BYTES = 4 * 8  # squared gradient norm, non-finite count, two loss sums, in fp64
+
+_Call = tuple[Collective, str, int, int]  # operation, group, payload bytes of all calls, calls
+
+
+def comm_rows(
+    model: ModelSpec, workload: Workload, layout: Layout, rank: int, rows: Routed, sets: Sequence[BucketSet]
+) -> tuple[CommRow, ...]:
+    """Sorted rows; groups of one rank make no call."""
+    sums: dict[tuple[Collective, str], tuple[int, int]] = {}
+    calls = [
+        *_step(model, layout, rows),
+        *_expert(model, workload, layout, rows),
+        *_gradients(workload, layout, sets, len(rows.rows)),
+        *_tensor(model, workload, layout, rank, len(rows.rows)),
+        *_pipeline(model, workload, layout, rank, len(rows.rows)),
+    ]
+    for op, group, nbytes, count in calls:
+        if grid.group_size(layout, group) > 1 and count:
+            had = sums.get((op, group), (0, 0))
+            sums[op, group] = had[0] + nbytes, had[1] + count
+    return tuple(
+        CommRow(op=op, group=group, bytes=nbytes, calls=count) for (op, group), (nbytes, count) in sorted(sums.items())
+    )
+
+
+def _step(model: ModelSpec, layout: Layout, rows: Routed) -> Iterator[_Call]:
+    """Valid targets (int64), the four statistics, and the expert counts for the record."""
+    yield Collective.ALL_REDUCE, "world", INT64_BYTES + _STATISTICS_BYTES, 2
+    if model.moe is not None and rows.layers:
+        yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES * len(rows.layers) * model.moe.experts, 1
+
+
+def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
+    """Forward: counts, rows out, probabilities, rows back; backward: the last three again, the other way."""
+    if model.moe is None or not rows.layers:
+        return
+    c, h, k = activation_bytes(workload), model.hidden_size, model.moe.router.top_k
+    sent = routing.micro_batch_tokens(workload, layout) * k
+    passes = len(rows.rows) * len(rows.layers)
+    out = passes * sent * (c * h + FP32_BYTES)
+    back = rows.total * c * h // layout.etp
+    counts = passes * INT64_BYTES * model.moe.experts
+    probs_back = rows.total * FP32_BYTES // layout.etp
+    yield Collective.ALL_TO_ALL, "ep", counts + out + back, 4 * passes
+    yield Collective.ALL_TO_ALL, "ep", passes * sent * c * h + back + probs_back, 3 * passes
+    if Recompute.FULL in layout.recompute or Recompute.MOE in layout.recompute:
+        yield Collective.ALL_TO_ALL, "ep", counts + out + back, 4 * passes
+    # ETP ranks gather each other's rows and reduce-scatter the results, and the transposed pair in backward.
+    gathered = rows.total * c * h
+    yield Collective.ALL_GATHER, "etp", 2 * gathered // layout.etp, 2 * passes
+    yield Collective.REDUCE_SCATTER, "etp", 2 * gathered, 2 * passes
+
+
+def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], micro_batches: int) -> Iterator[_Call]:
+    """Reduction of gradients and gather of updated weights, a call a bucket; zero=3 reduces every micro-batch, and
+    gathers for each forward and each backward.
+    """
+    sharded = layout.zero == 3
+    reductions, gathers = (micro_batches, 2 * micro_batches) if sharded else (1, 1)
+    c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
+    for held in sets:
+        count = len(held.buckets)
+        op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
+        yield op, held.group, reductions * grad * held.numel, reductions * count
+        if layout.zero:
+            yield Collective.ALL_GATHER, held.group, gathers * c * held.numel // held.shards, gathers * count
+
+
+def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
+    """Sequence parallelism: attention and each dense MLP gather their input (again for its weight gradient) and
+    reduce-scatter their output, with the transposed pair in backward; the head gathers, the embedding scatters.
+    """
+    c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
+    whole = c * T * model.hidden_size
+    gathers = scatters = 0
+    for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
+        layers = chunk_layers(model, chunk)
+        shared = model.moe is not None and model.moe.shared_ffn_size > 0
+        blocks = sum(1 + (shared if is_moe(model, layer) else 1) for layer in layers)
+        replayed = 1 if Recompute.FULL in layout.recompute else 0
+        heads = chunk.loss + chunk.mtp
+        gathers += (3 + replayed) * blocks + 2 * heads + chunk.embedding
+        scatters += (2 + replayed) * blocks + heads + chunk.embedding
+    yield Collective.ALL_GATHER, "tp", micro_batches * gathers * whole // layout.tp, micro_batches * gathers
+    yield Collective.REDUCE_SCATTER, "tp", micro_batches * scatters * whole, micro_batches * scatters
+
+
+def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
+    """One hidden state to the next virtual stage, and its gradient back."""
+    c, t = activation_bytes(workload), routing.micro_batch_tokens(workload, layout)
+    sends = sum(
+        (not chunk.loss) + (not chunk.embedding)
+        for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
+    )
+    yield Collective.P2P, "pp", micro_batches * sends * c * t * model.hidden_size, micro_batches * sends
