@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-BUDGET_S = 60.0
+GIGA = 10**9
 
 
 def bench_machine(
@@ -31,8 +32,8 @@ def bench_machine(
 
     if nproc < 1:
         raise BadInput(Reason(field="--nproc", value=str(nproc), rule="must be at least 1", nearest="1"))
-    if out.exists() and not force:
-        print(f"{out} is there already; --force measures again")
+    if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):
+        print(f"{out} is of this machine already; --force measures again")
         return 0
     measure_to(out, nproc=nproc)
     return 0
@@ -43,5 +44,17 @@ def measure_to(path: Path, *, nproc: int) -> None:
     from moewright.bench.machine import measure
     from moewright.codec import write_toml
 
-    write_toml(path, measure(nproc=nproc, budget_s=BUDGET_S))
-    print(f"wrote {path}")
+    started = time.monotonic()
+    hardware = measure(nproc=nproc)
+    write_toml(path, hardware)
+    peaks = ", ".join(f"{peak.dtype} {peak.rate.value / GIGA:.3g}" for peak in hardware.device.peaks)
+    print(f"{hardware.name}: best GEMM a process in GFLOP/s: {peaks}")
+    print(f"wrote {path} after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _is_of_this_machine(path: Path, *, nproc: int) -> bool:
+    from moewright.bench.machine import machine_fingerprint
+    from moewright.codec import read_toml
+    from moewright.spec.hardware import Hardware
+
+    return read_toml(Hardware, path).fingerprint == machine_fingerprint(nproc)

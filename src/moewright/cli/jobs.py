@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
@@ -14,6 +15,13 @@ SEQ_LEN = 4096
 SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
 
 
+class Purpose(StrEnum):
+    """What a plan is for: a job is to be trained here, so only what the engine runs counts; a model may go anywhere."""
+
+    PLAN = "plan"
+    TRAIN = "train"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """What a planning verb is to plan; `chosen` are the values nobody gave, one line each."""
@@ -22,12 +30,14 @@ class Asked:
     workload: Workload
     hardware: Hardware
     fixed: str  # layout keys that must hold, as layout text
+    purpose: Purpose
     chosen: tuple[str, ...]
 
 
 def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
     """From MODEL (a catalogue name, a config.json or its folder, or a job .toml) and the options beside it."""
     from moewright.intake import catalogue
+    from moewright.intake.job import MAX_BATCH, MAX_SEQ_LEN
 
     if Path(model).suffix == ".toml":
         return _from_job(Path(model), on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
@@ -45,27 +55,25 @@ def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | 
     if precision is None:
         precision = Dtype.BF16
         chosen.append(f"precision {precision} (default; --precision)")
-    workload = _checked(Workload(seq_len=seq_len, global_batch=global_batch, precision=precision))
-    return Asked(model=spec, workload=workload, hardware=hardware, fixed="", chosen=tuple(chosen))
+    for field, value, high in (("--seq-len", seq_len, MAX_SEQ_LEN), ("--global-batch", global_batch, MAX_BATCH)):
+        if not 1 <= value <= high:
+            close = str(min(max(value, 1), high))
+            raise BadInput(Reason(field=field, value=str(value), rule=f"must be in 1..{high}", nearest=close))
+    workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    return Asked(model=spec, workload=workload, hardware=hardware, fixed="", purpose=Purpose.PLAN, chosen=tuple(chosen))
 
 
 def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
-    from moewright.intake import catalogue, job
+    from moewright.intake import catalogue
+    from moewright.intake.job import read_job
 
-    read = job.read_job(path, ())
-    changes = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
-    workload = replace(read.workload, **{key: value for key, value in changes.items() if value is not None})
+    options = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
+    job = read_job(path, [f"train.{key}={value}" for key, value in options.items() if value is not None])
     return Asked(
-        model=read.model,
-        workload=_checked(workload),
-        hardware=catalogue.hardware(on or f"{read.nproc}x{read.hardware}"),
-        fixed=read.layout_text,
-        chosen=() if on else (f"hardware {read.nproc}x{read.hardware} (from {path}; --on)",),
+        model=job.model,
+        workload=job.workload,
+        hardware=catalogue.hardware(on or f"{job.nproc}x{job.hardware}"),
+        fixed=job.layout_text,
+        purpose=Purpose.TRAIN,
+        chosen=() if on else (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",),
     )
-
-
-def _checked(workload: Workload) -> Workload:
-    for field, value in (("--seq-len", workload.seq_len), ("--global-batch", workload.global_batch)):
-        if value < 1:
-            raise BadInput(Reason(field=field, value=str(value), rule="must be at least 1", nearest="1"))
-    return workload

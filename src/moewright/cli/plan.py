@@ -45,7 +45,7 @@ def plan(
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file.
     """
-    from moewright.cli.jobs import read_asked
+    from moewright.cli.jobs import Purpose, read_asked
     from moewright.codec import write_json
     from moewright.report.console import console_for, print_plans
     from moewright.search import explain, search
@@ -53,7 +53,14 @@ def plan(
     if top < 1:
         raise BadInput(Reason(field="--top", value=str(top), rule="must be at least 1", nearest="1"))
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top)
+    ranked = search.search(
+        asked.model,
+        asked.workload,
+        asked.hardware,
+        fixed=asked.fixed,
+        top=top,
+        engine_only=asked.purpose is Purpose.TRAIN,
+    )
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)

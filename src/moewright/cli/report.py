@@ -25,10 +25,11 @@ def write_run_report(run: Path, out: Path) -> Path:
     from moewright.cost.ledger import predict
     from moewright.report.html import write_report
     from moewright.tune.compare import compare
+    from moewright.tune.diagnose import diagnose
 
     record = read_run(run)
     comparisons = tuple(
         compare(predict(record.plan, rank=ledger.rank, selection=record.selection), ledger) for ledger in record.ledgers
     )
-    write_report(record, comparisons, out)
+    write_report(record, comparisons, diagnose(record), out)
     return out

@@ -63,7 +63,7 @@ def train(
 
     from moewright.engine.train import run
 
-    code = run(plan, run_dir, nproc=world, extend=extend)
+    code = int(run(plan, run_dir, extend=extend))
     if code == 0 and leads:
         from moewright.cli.report import write_run_report
 

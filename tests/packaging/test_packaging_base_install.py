@@ -1,0 +1,73 @@
+"""The base install plans without torch: a fresh environment, installed as a user would."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def moewright(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the installed program in an environment that holds the base dependencies only."""
+    folder = tmp_path_factory.mktemp("base")
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    python = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-c", ROOT / "constraints.txt", ROOT], check=True)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = [venv / "bin" / "moewright", *arguments]
+        return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+    lacking = "import importlib.util as u; assert not any(map(u.find_spec, ('torch', 'safetensors', 'tokenizers')))"
+    subprocess.run([python, "-c", lacking], check=True)
+    return run
+
+
+def test_help(moewright: Run) -> None:
+    done = moewright("--help")
+    assert done.returncode == 0, done.stderr
+    assert "estimate" in done.stdout
+
+
+def test_plan(moewright: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = moewright("plan", "Qwen3-235B-A22B", "--on", "256xH800", "--top", "3", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "tp" in done.stdout
+    assert "sequence length 4096 (default; --seq-len)" in done.stdout
+    plan = json.loads(path.read_text())
+    assert plan["layout"]["world_size"] == 256
+    assert plan["estimate"]["verdict"] in ("fits", "uncertain")
+    assert len(plan["fingerprint"]) == 16
+
+
+def test_estimate(moewright: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    layout = "tp2,ep8,pp8,vpp2,mbs1,recompute=moe_act+layernorm"
+    done = moewright(
+        "estimate", "Qwen/Qwen3-235B-A22B", "--on", "256xH800", "--layout", layout, "--json", str(path)
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(path.read_text())
+    assert plan["layout"]["vpp"] == 2
+    assert len(plan["estimate"]["ledgers"]) == 8
+    assert plan["estimate"]["step_s"] > 0
+
+
+def test_training_says_what_it_lacks(moewright: Run, tmp_path: Path) -> None:
+    done = moewright("data", "build", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "moewright: this verb needs tokenizers; install it with: pip install 'moewright[engine]'"
+    ]
