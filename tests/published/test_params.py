@@ -1,0 +1,75 @@
+"""Parameter counts and FLOPs of every catalogue model against published and independently computed figures."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moewright.intake import catalogue
+from moewright.rules import flops, inventory
+
+ROWS = tuple(csv.DictReader((Path(__file__).parent / "data" / "model_params.csv").open(encoding="utf-8")))
+EXACT = 5e-4
+
+# Differences between hyper-parameters and the published round totals; Kimi-K2's is known and unexplained.
+PUBLISHED_TOTAL = {"moonshotai/Kimi-K2": 0.016}
+PUBLISHED_ACTIVE = 0.0285  # Moonlight; "active" with or without the input embedding, whichever the source counts
+
+WINDOWED = ("openai/gpt-oss-120b", "openai/gpt-oss-20b")
+
+
+def test_every_catalogue_model_has_a_row() -> None:
+    listed = {row["model"] for row in ROWS}
+    assert set(catalogue.model_names()) - listed == {"allenai/OLMoE-1B-7B-0924"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["model"] for row in ROWS])
+def test_counts(row: dict[str, str]) -> None:
+    counted = inventory.count(catalogue.model(row["model"]))
+    for field in ("total", "active", "active_without_embedding", "mtp", "embedding"):
+        expected = float(row[f"{field}_b"])
+        # The figures are printed to 1e-3 billion.
+        assert getattr(counted, field) / 1e9 == pytest.approx(expected, rel=EXACT, abs=5.1e-4), field
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["published_total_b"]], ids=lambda r: r["model"])
+def test_published_totals(row: dict[str, str]) -> None:
+    counted = inventory.count(catalogue.model(row["model"]))
+    total, active = float(row["published_total_b"]) * 1e9, float(row["published_active_b"]) * 1e9
+    assert counted.total == pytest.approx(total, rel=PUBLISHED_TOTAL.get(row["model"], 0.0075))
+    nearest = min(abs(counted.active / active - 1), abs(counted.active_without_embedding / active - 1))
+    assert nearest <= PUBLISHED_ACTIVE
+
+
+def test_published_mtp_total() -> None:
+    """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module (2 x 0.927B)."""
+    counted = inventory.count(catalogue.model("DeepSeek-V3"))
+    assert counted.total + counted.mtp + 2 * counted.embedding == pytest.approx(685e9, rel=1e-3)
+
+
+def test_olmoe_totals() -> None:
+    """The OLMoE paper: 6.9B total, 1.3B active."""
+    counted = inventory.count(catalogue.model("OLMoE-1B-7B-0924"))
+    assert counted.total == pytest.approx(6.9e9, rel=5e-3)
+    assert counted.active == pytest.approx(1.3e9, rel=2e-2)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["seq_len"]], ids=lambda r: r["model"])
+def test_flops_per_token(row: dict[str, str]) -> None:
+    model = catalogue.model(row["model"])
+    if row["model"] in WINDOWED:
+        model = replace(model, attention=replace(model.attention, sliding_window=0, window_every=0))
+    seq_len = int(row["seq_len"])
+    with_mtp = flops.model_flops_per_token(model, seq_len) / 1e9
+    without = flops.model_flops_per_token(replace(model, mtp_layers=0), seq_len) / 1e9
+    assert with_mtp == pytest.approx(float(row["gflop_per_token"]), rel=EXACT)
+    assert without == pytest.approx(float(row["gflop_per_token_without_mtp"]), rel=EXACT)
+
+
+def test_windowed_flops_of_gpt_oss() -> None:
+    """Megatron-Bridge from 26.06 on counts three matrices and the window: 32.63 GFLOP per token at 4096."""
+    per_token = flops.model_flops_per_token(catalogue.model("gpt-oss-120b"), 4096)
+    assert per_token / 1e9 == pytest.approx(32.63, rel=EXACT)

@@ -1,0 +1,130 @@
+"""The table of saved activations against published and hand-computed sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from moewright.intake import catalogue
+from moewright.rules import recompute
+from moewright.spec.layout import Layout, Recompute
+from moewright.spec.ledger import Module
+from moewright.spec.units import GIB, MIB
+from moewright.spec.workload import Dtype, Workload
+
+QWEN = catalogue.model("Qwen3-235B-A22B")
+WORKLOAD = Workload(seq_len=4096, global_batch=2048)
+
+
+def kept_bytes(rows: tuple[recompute.Saved, ...], *policies: Recompute) -> int:
+    return sum(row.bytes for row in recompute.kept(rows, policies))
+
+
+@pytest.mark.parametrize(
+    ("tp", "policies", "mib"),
+    [
+        (2, (), 440),
+        (1, (), 881),
+        (4, (), 220),
+        (1, (Recompute.MOE, Recompute.LAYERNORM), 301),
+        (1, (Recompute.FULL,), 32),
+    ],
+)
+def test_qwen3_235b_per_layer(tp: int, policies: tuple[Recompute, ...], mib: int) -> None:
+    """features.md C.4-15, MiB a layer of Qwen3-235B at 4096 tokens."""
+    layout = Layout(world_size=256, tp=tp, sp=tp > 1, pp=8, ep=8)
+    rows = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 5, load=1.0)
+    assert kept_bytes(rows, *policies) / MIB == pytest.approx(mib, rel=5e-3)
+
+
+def test_experts_are_the_largest_share() -> None:
+    """features.md C.4-16: 272 of 440 MiB at TP2."""
+    layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
+    rows = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 5, load=1.0)
+    experts = sum(row.bytes for row in rows if row.module is Module.EXPERTS)
+    assert experts / MIB == pytest.approx(272, rel=5e-3)
+    assert experts / kept_bytes(rows) == pytest.approx(0.62, abs=5e-3)
+
+
+def test_deepseek_v3_published_breakdown() -> None:
+    """arXiv 2603.07685: 60 layer-micro-batches on a rank of PP4 VPP4 EP64.
+
+    It prints 131 GiB with the older permutation, which keeps 26.3 GiB more, and 30.4 GiB freed by the up-projections.
+    """
+    model = catalogue.model("DeepSeek-V3")
+    layout = Layout(world_size=256, pp=4, vpp=4, ep=64)
+    rows = recompute.saved_by_layer(model, WORKLOAD, layout, 20, load=1.0)
+    everything = 60 * kept_bytes(rows)
+    assert everything / GIB == pytest.approx(131 - 26.3, rel=5e-3)
+    freed = everything - 60 * kept_bytes(rows, Recompute.MLA_UP_PROJ)
+    assert freed / GIB == pytest.approx(30.4, rel=2e-2)
+
+
+def test_rows_by_hand() -> None:
+    """Every row of a Qwen3-MoE layer, T = 4096, written out."""
+    layout = Layout(world_size=8, ep=8)
+    rows = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 0, load=1.5)
+    T, h, R, f = 4096, 4096, 4096 * 8 * 3 // 2, 1536
+    expected = {
+        (Module.NORM, "layer_input"): 2 * T * h,
+        (Module.NORM, "input_norm_rstd"): 4 * T,
+        (Module.ATTENTION, "input_norm_out"): 2 * T * h,
+        (Module.ATTENTION, "qk_norm_in"): 2 * T * (8192 + 512),
+        (Module.ATTENTION, "qk_norm_rstd"): 4 * T * (64 + 4),
+        (Module.ATTENTION, "qkv"): 2 * T * (8192 + 2 * 512),
+        (Module.ATTENTION, "attention_out"): 2 * T * 8192,
+        (Module.ATTENTION, "lse"): 4 * T * 64,
+        (Module.NORM, "residual"): 2 * T * h,
+        (Module.NORM, "post_norm_rstd"): 4 * T,
+        (Module.ROUTER, "post_norm_out"): 2 * T * h,
+        (Module.ROUTER, "logits"): 4 * T * 128,
+        (Module.ROUTER, "scores"): 4 * T * 128,
+        (Module.EXPERTS, "permuted"): 2 * R * h,
+        (Module.EXPERTS, "fc1"): 4 * R * f,
+        (Module.EXPERTS, "activation"): 2 * R * f,
+        (Module.EXPERTS, "probs"): 4 * R,
+        (Module.EXPERTS, "indices"): 8 * (T * 8 + R),
+    }
+    assert {(row.module, row.name): row.bytes for row in rows} == expected
+
+
+def test_fp32_doubles_the_activations_and_not_the_statistics() -> None:
+    layout = Layout(world_size=8, ep=8)
+    wide = Workload(seq_len=4096, global_batch=8, precision=Dtype.FP32)
+    pairs = zip(
+        recompute.saved_by_layer(QWEN, WORKLOAD, layout, 0, load=1.0),
+        recompute.saved_by_layer(QWEN, wide, layout, 0, load=1.0),
+        strict=True,
+    )
+    fixed = {"input_norm_rstd", "post_norm_rstd", "qk_norm_rstd", "lse", "logits", "scores", "probs", "indices"}
+    for narrow, full in pairs:
+        assert full.bytes == narrow.bytes * (1 if narrow.name in fixed else 2), narrow.name
+
+
+def test_dense_and_shared_layers() -> None:
+    v3 = catalogue.model("DeepSeek-V3")
+    layout = Layout(world_size=8, ep=8)
+    dense = {row.name: row for row in recompute.saved_by_layer(v3, WORKLOAD, layout, 0, load=1.0)}
+    assert dense["fc1"].bytes == 4 * 4096 * 18432
+    assert dense["post_norm_out"].module is Module.DENSE_MLP
+    assert Recompute.MLP in dense["fc1"].freed_by
+    shared = [
+        r for r in recompute.saved_by_layer(v3, WORKLOAD, layout, 5, load=1.0) if r.module is Module.SHARED_EXPERTS
+    ]
+    assert sum(row.bytes for row in shared) == 6 * 4096 * 2048
+    gated = recompute.saved_by_layer(catalogue.model("Qwen2-57B-A14B"), WORKLOAD, layout, 5, load=1.0)
+    assert sum(r.bytes for r in gated if r.name == "gated") == 2 * 4096 * (3584 + 1)
+
+
+def test_mtp_depth_is_a_layer_and_its_inputs() -> None:
+    v3 = catalogue.model("DeepSeek-V3")
+    layout = Layout(world_size=8, ep=8)
+    depth = recompute.saved_by_layer(v3, WORKLOAD, layout, v3.layers + 1, load=1.0)
+    layer = recompute.saved_by_layer(v3, WORKLOAD, layout, v3.layers - 1, load=1.0)
+    assert {row.module for row in depth} == {Module.MTP}
+    assert kept_bytes(depth) - kept_bytes(layer) == 4096 * (4 * 2 * 7168 + 2 * 4)
+
+
+def test_full_keeps_only_the_layer_input() -> None:
+    for name in ("DeepSeek-V3", "Qwen3-8B", "gpt-oss-20b", "Qwen2-57B-A14B"):
+        rows = recompute.saved_by_layer(catalogue.model(name), WORKLOAD, Layout(world_size=8, ep=8), 3, load=1.0)
+        assert [row.name for row in recompute.kept(rows, (Recompute.FULL,))] == ["layer_input"]

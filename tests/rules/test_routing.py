@@ -1,0 +1,113 @@
+"""Capacity, loads and expert placement."""
+
+from __future__ import annotations
+
+import random
+from math import log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moewright.intake import catalogue
+from moewright.rules import routing
+from moewright.spec.layout import Layout
+from moewright.spec.workload import Routing, Workload
+
+QWEN = catalogue.model("Qwen3-235B-A22B")
+WORKLOAD = Workload(seq_len=4096, global_batch=2048)
+
+
+def test_experts_stand_in_contiguous_blocks() -> None:
+    layout = Layout(world_size=64, ep=8)
+    blocks = [routing.experts_of(QWEN, layout, rank) for rank in range(8)]
+    assert blocks[3] == range(48, 64)
+    assert [expert for block in blocks for expert in block] == list(range(128))
+
+
+def test_capacity_rounds_up_exactly() -> None:
+    """ceil(T k / E x factor): 4096 * 8 / 128 = 256 rows at factor 1."""
+    assert routing.capacity_rows(4096, 8, 128, 1.0) == 256
+    assert routing.capacity_rows(4096, 8, 128, 1.25) == 320
+    assert routing.capacity_rows(100, 2, 7, 1.0) == 29
+    # 300 * 1.1 is 330 in decimal and 330.00000000000006 in binary.
+    assert routing.capacity_rows(300, 1, 1, 1.1) == 300
+    assert routing.capacity_rows(3000, 1, 10, 1.1) == 330
+    assert routing.capacity_rows(50, 1, 100, 1000.0) == 50
+    assert routing.capacity_rows(50, 4, 8, 0.0) == 50
+
+
+def test_rows_of_a_rank() -> None:
+    """features.md A.10: lambda x T k, T being the rank's own sequence part; ETP ranks share a group's rows."""
+    layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
+    assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.0) == 2048 * 8
+    assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.5) == 2048 * 12
+    folded = Layout(world_size=256, tp=2, sp=True, pp=32, ep=4, etp=2)
+    assert routing.routed_rows(QWEN, WORKLOAD, folded, 1.0) == 2048 * 8 * 2
+    capped = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8, capacity=1.0)
+    assert routing.routed_rows(QWEN, WORKLOAD, capped, 3.0) == 2048 * 8
+    assert routing.routed_rows(catalogue.model("Qwen3-8B"), WORKLOAD, layout, 1.0) == 0
+
+
+def test_context_and_micro_batch_scale_tokens() -> None:
+    layout = Layout(world_size=8, cp=2, mbs=4, ep=8)
+    assert routing.micro_batch_tokens(WORKLOAD, layout) == 4096 * 4 // 2
+
+
+def test_expected_load_is_even_when_forced() -> None:
+    assert routing.expected_load(WORKLOAD) == 1.0
+    learned = Workload(seq_len=1, global_batch=1, routing=Routing.LEARNED, load_factor=1.7)
+    assert routing.expected_load(learned) == 1.7
+
+
+def test_random_balance_matches_the_published_ten_per_cent() -> None:
+    """features.md A.4.7: E = 128 at 1024 tokens each is about 10 % over the mean."""
+    assert routing.random_max_over_mean(128, 1024) == pytest.approx(1.10, abs=0.003)
+    draw = random.Random(7)
+    counts = [0] * 128
+    for _ in range(128 * 1024):
+        counts[draw.randrange(128)] += 1
+    seen = routing.load_of_counts(counts).max_over_mean
+    assert seen == pytest.approx(routing.random_max_over_mean(128, 1024), rel=0.03)
+
+
+def test_distinct_places() -> None:
+    """features.md A.3.3: k = 8 over N = 4 nodes reaches 3.6 of them."""
+    assert routing.expected_distinct(4, 8) == pytest.approx(3.6, abs=0.01)
+    assert routing.expected_distinct(1, 8) == 1.0
+    assert routing.expected_distinct(64, 1) == pytest.approx(1.0)
+
+
+def test_load_of_counts() -> None:
+    load = routing.load_of_counts([4, 0, 0, 4])
+    assert load.max_over_mean == 2.0
+    assert load.dead_experts == 2
+    assert load.entropy == pytest.approx(log(2) / log(4))
+    assert routing.load_of_counts([3, 3, 3]).entropy == pytest.approx(1.0)
+    empty = routing.load_of_counts([0, 0])
+    assert (empty.max_over_mean, empty.dead_experts) == (1.0, 2)
+
+
+def test_rank_load() -> None:
+    assert routing.rank_load_factor([5, 1, 1, 1], ep=2) == 1.5
+    assert routing.rank_load_factor([0, 0, 0, 0], ep=2) == 1.0
+
+
+def test_rank_rows_sum_the_sources() -> None:
+    layout = Layout(world_size=2, ep=2)
+    sources = [[1] * 128, [2] * 128]
+    assert routing.rank_rows(QWEN, layout, sources, rank=1) == 64 * 3
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=64))
+def test_load_stays_in_bounds(counts: list[int]) -> None:
+    load = routing.load_of_counts(counts)
+    assert 1.0 - 1e-12 <= load.max_over_mean <= len(counts) + 1e-12
+    assert -1e-12 <= load.entropy <= 1 + 1e-12
+
+
+@given(st.integers(1, 10_000), st.integers(1, 64), st.integers(1, 512), st.floats(0.01, 10))
+def test_capacity_never_exceeds_tokens_nor_falls_short(tokens: int, top_k: int, experts: int, factor: float) -> None:
+    rows = routing.capacity_rows(tokens, top_k, experts, factor)
+    assert 0 < rows <= tokens
+    assert rows == tokens or rows >= tokens * top_k / experts * factor * (1 - 1e-12)
