@@ -74,9 +74,11 @@ class Links:
         return self._fabric.domain_latency_s.value if near else self._fabric.network_latency_s.value
 
     def _exchange(self, where: Span, payload_bytes: float) -> float:
+        c = self.constants
         inside = payload_bytes / where.domains * (where.inside - 1) / where.inside / self._domain_Bps
         between = payload_bytes * (1 - 1 / where.domains) / self._network_Bps
-        return inside + between + self._latency(where.domains == 1)
+        moving = c["alltoall_inside_time_scale"] * inside + c["alltoall_between_time_scale"] * between
+        return moving + self._latency(where.domains == 1)
 
     def dispatch_s(self, layout: Layout, *, tokens: int, top_k: int, row_bytes: int, load: float) -> float:
         """One direction of expert parallelism (dispatch or combine) of `tokens` tokens with `top_k` rows each.

@@ -53,12 +53,13 @@ def _first(point: tuple[float, float]) -> float:
 class Rates:
     """Rates of one device, with the stand-ins where the hardware file has no curve."""
 
-    __slots__ = ("_curves", "_hardware", "_peaks", "constants")
+    __slots__ = ("_curves", "_hardware", "_peaks", "_scales", "constants")
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self.constants = Constants(hardware)
         self._curves = {(r.op, r.dtype): r.curve for r in hardware.device.rates}
+        self._scales = {op: self.constants[f"{op}_time_scale"] for op in Op}
         self._peaks = {p.dtype: p.rate.value for p in hardware.device.peaks}
 
     def peak(self, dtype: Dtype) -> float:
@@ -94,7 +95,10 @@ class Rates:
         return self.peak(dtype) * c["attention_efficiency"] * x / (x + c["attention_half_seq"])
 
     def seconds(self, row: OpRow) -> float:
-        return row.amount / (self.rate(row.op, row.dtype, row.x) * row.share) if row.amount else 0.0
+        """Time of a row: its amount at the rate, times the correction between tables and whole training steps."""
+        if not row.amount:
+            return 0.0
+        return self._scales[row.op] * row.amount / (self.rate(row.op, row.dtype, row.x) * row.share)
 
 
 def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:

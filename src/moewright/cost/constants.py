@@ -15,6 +15,14 @@ def _constant(name: str, value: float, kind: SourceKind, source: str) -> Constan
 
 
 _CUDA = (
+    _constant("gemm_time_scale", 0.79, SourceKind.FITTED, "Hopper bf16; " + TIME_FINDINGS),
+    _constant("grouped_gemm_time_scale", 0.88, SourceKind.FITTED, "Hopper bf16; " + TIME_FINDINGS),
+    _constant("attention_time_scale", 0.95, SourceKind.FITTED, TIME_FINDINGS),
+    _constant("attention_backward_time_scale", 0.95, SourceKind.FITTED, TIME_FINDINGS),
+    _constant("elementwise_time_scale", 1.4, SourceKind.FITTED, TIME_FINDINGS),
+    _constant("optimizer_time_scale", 1.0, SourceKind.FITTED, TIME_FINDINGS),
+    _constant("alltoall_inside_time_scale", 0.79, SourceKind.FITTED, TIME_FINDINGS),
+    _constant("alltoall_between_time_scale", 1.13, SourceKind.FITTED, TIME_FINDINGS),
     _constant("gemm_efficiency", 0.74, SourceKind.ASSUMED, "middle of published bf16 GEMM tables, 0.67-0.78 of peak"),
     _constant("grouped_rolloff_rows", 60.0, SourceKind.FITTED, TIME_FINDINGS),
     _constant("attention_efficiency", 0.62, SourceKind.ASSUMED, "published attention tables, long sequences"),
@@ -53,6 +61,14 @@ _CUDA = (
 )
 
 _CPU = (
+    _constant("gemm_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("grouped_gemm_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("attention_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("attention_backward_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("elementwise_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("optimizer_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("alltoall_inside_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
+    _constant("alltoall_between_time_scale", 1.0, SourceKind.ASSUMED, "rates are this machine's own"),
     _constant("gemm_efficiency", 0.8, SourceKind.ASSUMED, "no rate in the hardware file: share of its peak"),
     _constant("grouped_rolloff_rows", 60.0, SourceKind.ASSUMED, "no rate in the hardware file"),
     _constant("attention_efficiency", 0.3, SourceKind.ASSUMED, "no rate in the hardware file: share of its peak"),

@@ -16,7 +16,7 @@ from moewright.spec.workload import Workload
 
 INT64_BYTES = 8
 FP32_BYTES = 4
-_STATISTICS_BYTES = 4 * 8  # squared gradient norm, non-finite count, two loss sums, in fp64
+_STATISTICS_BYTES = 4 * 8  # squared gradient norm, votes to stop, two loss sums, in fp64
 
 _Call = tuple[Collective, str, int, int]  # operation, group, payload bytes of all calls, calls
 
@@ -27,7 +27,7 @@ def comm_rows(
     """Sorted rows; groups of one rank make no call."""
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
-        *_step(model, layout, rows),
+        *_step(model, rows),
         *_expert(model, workload, layout, rows),
         *_gradients(workload, layout, sets, len(rows.rows)),
         *_tensor(model, workload, layout, rank, len(rows.rows)),
@@ -42,9 +42,10 @@ def comm_rows(
     )
 
 
-def _step(model: ModelSpec, layout: Layout, rows: Routed) -> Iterator[_Call]:
+def _step(model: ModelSpec, rows: Routed) -> Iterator[_Call]:
     """Valid targets (int64), the four statistics, and the expert counts for the record."""
-    yield Collective.ALL_REDUCE, "world", INT64_BYTES + _STATISTICS_BYTES, 2
+    yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
+    yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
     if model.moe is not None and rows.layers:
         yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES * len(rows.layers) * model.moe.experts, 1
 
