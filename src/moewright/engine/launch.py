@@ -84,10 +84,9 @@ def _run_here(
     seat = Seat(
         rank=env.rank, local_rank=env.local_rank, world=env.world, timeouts=timeouts, device=device, store_file=None
     )
-    stop = StopFlag()
-    stop.install()
     heart = Heart(None)
-    with run_lock(run_dir) if env.rank == 0 else nullcontext():
+    with run_lock(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))
         except BadInput:

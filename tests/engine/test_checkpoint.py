@@ -1,0 +1,395 @@
+"""Checkpoints: any sharding to any other, damage and forgery named, nothing lost when a save fails."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moewright.engine.checkpoint import (
+    Piece,
+    alone,
+    committed,
+    latest,
+    load,
+    read_index,
+    refuse_mismatch,
+    run_lock,
+    save,
+)
+from moewright.engine.checkpoint import index as index_module
+from moewright.spec.errors import BadInput
+from sharded import LAYOUTS, bits, blank, full_state, on_ranks, pieces_of
+
+EXTRA = {"step": 5, "seed": 1234, "fingerprints": {"model": "ab12", "data": "cd34"}, "lr": 0.1}
+
+
+def saved(directory: Path, *, step: int = 5, layout: str = "rows", world: int = 2, keep: int = 9) -> Path:
+    state = full_state(step)
+    results = on_ranks(
+        world,
+        lambda comm: save(
+            directory, step=step, pieces=pieces_of(state, layout, comm.rank, world), extra=EXTRA, keep=keep, comm=comm
+        ),
+    )
+    assert results == [directory / f"step-{step:08d}"] * world
+    return directory / f"step-{step:08d}"
+
+
+def refusal(checkpoint: Path) -> str:
+    """The one line with which all ranks of two refuse to load, their tensors untouched."""
+    untouched = [blank(pieces_of(full_state(), "columns", rank, 2)) for rank in range(2)]
+    wanted = [blank(pieces) for pieces in untouched]
+    results = on_ranks(2, lambda comm: load(checkpoint, pieces=wanted[comm.rank], comm=comm))
+    assert all(isinstance(result, BadInput) for result in results), results
+    assert [bits(pieces) for pieces in wanted] == [bits(pieces) for pieces in untouched]
+    (text,) = {str(result) for result in results}
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 2), (4, 1), (3, 4)])
+def test_any_sharding_loads_into_any_other_bit_for_bit(
+    tmp_path: Path, source: str, target: str, before: int, after: int
+) -> None:
+    checkpoint = saved(tmp_path, layout=source, world=before)
+    truth = full_state(5)
+    wanted = [blank(pieces_of(truth, target, rank, after)) for rank in range(after)]
+    extras = on_ranks(after, lambda comm: load(checkpoint, pieces=wanted[comm.rank], comm=comm))
+    assert extras == [EXTRA] * after
+    for rank in range(after):
+        assert bits(wanted[rank]) == bits(pieces_of(truth, target, rank, after))
+
+
+def test_what_every_rank_holds_is_written_once_and_shared_out(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, layout="replicated", world=4)
+    index = read_index(checkpoint)
+    payload = sum(tensor.nbytes for tensor in full_state(5).values())
+    stored = [load_file(checkpoint / file.name) for file in index.files]
+    assert sum(tensor.nbytes for file in stored for tensor in file.values()) == payload
+    assert len(index.files) == 4  # none writes it all
+    assert all(len(tensor.shards) == 1 for tensor in index.tensors)
+
+
+def test_payload_is_plain_safetensors(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, layout="rows", world=2)
+    found = load_file(checkpoint / "rank-00001.safetensors")
+    truth = full_state(5)["layers.0.moe.experts.gate_up.weight"][2:]
+    assert torch.equal(found["layers.0.moe.experts.gate_up.weight@2,0,0,0"], truth)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
+@pytest.mark.parametrize("fault", ["truncated", "longer", "flipped", "zeroed", "deleted", "swapped", "linked"])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str) -> None:
+    checkpoint = saved(tmp_path)
+    path = checkpoint / name
+    data = path.read_bytes()
+    if fault == "deleted":
+        path.unlink()
+    elif fault == "swapped":
+        other = checkpoint / (
+            "rank-00001.safetensors" if name == "rank-00000.safetensors" else "rank-00000.safetensors"
+        )
+        shutil.copy(other, path)
+    elif fault == "linked":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        flipped = bytearray(data)
+        flipped[-9] ^= 4
+        path.write_bytes(
+            {"truncated": data[:-1], "longer": data + b"x", "flipped": bytes(flipped), "zeroed": bytes(len(data))}[
+                fault
+            ]
+        )
+    assert name in refusal(checkpoint)
+
+
+def test_a_flipped_bit_in_any_byte_of_the_index_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(
+        tmp_path,
+        step=1,
+        pieces=[Piece(name="w", global_shape=(2,), offsets=(0,), tensor=torch.ones(2))],
+        extra={"seed": 7},
+        keep=1,
+        comm=alone(),
+    )
+    path = checkpoint / "index.json"
+    data = path.read_bytes()
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(bytes(flipped))
+        with pytest.raises(BadInput, match=r"index\.json"):
+            read_index(checkpoint)
+
+
+def forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the body of an index and give it a checksum that holds."""
+    body = json.loads((checkpoint / "index.json").read_text())["body"]
+    change(body)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    (checkpoint / "index.json").write_text(json.dumps({"sha256": index_module._digest(text), "body": body}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: b["files"][0].update(name="../../../etc/passwd"), "file name"),
+        (lambda b: b["files"][0].update(name="/etc/passwd"), "file name"),
+        (lambda b: b["files"][0].update(name="rank-00000.safetensors/../x"), "file name"),
+        (lambda b: b["files"].append(b["files"][0]), "names a file twice"),
+        (lambda b: b["tensors"].append(b["tensors"][0]), "names a tensor twice"),
+        (lambda b: b["tensors"][0].update(name="a/../../b"), "tensor name"),
+        (lambda b: b["tensors"][0].update(dtype="PICKLE"), "dtype"),
+        (lambda b: b["tensors"][0].update(shape=[10**12]), "cover"),
+        (lambda b: b["tensors"][0].update(shape=[-1]), "whole numbers"),
+        (lambda b: b["tensors"][0].update(shape=[True]), "whole numbers"),
+        (lambda b: b["tensors"][0]["boxes"][0].__setitem__(0, 7), "file 7 of 2"),
+        (lambda b: b["tensors"][0]["boxes"].append(b["tensors"][0]["boxes"][0]), "overlap"),
+        (lambda b: b["tensors"][0]["boxes"].pop(), "cover"),
+        (lambda b: b["tensors"][0]["boxes"].append([0, [99], [1]]), "not within"),
+        (lambda b: b.update(more=1), "keys"),
+        (lambda b: b.pop("extra"), "keys"),
+        (lambda b: b.update(step="5"), "step is not int"),
+        (lambda b: b.update(step=-5), "negative"),
+        (lambda b: b.update(version=2), "version"),
+        (lambda b: b.update(format="other"), "format"),
+    ],
+)
+def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+    checkpoint = saved(tmp_path)
+    forge(checkpoint, change)
+    text = refusal(checkpoint)
+    assert said in text
+    assert "index.json" in text
+
+
+def test_an_index_that_disagrees_with_its_file_is_refused(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    forge(checkpoint, lambda b: next(t for t in b["tensors"] if t["name"] == "final_norm.weight").update(dtype="I32"))
+    assert "final_norm.weight (dtype)" in refusal(checkpoint)
+    wanted = Piece(name="final_norm.weight", global_shape=(7,), offsets=(0,), tensor=torch.zeros(7, dtype=torch.int32))
+    with pytest.raises(BadInput, match=r"rank-0000\d\.safetensors.* is F32"):
+        load(checkpoint, pieces=[wanted], comm=alone())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[" * 200_000, "\0binary", '{"a": 1, "a": 2}', '{"sha256": NaN, "body": {}}', "9" * 5000, '"text"']
+)
+def test_text_that_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
+    checkpoint = saved(tmp_path)
+    (checkpoint / "index.json").write_text(text)
+    assert "index.json" in refusal(checkpoint)
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name in (".metadata", "__0_0.distcp", "model.pt", "pytorch_model.bin"):
+        (foreign / name).write_bytes(pickle.dumps(Canary(canary)))
+    torch.save({"w": Canary(canary)}, foreign / "zipped.pt")
+    assert "is not a checkpoint" in refusal(foreign)
+    assert "is a file" in refusal(foreign / "model.pt")
+    (foreign / "index.json").write_bytes(pickle.dumps(Canary(canary)))
+    assert "index.json" in refusal(foreign)
+    checkpoint = saved(tmp_path)
+    payload = pickle.dumps(Canary(canary))
+    (checkpoint / "rank-00000.safetensors").write_bytes(payload)
+    digest = index_module.hashlib.sha256(payload).hexdigest()
+    forge(checkpoint, lambda b: b["files"][0].update(bytes=len(payload), sha256=digest))
+    wanted = [blank(pieces_of(full_state(), "rows", rank, 2)) for rank in range(2)]
+    results = on_ranks(2, lambda comm: load(checkpoint, pieces=wanted[comm.rank], comm=comm))
+    assert all("rank-00000.safetensors" in str(result) for result in results)
+    assert not canary.exists()
+    os.mkdir(canary)  # the canary works:
+    with pytest.raises(FileExistsError):
+        pickle.loads(pickle.dumps(Canary(canary)))
+
+
+def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    assert latest(directory) is None
+    saved(directory, step=20)
+    good = saved(directory, step=30)
+    (directory / ".saving-step-00000040").mkdir()
+    (directory / "step-00000050").mkdir()
+    (directory / "step-00000050" / "rank-00000.safetensors").write_bytes(b"half")
+    (directory / "step-60").mkdir()
+    (directory / "step-00000070").write_text("a file")
+    (directory / "notes.txt").write_text("stray")
+    assert latest(directory) == good
+    assert latest(directory / "notes.txt") is None
+    later = saved(directory, step=50)  # replaces the half-written one
+    assert latest(directory) == later
+    assert not (directory / ".saving-step-00000040").exists()
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path, step=step, keep=2)
+    assert [path.name for path in committed(tmp_path)] == ["step-00000002", "step-00000003"]
+    saved(tmp_path, step=1, keep=1)  # an earlier step than those there: kept, being the one just written
+    assert [path.name for path in committed(tmp_path)] == ["step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+def failed_save(directory: Path) -> str:
+    """The line with which both ranks give up saving step 6."""
+    state = full_state(6)
+    results = on_ranks(
+        2,
+        lambda comm: save(
+            directory, step=6, pieces=pieces_of(state, "rows", comm.rank, 2), extra=EXTRA, keep=1, comm=comm
+        ),
+    )
+    assert all(isinstance(result, BadInput) for result in results), results
+    (text,) = {str(result) for result in results}
+    return text
+
+
+def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = saved(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+        text = failed_save(tmp_path)
+    assert str(tmp_path) in text
+    assert "100 bytes are free" in text
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))  # writes past it fail, as on a full disk
+    try:
+        text = failed_save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "no room" in text
+    assert [path.name for path in tmp_path.iterdir()] == [old.name]
+    wanted = blank(pieces_of(full_state(5), "flat", 0, 1))
+    load(old, pieces=wanted, comm=alone())
+    assert bits(wanted) == bits(pieces_of(full_state(5), "flat", 0, 1))
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file" in failed_save(tmp_path / "file")
+    assert "Not a directory" in failed_save(tmp_path / "file" / "below")
+    assert "/proc" in failed_save(Path("/proc/moewright/checkpoints"))
+
+
+def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path) -> None:
+    before = (saved(tmp_path) / "index.json").stat()
+    assert (saved(tmp_path) / "index.json").stat() == before
+    with pytest.raises(BadInput, match="same step of another job"):
+        save(tmp_path, step=5, pieces=[], extra={"seed": 2}, keep=1, comm=alone())
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (
+            Piece(name="absent", global_shape=(3,), offsets=(0,), tensor=torch.zeros(3)),
+            "absent: is not in the checkpoint",
+        ),
+        (
+            Piece(name="final_norm.weight", global_shape=(8,), offsets=(0,), tensor=torch.zeros(8)),
+            r"final_norm.weight \(shape\)=\[8\].*nearest legal value: \[7\]",
+        ),
+        (
+            Piece(name="final_norm.weight", global_shape=(7,), offsets=(0,), tensor=torch.zeros(7).bfloat16()),
+            r"final_norm.weight \(dtype\)=BF16.*F32",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, piece: Piece, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        load(saved(tmp_path), pieces=[piece], comm=alone())
+
+
+def box(name: str, offset: int, size: int, *, extent: int = 4, dtype: torch.dtype = torch.float32) -> Piece:
+    return Piece(name=name, global_shape=(extent,), offsets=(offset,), tensor=torch.zeros(size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "said"),
+    [
+        ([[box("w", 0, 2)], [box("w", 3, 1)]], "w: boxes cover 3 of 4"),
+        ([[box("w", 0, 2)], []], "w: boxes cover 2 of 4"),
+        ([[box("w", 0, 3)], [box("w", 2, 2)]], "w: boxes at .* overlap"),
+        ([[box("w", 0, 4)], [box("w", 0, 2)]], "w: boxes at .* overlap"),
+        ([[box("w", 0, 4), box("w", 0, 4)], []], "w: rank 0 holds the box .* twice"),
+        ([[box("w", 0, 4)], [box("w", 0, 4, dtype=torch.int32)]], "w: rank 1 holds"),
+        ([[box("w", 0, 4)], [box("w", 4, 2, extent=6)]], "w: rank 1 holds"),
+    ],
+)
+def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
+    tmp_path: Path, by_rank: list[list[Piece]], said: str
+) -> None:
+    results = on_ranks(
+        2, lambda comm: save(tmp_path / "c", step=1, pieces=by_rank[comm.rank], extra={}, keep=1, comm=comm)
+    )
+    for result in results:
+        with pytest.raises(ValueError, match=said):
+            raise result
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("extra", [{"loss": float("nan")}, {"shape": (1, 2)}, {"tensor": torch.ones(1)}])
+def test_extra_must_be_plain_json(tmp_path: Path, extra: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        save(tmp_path, step=1, pieces=[], extra=extra, keep=1, comm=alone())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_piece_must_be_a_box_of_its_tensor() -> None:
+    with pytest.raises(ValueError, match="not within"):
+        box("w", 3, 2)
+    with pytest.raises(ValueError, match="is not a name"):
+        box("../w", 0, 4)
+    with pytest.raises(ValueError, match="complex64"):
+        box("w", 0, 4, dtype=torch.complex64)
+
+
+def test_a_mismatch_names_each_differing_field() -> None:
+    saved_extra = {"model": {"hidden_size": 64, "layers": 2}, "seed": 1, "layout": "tp2"}
+    refuse_mismatch(saved_extra, {"model": {"layers": 2, "hidden_size": 64}, "seed": 1, "layout": "tp2"})
+    with pytest.raises(BadInput) as refused:
+        refuse_mismatch(saved_extra, {"model": {"hidden_size": 128, "layers": 2}, "seed": 1, "data": "ab"})
+    text = str(refused.value)
+    for part in ("model.hidden_size is 64 in the checkpoint and 128 in the job", "layout is tp2", "data is absent"):
+        assert part in text
+    assert "layers" not in text
+    assert "seed" not in text
+
+
+def test_a_run_directory_takes_one_job(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with (
+        run_lock(run_dir),
+        pytest.raises(BadInput, match=f"in use by another job .process {os.getpid()}"),
+        run_lock(run_dir),
+    ):
+        pass
+    with run_lock(run_dir):  # the file that was left behind does not matter
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="File exists"), run_lock(tmp_path / "file"):
+        pass

@@ -1,0 +1,254 @@
+"""The launcher: how jobs end, whom it blames, and that nothing survives."""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moewright.engine import collectives
+from moewright.engine.checkpoint import run_lock
+from moewright.engine.launch import launch
+from moewright.engine.rank import Exit, Outcome, RankContext, Timeouts
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind
+
+pytestmark = pytest.mark.spawn
+QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
+
+
+def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000) -> Outcome:
+    """Steps that agree on a stop flag by an all-reduce, as the trainer does; `rank` does `fault` at step 3."""
+    pids = Path(os.environ["TOY_PIDS"])
+    (pids / str(context.rank)).write_text(str(os.getpid()))
+    assert torch.get_num_threads() == 1
+    collectives.start(
+        rank=context.rank,
+        world_size=context.world,
+        store=context.store(),
+        backend="gloo",
+        timeout_s=context.timeouts.collective_s,
+    )
+    for step in range(1, steps + 1):
+        context.beat(step)
+        if step == 3 and context.rank == rank:
+            misbehave(fault)
+        stop = torch.tensor([int(context.stop.requested)])
+        dist.all_reduce(stop)
+        if stop.item():
+            time.sleep(0.5)  # a save
+            (pids / f"saved{context.rank}").write_text(str(step))
+            return Outcome.STOPPED
+        time.sleep(0.005)
+    collectives.stop()
+    return Outcome.DONE
+
+
+def misbehave(fault: str) -> None:
+    if fault == "exception":
+        raise MemoryError("simulated out of memory")
+    if fault == "bad input":
+        raise BadInput(Reason(field="data.train", rule="is truncated", nearest="rebuild it"))
+    if fault == "exit":
+        sys.exit(7)
+    if fault == "spin":
+        time.sleep(60)
+    if fault:
+        faulthandler.disable()  # pytest's would print over the report
+        os.kill(os.getpid(), signal.Signals[fault])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TOY_PIDS", str(tmp_path))
+    yield
+    time.sleep(0.05)
+    assert not [pid for pid in pids_in(tmp_path) if alive(pid)]
+    assert not (tmp_path / "run" / ".launch").exists()
+
+
+def pids_in(folder: Path) -> list[int]:
+    texts = [path.read_text() for path in folder.iterdir() if path.name.isdecimal()]
+    return [int(text) for text in texts if text]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_job_that_ends_well(tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(partial(toy, steps=3), nproc=world, run_dir=tmp_path / "run") == Exit.DONE
+    assert len(pids_in(tmp_path)) == world
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("SIGKILL", "rank 1 was killed by SIGKILL at step 3;"),
+        ("SIGSEGV", "rank 1 was killed by SIGSEGV at step 3;"),
+        ("SIGABRT", "rank 1 was killed by SIGABRT at step 3;"),
+        ("exit", "rank 1 exited with code 7 at step 3;"),
+        ("exception", "rank 1 failed at step 3: MemoryError: simulated out of memory;"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named_first(
+    tmp_path: Path, world: int, fault: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began_s = time.monotonic()
+    timeouts = Timeouts(rendezvous_s=20.0, collective_s=30.0)
+    code = launch(partial(toy, fault=fault), nproc=world, run_dir=tmp_path / "run", timeouts=timeouts)
+    assert code == Exit.RANK_FAILED == 3
+    assert time.monotonic() - began_s < 5
+    error = capfd.readouterr().err
+    assert error.startswith(said)
+    assert "closed by peer" not in error
+
+
+def test_bad_input_of_a_rank_reaches_the_caller_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BadInput) as refused:
+        launch(partial(toy, fault="bad input"), nproc=2, run_dir=tmp_path / "run")
+    assert refused.value.reasons == (Reason(field="data.train", rule="is truncated", nearest="rebuild it"),)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_suspended_rank_is_named_after_the_timeout(
+    tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began_s = time.monotonic()
+    worker = partial(toy, fault="SIGSTOP", rank=world - 1)
+    assert launch(worker, nproc=world, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
+    assert QUICK.collective_s < time.monotonic() - began_s < QUICK.collective_s + 6
+    said = f"rank {world - 1} stopped answering at step 3: it is suspended (SIGSTOP)"
+    assert capfd.readouterr().err.startswith(said)
+
+
+def test_a_rank_that_spins_is_named_though_another_times_out_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = launch(partial(toy, fault="spin", rank=0), nproc=2, run_dir=tmp_path / "run", timeouts=QUICK)
+    assert code == Exit.RANK_FAILED
+    assert capfd.readouterr().err.startswith("rank 0 stopped answering at step 3: the others wait for it")
+
+
+def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    assert launch(partial(toy, fault="SIGTERM"), nproc=4, run_dir=tmp_path / "run") == Exit.STOPPED == 143
+    assert len({(tmp_path / f"saved{rank}").read_text() for rank in range(4)}) == 1
+
+
+def start_launcher(tmp_path: Path) -> int:
+    """The process id of a launcher of its own, once its two ranks step."""
+    launcher = os.fork()
+    if launcher == 0:
+        os._exit(launch(toy, nproc=2, run_dir=tmp_path / "run"))
+    deadline_s = time.monotonic() + 20
+    while len(pids_in(tmp_path)) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return launcher
+
+
+def exit_code(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_stop_signal_to_the_launcher_saves_and_more_are_ignored(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path)
+    os.kill(launcher, signal.SIGTERM)
+    time.sleep(0.3)  # ranks are saving
+    for process in (launcher, *pids_in(tmp_path)):
+        os.kill(process, signal.SIGTERM)
+        os.kill(process, signal.SIGINT)
+    assert exit_code(launcher) == 143
+    assert len({(tmp_path / f"saved{rank}").read_text() for rank in range(2)}) == 1
+
+
+def test_ranks_die_with_a_killed_launcher_and_the_directory_is_free_again(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path)
+    pids = pids_in(tmp_path)
+    assert len(pids) == 2
+    with pytest.raises(BadInput, match=f"in use by another job .process {launcher}"):
+        launch(toy, nproc=1, run_dir=tmp_path / "run")
+    os.kill(launcher, signal.SIGKILL)
+    assert exit_code(launcher) == -signal.SIGKILL
+    deadline_s = time.monotonic() + 5
+    while any(map(alive, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+    assert launch(partial(toy, steps=1), nproc=1, run_dir=tmp_path / "run") == Exit.DONE
+
+
+def test_spawned_ranks_run_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The way of CUDA ranks, which touch no GPU here."""
+    assert launch(fails, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA) == Exit.RANK_FAILED
+    assert capfd.readouterr().err.startswith("rank 0 failed before its first step: RuntimeError: on purpose")
+
+
+def fails(context: RankContext) -> Outcome:
+    raise RuntimeError("on purpose")
+
+
+def torchrun_env(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in (values | changes).items():
+        monkeypatch.setenv(key, value)
+
+
+def test_under_torchrun_the_worker_runs_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_env(monkeypatch)
+    seen = []
+
+    def worker(context: RankContext) -> Outcome:
+        seen.append((os.getpid(), context.rank, context.world))
+        with pytest.raises(BadInput, match="in use"), run_lock(tmp_path / "run"):
+            pass
+        return Outcome.STOPPED
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert launch(worker, nproc=1, run_dir=tmp_path / "run") == Exit.STOPPED
+    assert seen == [(os.getpid(), 0, 1)]
+    assert launch(fails, nproc=1, run_dir=tmp_path / "run") == Exit.RANK_FAILED
+    assert capfd.readouterr().err.startswith("rank 0 failed before its first step: RuntimeError: on purpose")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": "1"}, "RANK=1: must be below WORLD_SIZE=1"),
+        ({"RANK": "-1"}, "RANK=-1: must be a whole number"),
+        ({"WORLD_SIZE": "2"}, "nproc=1: torchrun started 2 ranks; nearest legal value: 2"),
+    ],
+)
+def test_a_wrong_torchrun_environment_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], said: str
+) -> None:
+    torchrun_env(monkeypatch, **changes)
+    with pytest.raises(BadInput, match=said):
+        launch(toy, nproc=1, run_dir=tmp_path / "run")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(BadInput, match="MASTER_PORT"):
+        launch(toy, nproc=1, run_dir=tmp_path / "run")
+
+
+def test_nothing_starts_without_a_rank_or_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="nproc=0: must be at least 1"):
+        launch(toy, nproc=0, run_dir=tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be used as a run directory"):
+        launch(toy, nproc=1, run_dir=tmp_path / "file")
