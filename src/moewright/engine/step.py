@@ -62,7 +62,7 @@ class Data:
         ids = self.sampler.batch(step, work.global_batch)[rows.start : rows.stop]
         tokens = fetch(self.dataset, ids, seq_len=work.seq_len, vocab_size=run.model.vocab_size)
         batch = torch.from_numpy(tokens).to(run.device)
-        return batch[:, :-1], batch[:, 1:]
+        return batch[:, :-1].clone(), batch[:, 1:].clone()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

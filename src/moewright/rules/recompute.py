@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from moewright.rules import routing
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, ModelSpec, NormKind, QkNorm
+from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm
 from moewright.spec.workload import Dtype, Workload
 
 FP32_BYTES = 4
 INT64_BYTES = 8
+INT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ def saved_by_layer(
     mtp = layer > model.layers
     rows = [*_attention(model, size)]
     if model.moe_layers[-1 if mtp else layer]:
-        rows += _moe(model, size, routing.routed_rows(model, workload, layout, load), layout.etp)
+        rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load))
     else:
         rows += _dense(model, size)
     if mtp:
@@ -132,21 +133,36 @@ def _dense(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     yield _row(Module.DENSE_MLP, "activation", c * T * ffn // size.tp, Recompute.MLP)
 
 
-def _moe(model: ModelSpec, size: _Sizes, R: int, etp: int) -> Iterator[Saved]:
+def _moe(model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: int) -> Iterator[Saved]:
     if model.moe is None:
         return
-    c, t, f, wide = size.c, size.t, model.moe.ffn_size, 2 if model.gated else 1
+    c, t, f, wide, etp = size.c, size.t, model.moe.ffn_size, 2 if model.gated else 1, layout.etp
     moe = Recompute.MOE
+    sent = t * model.moe.router.top_k
     yield _row(Module.ROUTER, "post_norm_out", c * t * size.h, Recompute.LAYERNORM)
-    yield _row(Module.ROUTER, "logits", FP32_BYTES * t * model.moe.experts, moe)
-    yield _row(Module.ROUTER, "scores", FP32_BYTES * t * model.moe.experts, moe)
+    yield from _router(model.moe, workload, t)
     yield _row(Module.EXPERTS, "permuted", c * R * size.h, moe)
     yield _row(Module.EXPERTS, "fc1", c * R * wide * f // etp, moe)
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
-    # One order of the rows sent and one of the rows received.
-    yield _row(Module.EXPERTS, "indices", INT64_BYTES * (t * model.moe.router.top_k + R), moe)
+    # Each sort keeps its order and the inverse: by expert on this side, and by local expert where rows come mixed.
+    mixed = R if layout.ep > 1 and model.moe.experts > layout.ep else 0
+    yield _row(Module.EXPERTS, "indices", 2 * INT64_BYTES * (sent + mixed), moe)
+    yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (model.moe.experts // layout.ep), moe)
     yield from _shared(model, size)
+
+
+def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
+    """The router computes in fp32: scores of all experts, what was chosen, and what the auxiliary losses keep."""
+    chosen = t * moe.router.top_k
+    yield _row(Module.ROUTER, "scores", FP32_BYTES * t * moe.experts, Recompute.MOE)
+    yield _row(Module.ROUTER, "chosen", INT64_BYTES * chosen, Recompute.MOE)
+    if moe.router.renormalize:
+        yield _row(Module.ROUTER, "chosen_scores", FP32_BYTES * (chosen + t), Recompute.MOE)
+    if workload.loss.aux_coeff:
+        yield _row(Module.ROUTER, "load_share", FP32_BYTES * moe.experts, Recompute.MOE)
+    if workload.loss.z_coeff:
+        yield _row(Module.ROUTER, "logits", FP32_BYTES * t * (moe.experts + 1), Recompute.MOE)
 
 
 def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:

@@ -173,34 +173,36 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Spread(torch.autograd.Function):
-    """Copy each token to its routed rows: x [T,K] -> [T*k,K]; the transpose of Gather. Keeps nothing.
+    """Copy each token to its routed rows: x [T,K] -> [T*k,K]; the transpose of Gather. Keeps `inverse`.
 
     Row i holds token order[i] // top_k; `inverse` is the inverse permutation of `order`.
     """
 
     @staticmethod
     def forward(ctx: Any, x_TK: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.route = (order, inverse, top_k)
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
         return _spread(x_TK, order, top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        _, inverse, top_k = ctx.route
-        return _gather(grad, inverse, top_k), None, None, None
+        (inverse,) = ctx.saved_tensors
+        return _gather(grad, inverse, ctx.top_k), None, None, None
 
 
 class Gather(torch.autograd.Function):
-    """Sum each token's routed rows: [T*k,K] -> [T,K]; the transpose of Spread. Keeps nothing."""
+    """Sum each token's routed rows: [T*k,K] -> [T,K]; the transpose of Spread. Keeps `order`."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.route = (order, inverse, top_k)
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
         return _gather(rows, inverse, top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        order, _, top_k = ctx.route
-        return _spread(grad, order, top_k), None, None, None
+        (order,) = ctx.saved_tensors
+        return _spread(grad, order, ctx.top_k), None, None, None
 
 
 def _spread(x_TK: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -213,16 +215,17 @@ def _gather(rows: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tens
 
 
 class Reorder(torch.autograd.Function):
-    """x.index_select(0, order) for a permutation; backward selects by its inverse. Keeps nothing."""
+    """x.index_select(0, order) for a permutation; backward selects by its inverse, which is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.inverse = inverse
+        ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.inverse), None, None
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
 class Embed(torch.autograd.Function):

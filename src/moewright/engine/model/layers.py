@@ -76,11 +76,11 @@ class Attention(nn.Module):
         self.q = Weight(run, spec.q_width, hidden)
         self.k = Weight(run, spec.kv_width, hidden)
         self.v = Weight(run, spec.kv_width, hidden)
-        self.o = Weight(run, hidden, spec.out_width)
         self._norm_width = {QkNorm.PER_HEAD: spec.head_dim, QkNorm.FULL: 0}.get(spec.qk_norm)
         if self._norm_width is not None:
             self.q_norm = Norm(run, self._norm_width or spec.q_width)
             self.k_norm = Norm(run, self._norm_width or spec.kv_width)
+        self.o = Weight(run, hidden, spec.out_width)
 
     def forward(self, x_TH: torch.Tensor, batch: int) -> torch.Tensor:
         spec, books = self._spec, self._run.books

@@ -1,0 +1,143 @@
+"""The one-process model against Hugging Face transformers: loss of every token and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from moewright.engine.books import Books
+from moewright.engine.mesh import build_mesh
+from moewright.engine.model.layers import slots_of
+from moewright.engine.model.transformer import Transformer, initial_value
+from moewright.engine.runtime import Runtime
+from moewright.rules.inventory import parameters
+from moewright.rules.stages import chunks
+from moewright.spec.ledger import Module
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import DataSpec, LossSpec, Workload
+from tiny_jobs import MODEL, plan, workload
+
+transformers = pytest.importorskip("transformers")
+
+
+def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
+    """The engine's model of one process, weights in place."""
+    job = plan(work, "", world_size=1, model=spec)
+    books = Books()
+    run = Runtime(
+        model=spec,
+        workload=work,
+        mesh=build_mesh(job.layout, 0, books),
+        books=books,
+        device=torch.device("cpu"),
+    )
+    model = Transformer(run, chunks(spec, job.layout)[0])
+    for slot in slots_of(model):
+        slot.owner.weight = nn.Parameter(initial_value(slot, run))
+    return model
+
+
+def hf_names(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that transformers keeps under its own names for one of ours."""
+    table = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "final_norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
+    if name in table:
+        return {table[name]: tensor}
+    layer, part = name.removeprefix("layers.").split(".", 1)
+    base = f"model.layers.{layer}."
+    simple = {
+        "input_norm.weight": "input_layernorm.weight",
+        "post_norm.weight": "post_attention_layernorm.weight",
+        "attention.q.weight": "self_attn.q_proj.weight",
+        "attention.k.weight": "self_attn.k_proj.weight",
+        "attention.v.weight": "self_attn.v_proj.weight",
+        "attention.o.weight": "self_attn.o_proj.weight",
+        "attention.q_norm.weight": "self_attn.q_norm.weight",
+        "attention.k_norm.weight": "self_attn.k_norm.weight",
+        "moe.router.weight": "mlp.gate.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
+    }
+    if part in simple:
+        return {base + simple[part]: tensor}
+    if part == "mlp.gate_up.weight":
+        return {f"{base}mlp.gate_proj.weight": tensor[0], f"{base}mlp.up_proj.weight": tensor[1]}
+    if part == "moe.experts.gate_up.weight":
+        return {f"{base}mlp.experts.gate_up_proj": tensor.flatten(1, 2)}
+    assert part == "moe.experts.down.weight"
+    return {f"{base}mlp.experts.down_proj": tensor}
+
+
+def hf_model(spec: ModelSpec, ours: Transformer) -> nn.Module:
+    assert spec.moe is not None
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.dense_ffn_size,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.attention.heads,
+        num_key_value_heads=spec.attention.kv_heads,
+        head_dim=spec.attention.head_dim,
+        rms_norm_eps=spec.norm_eps,
+        rope_theta=spec.attention.rope.theta,
+        num_experts=spec.moe.experts,
+        num_experts_per_tok=spec.moe.router.top_k,
+        moe_intermediate_size=spec.moe.ffn_size,
+        norm_topk_prob=spec.moe.router.renormalize,
+        mlp_only_layers=[i for i, is_moe in enumerate(spec.moe_layers) if not is_moe],
+        tie_word_embeddings=spec.tie_embeddings,
+        attn_implementation="eager",
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).float()
+    state = {}
+    for slot in slots_of(ours):
+        state |= hf_names(slot.name, slot.parameter.detach().clone())
+    if spec.tie_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: bool) -> None:
+    moe = MODEL.moe
+    assert moe is not None
+    spec = replace(MODEL, tie_embeddings=tied, moe=replace(moe, router=replace(moe.router, renormalize=renormalize)))
+    ours = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
+    theirs = hf_model(spec, ours)
+    tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = -1
+    out = ours(inputs, targets)
+    out.nll.sum().backward()
+    logits = theirs(inputs).logits
+    nll = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    nll.sum().backward()
+    torch.testing.assert_close(out.nll, nll, rtol=1e-5, atol=1e-5)
+    expected = dict(theirs.named_parameters())
+    for slot in slots_of(ours):
+        assert slot.parameter.grad is not None, slot.name
+        for name, grad in hf_names(slot.name, slot.parameter.grad).items():
+            reference = expected[name].grad
+            assert reference is not None
+            error = (grad - reference).norm() / reference.norm()
+            assert error < 2e-5, (name, float(error))
+
+
+def test_the_model_holds_the_inventory() -> None:
+    """Two independent lists of the same parameters: what the planner counts and what the engine builds."""
+    for tied in (False, True):
+        spec = replace(MODEL, tie_embeddings=tied)
+        model = single_process_model(spec, workload(DataSpec()))
+        built = [(slot.name, tuple(slot.parameter.shape), slot.module) for slot in slots_of(model)]
+        listed = [(p.name, p.shape, p.module) for p in parameters(spec)]
+        assert sorted(built) == sorted(listed)
+        assert [name for name, _, _ in built] == [p.name for p in parameters(spec)]
+        experts = {slot.name for slot in slots_of(model) if slot.module is Module.EXPERTS}
+        assert experts == {p.name for p in parameters(spec) if p.expert}

@@ -1,0 +1,130 @@
+"""Every layout computes what one process computes: gradients of all parameters, losses, norms, and the loss curve.
+
+The first AdamW moment after one unclipped step is (1 - beta1) times the gradient, and a checkpoint holds it by global
+name: reading it back compares every gradient, whatever shards it lay in.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_jobs
+from moewright.codec import parse_layout, read_json
+from moewright.engine.checkpoint import Piece, alone, latest, load, read_index
+from moewright.engine.rank import Exit
+from moewright.engine.train import run
+from moewright.spec.ledger import Ledger
+from moewright.spec.workload import DataSpec, OptimizerSpec
+
+pytestmark = pytest.mark.spawn
+
+LAYOUTS = [
+    (2, "mbs4"),
+    (2, "ep2,mbs2"),
+    (2, "ep2,zero0"),
+    (4, "ep2"),
+    (4, "ep4,mbs2"),
+    (4, "ep4,zero0"),
+    (8, "ep8"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs of one process, by micro-batch size."""
+    return {mbs: train(data, f"mbs{mbs}", 1, tmp_path_factory.mktemp("one")) for mbs in (1, 2, 4)}
+
+
+def train(data: DataSpec, layout: str, world_size: int, run_dir: Path, *, steps: int = 4) -> Path:
+    """Train `steps` steps, keeping a checkpoint of each."""
+    work = tiny_jobs.workload(data, steps=steps)
+    optimizer = replace(work.optimizer, bucket_elements=4000)  # several buckets
+    work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=steps))
+    assert run(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is Exit.DONE
+    return run_dir
+
+
+def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything a checkpoint holds, as whole tensors."""
+    checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
+    whole = {t.name: torch.empty(t.shape) for t in read_index(checkpoint).tensors}
+    pieces = [
+        Piece(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for name, t in whole.items()
+    ]
+    load(checkpoint, pieces=pieces, comm=alone())
+    return whole
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+def test_equals_one_process(
+    world_size: int, layout: str, data: DataSpec, one_process: dict[int, Path], tmp_path: Path
+) -> None:
+    here = train(data, layout, world_size, tmp_path)
+    reference_run = one_process[parse_layout(layout, world_size=world_size).mbs]
+    wanted, found = state(reference_run, 1), state(here, 1)
+    assert wanted.keys() == found.keys()
+    for name, reference in wanted.items():
+        if not name.startswith("optim/exp_avg/"):
+            continue
+        error = (found[name] - reference).norm() / reference.norm()
+        assert error <= 3e-5, (name, float(error))
+    for ours, theirs in zip(steps_of(here), steps_of(reference_run), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
+    first = [steps_of(path)[0] for path in (here, reference_run)]
+    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
+    assert [load["counts"] for load in first[0]["loads"]] == [load["counts"] for load in first[1]["loads"]]
+
+
+def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:
+    first, second = (train(data, "ep2,mbs2", 2, tmp_path / name, steps=2) for name in ("a", "b"))
+    one, two = state(first, 2), state(second, 2)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    for ours, theirs in zip(steps_of(first), steps_of(second), strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+
+
+def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
+    """A router that sends every token to the first two experts: three of four ranks get no row, and all agree."""
+    moe = tiny_jobs.MODEL.moe
+    assert moe is not None
+    model = replace(tiny_jobs.MODEL, moe=replace(moe, experts=4, router=replace(moe.router, top_k=1)))
+    # With all weights zero every logit ties, and a tie falls on one expert for all tokens.
+    work = tiny_jobs.workload(data, steps=1, optimizer=OptimizerSpec(lr=0.0, clip_norm=0.0))
+    results = []
+    for world_size, layout in ((1, ""), (4, "ep4")):
+        run_dir = tmp_path / str(world_size)
+        flat = replace(model, initializer_range=0.0)
+        assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir) is Exit.DONE
+        results.append(steps_of(run_dir)[0])
+    counts = results[1]["loads"][0]["counts"]
+    assert sorted(counts)[:3] == [0, 0, 0]
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-6)
+
+
+def test_counted_bytes_do_not_depend_on_time(data: DataSpec, tmp_path: Path) -> None:
+    """Each rank of one expert group holds the same parameter bytes; nothing is counted twice on a second session."""
+    here = train(data, "ep2,mbs2", 2, tmp_path, steps=2)
+    ledgers = [read_json(Ledger, here / "ledger" / f"rank{rank:05d}.json") for rank in (0, 1)]
+    rows = [
+        {(r.component, r.module): r.bytes for r in ledger.memory if r.component in ("weights", "gradients")}
+        for ledger in ledgers
+    ]
+    assert rows[0] == rows[1]
+    assert latest(here / "checkpoints") is not None

@@ -1,0 +1,53 @@
+"""Predicted = counted: the planner's ledger of every rank against the engine's, for layouts that differ in each group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_jobs
+
+from moewright.codec import read_json
+from moewright.cost.ledger import predict
+from moewright.engine.rank import Exit
+from moewright.engine.train import run
+from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.workload import DataSpec, Dtype, LossSpec
+from moewright.tune.compare import Section, Status, compare
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "precision", "loss"),
+    [
+        (1, "mbs4", Dtype.FP32, LossSpec()),
+        (2, "ep2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (2, "mbs4,zero0", Dtype.BF16, LossSpec(aux_coeff=0.01, z_coeff=0.001)),
+        (4, "ep2", Dtype.FP32, LossSpec(z_coeff=0.001)),
+        (4, "ep4,mbs2", Dtype.BF16, LossSpec()),
+        (8, "ep8", Dtype.FP32, LossSpec(aux_coeff=0.01)),
+    ],
+)
+def test_predicted_equals_counted(
+    world_size: int, layout: str, precision: Dtype, loss: LossSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    work = tiny_jobs.workload(data, steps=2, precision=precision, loss=loss)
+    work = replace(work, optimizer=replace(work.optimizer, bucket_elements=5000))
+    plan = tiny_jobs.plan(work, layout, world_size=world_size)
+    assert run(plan, tmp_path) is Exit.DONE
+    selection = read_json(Selection, tmp_path / "ledger" / "selection.json")
+    for rank in range(world_size):
+        counted = read_json(Ledger, tmp_path / "ledger" / f"rank{rank:05d}.json")
+        comparison = compare(predict(plan, rank=rank, selection=selection), counted)
+        wrong = [
+            line for line in comparison.lines if line.section is not Section.TIME and line.status is not Status.EQUAL
+        ]
+        assert not wrong, wrong
+        assert comparison.exact

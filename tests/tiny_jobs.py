@@ -1,0 +1,126 @@
+"""Tiny jobs for tests that train: a Qwen3-MoE-shaped model of about 100k parameters and a corpus of a few pages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from moewright.codec import parse_layout
+from moewright.engine.data.build import build
+from moewright.engine.data.tokenizer import TokenizerKind
+from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware, Peak
+from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RopeSpec, RouterSpec
+from moewright.spec.plan import Estimate, Plan, Verdict
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.workload import DataSpec, Dtype, LossSpec, OptimizerSpec, Workload
+
+VOCABULARY = 320
+
+MODEL = ModelSpec(
+    name="tiny-moe",
+    family="qwen3_moe",
+    hidden_size=32,
+    layers=3,
+    vocab_size=VOCABULARY,
+    attention=AttentionSpec(
+        kind=AttentionKind.GQA,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        v_head_dim=16,
+        qk_norm=QkNorm.PER_HEAD,
+        rope=RopeSpec(theta=10000.0),
+    ),
+    dense_ffn_size=48,
+    moe=MoeSpec(experts=8, ffn_size=16, router=RouterSpec(top_k=2)),
+    moe_layers=(True, False, True),
+    initializer_range=0.2,  # wide, so that routing has clear margins and gradients are not tiny
+)
+
+
+def corpus(folder: Path) -> DataSpec:
+    """A small corpus of made-up words, byte tokens."""
+    dice = random.Random(7)
+    words = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 8))) for _ in range(200)]
+    source = folder / "text"
+    source.mkdir(parents=True, exist_ok=True)
+    for number in range(30):
+        (source / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=400)))
+    return build(source, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2).data
+
+
+def workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
+    """Eight sequences of 32 tokens a step, fp32, no clipping."""
+    base = Workload(
+        seq_len=32,
+        global_batch=8,
+        steps=steps,
+        precision=Dtype.FP32,
+        eval_batches=2,
+        ledger_step=1,
+        optimizer=OptimizerSpec(lr=1e-2, warmup_steps=2, clip_norm=0.0, eps=1e-6),
+        loss=LossSpec(aux_coeff=0.02, z_coeff=0.001),
+        data=data,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MODEL) -> Plan:
+    """A plan for this machine's CPU; the estimate is empty, which the engine does not read."""
+    return Plan(
+        model=model,
+        workload=work,
+        hardware=_hardware(world_size),
+        layout=parse_layout(layout, world_size=world_size),
+        estimate=_NO_ESTIMATE,
+        fingerprint="test",
+    )
+
+
+def _assumed(value: float) -> Sourced:
+    return Sourced(value=value, kind=SourceKind.ASSUMED, source="test")
+
+
+def _hardware(count: int) -> Hardware:
+    return Hardware(
+        name="test CPU",
+        count=count,
+        device=Device(
+            name="test CPU",
+            kind=DeviceKind.CPU,
+            memory_bytes=_assumed(4e9),
+            memory_Bps=_assumed(1e10),
+            peaks=(Peak(dtype=Dtype.FP32, rate=_assumed(1e11)), Peak(dtype=Dtype.BF16, rate=_assumed(1e11))),
+            rates=(),
+        ),
+        fabric=Fabric(
+            domain_size=count,
+            devices_per_node=count,
+            domain_Bps=_assumed(1e9),
+            network_Bps=_assumed(1e9),
+            domain_latency_s=_assumed(1e-5),
+            network_latency_s=_assumed(1e-5),
+        ),
+    )
+
+
+_NO_ESTIMATE = Estimate(
+    ledgers=(),
+    peak_rank=0,
+    peak_bytes=0,
+    capacity_bytes=1,
+    verdict=Verdict.FITS,
+    margin_bytes=1,
+    largest="nothing",
+    step_s=1.0,
+    shares=(),
+    micro_batches=1,
+    bubble_fraction=0.0,
+    tokens_per_s_per_device=0.0,
+    model_flops_per_step=0.0,
+    tflops_per_device=0.0,
+    mfu=0.0,
+    hfu=0.0,
+    assumptions=(),
+)
