@@ -1,0 +1,1 @@
+"""Measures this machine and writes it down as a hardware file."""

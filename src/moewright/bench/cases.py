@@ -1,0 +1,296 @@
+"""What is measured: cases of work with a size, each set up as the engine does that work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch.optim.adamw import adamw
+
+from moewright.engine import kernels
+from moewright.spec.hardware import Collective, DeviceKind, Op
+from moewright.spec.units import KIB, MIB
+from moewright.spec.workload import Dtype
+
+TORCH_DTYPES = ((Dtype.BF16, torch.bfloat16), (Dtype.FP32, torch.float32))
+
+# Linear layers of small models on a CPU and of large ones on a GPU, m x n x k; the widest n is a vocabulary head.
+CPU_GEMMS = (
+    (256, 128, 128),
+    (256, 256, 256),
+    (1024, 256, 256),
+    (1024, 512, 384),
+    (2048, 1024, 384),
+    (2048, 4096, 256),
+)
+CUDA_GEMMS = ((256, 1024, 1024), (1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 16384, 4096))
+CPU_ROWS, CUDA_ROWS = (8, 32, 128, 384, 1024), (16, 64, 256, 1024, 4096)
+CPU_SEQ_LENS, CUDA_SEQ_LENS = (128, 256, 512, 1024, 2048), (1024, 2048, 4096, 8192)
+PASS_BYTES = (16 * KIB, 128 * KIB, MIB, 8 * MIB, 64 * MIB)
+UPDATED = (1 << 16, 1 << 20, 1 << 23)
+PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
+TINY_OPS = 200
+
+Call = Callable[[], object]
+
+
+class Probe(StrEnum):
+    """What is measured beside the rates and collectives of the hardware file."""
+
+    COPY = "copy"  # x: bytes read and written; y: bytes/s
+    HOST = "host"  # x: operations; y: operations/s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times seconds."""
+
+    op: Op | Collective | Probe
+    dtype: Dtype
+    x: float
+    work: float
+    setup: Callable[[torch.device], Call]
+
+    @property
+    def curve(self) -> tuple[Op | Collective | Probe, Dtype]:
+        return self.op, self.dtype
+
+
+def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
+    """Every case: the smallest point of each curve, then all of the collectives, then the other rates by rounds.
+
+    When time runs out, what is missing are the largest points of the rates.
+    """
+    curves: dict[tuple[str, str], list[Case]] = {}
+    for case in (*_compute(kind), *_collectives(ranks)):
+        curves.setdefault(case.curve, []).append(case)
+    ordered = [sorted(curve, key=lambda case: case.x) for curve in curves.values()]
+    rates = [curve[1:] for curve in ordered if not isinstance(curve[0].op, Collective)]
+    return (
+        *(curve[0] for curve in ordered),
+        *(case for curve in ordered if isinstance(curve[0].op, Collective) for case in curve[1:]),
+        *(case for cases in zip_longest(*rates) for case in cases if case is not None),
+    )
+
+
+def _compute(kind: DeviceKind) -> Iterable[Case]:
+    cpu = kind is DeviceKind.CPU
+    for dtype, torch_dtype in TORCH_DTYPES:
+        for m, n, k in CPU_GEMMS if cpu else CUDA_GEMMS:
+            yield _gemm(dtype, torch_dtype, m, n, k)
+        for size_bytes in PASS_BYTES:
+            yield _passes(dtype, torch_dtype, size_bytes)
+        if not cpu and dtype is Dtype.FP32:
+            continue  # flash attention and grouped GEMM of CUDA devices are for half precision
+        experts, n, k = (4, 512, 256) if cpu else (16, 1536, 2048)
+        for rows in CPU_ROWS if cpu else CUDA_ROWS:
+            yield _grouped(dtype, torch_dtype, rows, experts, n, k)
+        for seq_len in CPU_SEQ_LENS if cpu else CUDA_SEQ_LENS:
+            batch = max(1024 // seq_len, 1)
+            shape = (batch, seq_len, 8, 2, 32) if cpu else (batch, seq_len, 32, 8, 128)
+            yield from _attention(dtype, torch_dtype, shape)
+    for parameters in UPDATED:
+        yield _update(parameters)
+    yield _copy(PASS_BYTES[-1])
+    yield _host()
+
+
+def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Case:
+    """A linear layer's forward and both products of its backward; x is the FLOPs of one."""
+
+    def setup(device: torch.device) -> Call:
+        x, w, g = (_random(shape, torch_dtype, device) for shape in ((m, k), (n, k), (m, n)))
+
+        def call() -> None:
+            kernels.matmul(x, w.t())
+            kernels.matmul(g, w)
+            kernels.matmul(g.t(), x)
+
+        return call
+
+    flops = 2 * m * n * k
+    return Case(op=Op.GEMM, dtype=dtype, x=flops, work=3 * flops, setup=setup)
+
+
+def _grouped(dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n: int, k: int) -> Case:
+    """Experts' linear [n, k], forward and both products of backward, with `rows` an expert."""
+
+    def setup(device: torch.device) -> Call:
+        shapes = ((experts * rows, k), (experts, n, k), (experts * rows, n))
+        x, w, g = (_random(shape, torch_dtype, device) for shape in shapes)
+        ends = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows
+
+        def call() -> None:
+            kernels.grouped_matmul(x, w.mT, ends)
+            kernels.grouped_matmul(g, w, ends)
+            kernels.grouped_matmul(g.t(), x, ends)
+
+        return call
+
+    return Case(op=Op.GROUPED_GEMM, dtype=dtype, x=rows, work=3 * 2 * experts * rows * n * k, setup=setup)
+
+
+def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, int, int, int]) -> tuple[Case, Case]:
+    """Causal attention of shape (batch, sequence, heads, key heads, head size): the forward case and the backward."""
+    batch, seq_len, heads, kv_heads, width = shape
+
+    def inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q = _random((batch, seq_len, heads, width), torch_dtype, device)
+        k, v = (_random((batch, seq_len, kv_heads, width), torch_dtype, device) for _ in range(2))
+        return q, k, v
+
+    def forward(device: torch.device) -> Call:
+        q, k, v = inputs(device)
+        return lambda: kernels.attention(q, k, v)
+
+    def backward(device: torch.device) -> Call:
+        q, k, v = inputs(device)
+        out, rest = kernels.attention(q, k, v)
+        grad = torch.randn_like(out)
+        return lambda: kernels.attention_backward(grad, q, k, v, out, rest)
+
+    flops = 2 * batch * heads * seq_len * seq_len * width
+    return (
+        Case(op=Op.ATTENTION, dtype=dtype, x=seq_len, work=flops, setup=forward),
+        Case(op=Op.ATTENTION_BACKWARD, dtype=dtype, x=seq_len, work=2 * flops, setup=backward),
+    )
+
+
+def _passes(dtype: Dtype, torch_dtype: torch.dtype, pass_bytes: int) -> Case:
+    """Three passes as the layers chain them: into fp32 (or a product), scale in place, back (or a sum), with results
+    newly allocated. x is the mean bytes of a pass."""
+    elements = pass_bytes * 3 // (20 if dtype is Dtype.BF16 else 32)
+    moved_bytes = elements * (20 if dtype is Dtype.BF16 else 32)
+
+    def setup(device: torch.device) -> Call:
+        a = _random((elements,), torch_dtype, device)
+        if dtype is Dtype.BF16:
+            return lambda: a.float().mul_(0.5).to(torch_dtype)
+        return lambda: (a * a).mul_(0.5) + a
+
+    return Case(op=Op.ELEMENTWISE, dtype=dtype, x=moved_bytes / 3, work=moved_bytes, setup=setup)
+
+
+def _update(parameters: int) -> Case:
+    """Fused AdamW over flat fp32 buffers: master weights, gradients and two moments."""
+
+    def setup(device: torch.device) -> Call:
+        master, grad = (_random((parameters,), torch.float32, device) for _ in range(2))
+        first, second = torch.zeros_like(master), torch.zeros_like(master)
+        step = torch.zeros((), device=device)
+
+        def call() -> None:
+            adamw(
+                [master],
+                [grad],
+                [first],
+                [second],
+                [],
+                [step],
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.95,
+                lr=1e-3,
+                weight_decay=0.1,
+                eps=1e-8,
+                maximize=False,
+            )
+
+        return call
+
+    return Case(op=Op.OPTIMIZER, dtype=Dtype.FP32, x=parameters, work=parameters, setup=setup)
+
+
+def _copy(size_bytes: int) -> Case:
+    """A plain copy between two buffers far larger than any cache."""
+
+    def setup(device: torch.device) -> Call:
+        source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
+    return Case(op=Probe.COPY, dtype=Dtype.FP32, x=2 * size_bytes, work=2 * size_bytes, setup=setup)
+
+
+def _host() -> Case:
+    """Operations too small to cost anything but their launch, half of them in an autograd backward."""
+
+    def setup(device: torch.device) -> Call:
+        start = torch.ones(8, device=device, requires_grad=True)
+        gradient = torch.ones(8, device=device)
+
+        def call() -> None:
+            x = start
+            for _ in range(TINY_OPS // 2):
+                x = x * 1.0
+            x.backward(gradient)
+            start.grad = None
+
+        return call
+
+    return Case(op=Probe.HOST, dtype=Dtype.FP32, x=TINY_OPS, work=TINY_OPS, setup=setup)
+
+
+def _collectives(ranks: int) -> Iterable[Case]:
+    if ranks == 1:
+        return
+    makers: Sequence[tuple[Collective, Callable[[torch.Tensor, int], Call]]] = (
+        (Collective.ALL_REDUCE, lambda data, _: lambda: dist.all_reduce(data)),
+        (Collective.ALL_GATHER, _gather),
+        (Collective.REDUCE_SCATTER, _scatter),
+        (Collective.ALL_TO_ALL, _exchange),
+        (Collective.P2P, _shift),
+    )
+    for op, maker in makers:
+        for payload_bytes in PAYLOAD_BYTES:
+            elements = max(payload_bytes // 4 // ranks, 1) * ranks
+            if op is Collective.ALL_GATHER and elements * 4 * ranks > GATHERED_BYTES:
+                continue
+            yield _collective(op, elements, ranks, maker)
+
+
+def _collective(op: Collective, elements: int, ranks: int, maker: Callable[[torch.Tensor, int], Call]) -> Case:
+    """x is the bytes a rank hands in, its own part included; the curve's y is seconds, a call one unit of work."""
+
+    def setup(device: torch.device) -> Call:
+        return maker(torch.zeros(elements, device=device), ranks)
+
+    return Case(op=op, dtype=Dtype.FP32, x=4 * elements, work=1, setup=setup)
+
+
+def _gather(data: torch.Tensor, ranks: int) -> Call:
+    whole = data.new_empty(data.numel() * ranks)
+    return lambda: dist.all_gather_into_tensor(whole, data)
+
+
+def _scatter(data: torch.Tensor, ranks: int) -> Call:
+    part = data.new_empty(data.numel() // ranks)
+    return lambda: dist.reduce_scatter_tensor(part, data)
+
+
+def _exchange(data: torch.Tensor, ranks: int) -> Call:
+    received = torch.empty_like(data)
+    return lambda: dist.all_to_all_single(received, data)
+
+
+def _shift(data: torch.Tensor, ranks: int) -> Call:
+    """Every rank sends to the next and receives from the one before."""
+    received, rank = torch.empty_like(data), dist.get_rank()
+
+    def call() -> None:
+        sends = dist.P2POp(dist.isend, data, (rank + 1) % ranks)
+        receives = dist.P2POp(dist.irecv, received, (rank - 1) % ranks)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+
+    return call
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)

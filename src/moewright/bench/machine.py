@@ -1,0 +1,189 @@
+"""This machine as a hardware file: rates of compute, times of collectives, each number with how it was got."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from moewright.bench.cases import Case, Probe, all_cases
+from moewright.bench.team import run_team
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import (
+    Collective,
+    CollectiveTime,
+    Constant,
+    Curve,
+    Device,
+    DeviceKind,
+    Fabric,
+    Hardware,
+    Op,
+    OpRate,
+    Peak,
+)
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.workload import Dtype
+
+BENCH_VERSION = 1  # part of the fingerprint: raise it when the same machine would be described differently
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+Points = tuple[tuple[float, float], ...]
+
+
+def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
+    """Measure with `nproc` processes at once, one thread (or one GPU) each.
+
+    Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the curves, not the
+    small ones. Peaks are the best GEMM rates measured here, so MFU is a share of what torch reaches on this machine.
+    """
+    kind = _kind(nproc)
+    taken = run_team(kind, ranks=nproc, budget_s=budget_s)
+    points: dict[tuple[str, Dtype], list[tuple[float, float]]] = defaultdict(list)
+    for case, seconds in zip(all_cases(kind, nproc), taken, strict=True):
+        if seconds is not None:
+            points[case.curve].append((case.x, _y(case, seconds)))
+    how = _how(kind, nproc)
+    curves = {key: tuple(sorted(found)) for key, found in points.items()}
+    missing = [op for op in (*Op, *Probe) if not any(key[0] is op for key in curves)]
+    if missing:
+        rule = f"was too short to measure {', '.join(missing)}"
+        raise BadInput(Reason(field="budget_s", value=f"{budget_s:g}", rule=rule, nearest="45"))
+    name = device_name()
+    return Hardware(
+        name=f"{nproc} x {name}",
+        count=nproc,
+        device=_device(kind, nproc, name, curves, how),
+        fabric=_fabric(nproc, curves, how),
+        constants=(
+            Constant(
+                name="host_s_per_op",
+                value=_sourced(1 / curves[Probe.HOST, Dtype.FP32][0][1], f"{how}: tiny operations, half in backward"),
+            ),
+        ),
+        fingerprint=machine_fingerprint(nproc),
+    )
+
+
+def machine_fingerprint(nproc: int) -> str:
+    """16 hex digits that change with the device, cores, memory, torch version or number of processes."""
+    facts = (BENCH_VERSION, device_name(), platform.machine(), _cores(), _ram_bytes(), torch.__version__, nproc)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def device_name() -> str:
+    """The GPU's name, or the processor's as /proc/cpuinfo has it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _kind(nproc: int) -> DeviceKind:
+    if nproc < 1:
+        raise BadInput(Reason(field="nproc", value=str(nproc), rule="must be at least 1", nearest="1"))
+    if not torch.cuda.is_available():
+        return DeviceKind.CPU
+    gpus = torch.cuda.device_count()
+    if nproc > gpus:
+        rule = f"this machine has {gpus} GPUs, and a process takes one"
+        raise BadInput(Reason(field="nproc", value=str(nproc), rule=rule, nearest=str(gpus)))
+    return DeviceKind.CUDA
+
+
+def _y(case: Case, seconds: float) -> float:
+    return seconds if isinstance(case.op, Collective) else case.work / seconds
+
+
+def _how(kind: DeviceKind, nproc: int) -> str:
+    unit = "thread" if kind is DeviceKind.CPU else "GPU"
+    together = f"{nproc} processes at once" if nproc > 1 else "one process"
+    day = datetime.now(UTC).date().isoformat()
+    where = f"{device_name()}, torch {torch.__version__}, {together}, 1 {unit} each"
+    return f"measured {day}, {where}, lower quartile of repeats"
+
+
+def _sourced(value: float, source: str) -> Sourced:
+    return Sourced(value=value, kind=SourceKind.MEASURED, source=source)
+
+
+def _device(kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dtype], Points], how: str) -> Device:
+    whats = {
+        Op.GEMM: "linear forward and both backward products",
+        Op.GROUPED_GEMM: "experts' linear, forward and both backward products",
+        Op.ATTENTION: "causal flash attention, 4 query heads a key head",
+        Op.ATTENTION_BACKWARD: "causal flash attention, 4 query heads a key head",
+        Op.ELEMENTWISE: "chain of three passes, results newly allocated",
+        Op.OPTIMIZER: "fused AdamW over flat fp32 buffers",
+    }
+    rates = tuple(
+        OpRate(op=op, dtype=dtype, curve=_curve(curves[op, dtype], f"{how}: {what}"))
+        for op, what in whats.items()
+        for dtype in (Dtype.BF16, Dtype.FP32)
+        if (op, dtype) in curves
+    )
+    peaks = tuple(
+        Peak(dtype=dtype, rate=_sourced(max(y for _, y in curves[Op.GEMM, dtype]), f"{how}: best GEMM rate"))
+        for dtype in (Dtype.BF16, Dtype.FP32)
+    )
+    if kind is DeviceKind.CPU:
+        memory = _sourced(_ram_bytes() / nproc, f"memory of the machine or its control group / {nproc} processes")
+    else:
+        memory = _sourced(float(torch.cuda.mem_get_info(0)[1]), "total memory by the CUDA driver")
+    return Device(
+        name=name,
+        kind=kind,
+        memory_bytes=memory,
+        memory_Bps=_sourced(curves[Probe.COPY, Dtype.FP32][0][1], f"{how}: copy of 64 MiB, read and written"),
+        peaks=peaks,
+        rates=rates,
+    )
+
+
+def _fabric(nproc: int, curves: dict[tuple[str, Dtype], Points], how: str) -> Fabric:
+    """One domain: the machine. Bandwidth is what leaves a rank in the largest all-to-all, latency its smallest one."""
+    times = tuple(
+        CollectiveTime(op=op, group_size=nproc, curve=_curve(curves[op, Dtype.FP32], f"{how}: {op}"))
+        for op in Collective
+        if (op, Dtype.FP32) in curves
+    )
+    if nproc > 1:
+        exchange = curves[Collective.ALL_TO_ALL, Dtype.FP32]
+        payload_bytes, largest_s = exchange[-1]
+        bandwidth_Bps, latency_s = payload_bytes * (nproc - 1) / nproc / largest_s, exchange[0][1]
+        source = f"{how}: all-to-all of {payload_bytes:.0f} and of {exchange[0][0]:.0f} bytes"
+    else:
+        bandwidth_Bps, latency_s = curves[Probe.COPY, Dtype.FP32][0][1], 0.0
+        source = f"{how}: one process sends nothing; the rate of a copy stands here"
+    outside = f"{source}; one machine has no network, the same figure stands here"
+    return Fabric(
+        domain_size=nproc,
+        devices_per_node=nproc,
+        domain_Bps=_sourced(bandwidth_Bps, source),
+        network_Bps=_sourced(bandwidth_Bps, outside),
+        domain_latency_s=_sourced(latency_s, source),
+        network_latency_s=_sourced(latency_s, outside),
+        times=times,
+    )
+
+
+def _curve(points: Points, source: str) -> Curve:
+    return Curve(points=points, kind=SourceKind.MEASURED, source=source)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ram_bytes() -> float:
+    """Memory this process may use: the machine's, or less where a control group holds it down."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in CGROUP_LIMITS if path.is_file()]
+    return float(min([total, *(int(limit) for limit in limits if limit.isdecimal())]))

@@ -1,0 +1,151 @@
+"""Processes that measure at once, so that what they contend for, memory bandwidth above all, is in the numbers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moewright.bench.cases import Call, Case, all_cases
+from moewright.engine.allocator import keep_freed_memory
+from moewright.spec.hardware import DeviceKind
+
+SLICE_S = 0.2  # on one case, when the budget allows
+BATCH_S = 2e-4  # calls shorter than this are timed several at once
+GRACE_S = 60.0  # past the budget, before a team is taken for hung
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What a rank of the team is told; times are of the monotonic clock, which processes share."""
+
+    kind: DeviceKind
+    ranks: int
+    deadline: float
+    folder: str
+
+
+def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[float | None, ...]:
+    """Seconds of one call of each of `all_cases`, mean over the ranks; None: no time was left.
+
+    Ranks are forked on a CPU (with one thread each) and started anew for CUDA, which does not survive a fork.
+    """
+    start = multiprocessing.get_context("fork") if kind is DeviceKind.CPU else multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + budget_s
+    with tempfile.TemporaryDirectory(prefix="moewright-bench-") as folder:
+        told = Assignment(kind=kind, ranks=ranks, deadline=deadline, folder=folder)
+        team = [start.Process(target=_rank_main, args=(rank, told), daemon=True) for rank in range(ranks)]
+        try:
+            for process in team:
+                process.start()
+            while any(process.is_alive() for process in team):
+                if any(process.exitcode for process in team) or time.monotonic() > deadline + GRACE_S:
+                    break
+                time.sleep(0.02)
+            codes = [process.exitcode for process in team]
+        finally:
+            for process in team:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        _raise_first_failure(codes, Path(folder))
+        taken = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    return tuple(None if None in times else statistics.fmean(times) for times in zip(*taken, strict=True))
+
+
+def _raise_first_failure(codes: Sequence[int | None], folder: Path) -> None:
+    """Name the rank that failed first; the others fail in its wake, with a closed connection."""
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            raise RuntimeError(f"rank {rank} of the benchmark was killed by signal {-code}")
+    errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        raise RuntimeError(f"rank {errors[0].stem} of the benchmark failed:\n{errors[0].read_text()}")
+    hung = [rank for rank, code in enumerate(codes) if code is None]
+    if hung:
+        raise RuntimeError(f"ranks {hung} of the benchmark hung: {GRACE_S:g} s past its budget")
+
+
+def _rank_main(rank: int, told: Assignment) -> None:
+    folder = Path(told.folder)
+    try:
+        seconds = _measure_all(rank, told)
+        (folder / f"{rank}.json").write_text(json.dumps(seconds))
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives that 2.11 does not have yet
+    torch.manual_seed(rank)
+    cuda = told.kind is DeviceKind.CUDA
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if told.ranks > 1:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=Path(told.folder, "store").as_uri(),
+            rank=rank,
+            world_size=told.ranks,
+            timeout=timedelta(seconds=GRACE_S),
+        )
+    cases = all_cases(told.kind, told.ranks)
+    taken = [_measure(case, device, told, len(cases) - place) for place, case in enumerate(cases)]
+    if told.ranks > 1:
+        dist.destroy_process_group()
+    return taken
+
+
+def _measure(case: Case, device: torch.device, told: Assignment, cases_left: int) -> float | None:
+    """Seconds of one call. Every rank makes the same number of calls, at the same time as the others.
+
+    The lower quartile of the repeats: what the team's own ranks cost each other is in all of them, what other jobs on
+    the machine cost is mostly in the upper ones.
+    """
+    left_s = -_highest(time.monotonic() - told.deadline, device, told.ranks)
+    if left_s <= 0:
+        return None
+    call = case.setup(device)
+    call()
+    first_s = _time(call, 1, device)
+    estimate_s = max(_highest(first_s, device, told.ranks), 1e-7)
+    calls = max(1, min(1000, round(BATCH_S / estimate_s)))
+    repeats = int(min(SLICE_S, left_s / cases_left) / (estimate_s * calls))
+    times = [first_s, *(_time(call, calls, device) for _ in range(max(2, min(60, repeats))))]
+    return sorted(times)[len(times) // 4]
+
+
+def _time(call: Call, calls: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / calls
+
+
+def _highest(value: float, device: torch.device, ranks: int) -> float:
+    """The highest value of any rank, on every rank; it also lines the ranks up."""
+    if ranks == 1:
+        return value
+    agreed = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return float(agreed)

@@ -1,0 +1,173 @@
+"""The hardware file of a machine: complete, in the right units, sourced, and within its time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moewright.bench import cases as cases_module
+from moewright.bench import machine, team
+from moewright.bench.cases import Case, Probe, all_cases
+from moewright.bench.machine import machine_fingerprint, measure
+from moewright.bench.team import run_team
+from moewright.codec import read_toml, write_toml
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Collective, DeviceKind, Hardware, Op
+from moewright.spec.sourced import SourceKind
+from moewright.spec.workload import Dtype
+
+CPU = DeviceKind.CPU
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these figures are of a CPU")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Case, ...]:
+    """Every unit of work takes 2 ns, a collective 1 ms and 1 ns a byte."""
+    known = all_cases(CPU, ranks)
+    times = tuple(1e-3 + case.x * 1e-9 if isinstance(case.op, Collective) else case.work * 2e-9 for case in known)
+    monkeypatch.setattr(machine, "run_team", lambda *_, **__: times)
+    return known
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known = pretend(monkeypatch, nproc)
+    hardware = measure(nproc=nproc)
+    device, fabric = hardware.device, hardware.fabric
+    assert {(rate.op, rate.dtype) for rate in device.rates} == {
+        *((op, dtype) for op in Op if op is not Op.OPTIMIZER for dtype in (Dtype.BF16, Dtype.FP32)),
+        (Op.OPTIMIZER, Dtype.FP32),
+    }
+    for rate in device.rates:
+        assert [x for x, _ in rate.curve.points] == [case.x for case in known if case.curve == (rate.op, rate.dtype)]
+        assert all(y == pytest.approx(5e8) for _, y in rate.curve.points)
+    assert [peak.rate.value for peak in device.peaks] == pytest.approx([5e8, 5e8])
+    assert device.memory_bytes.value * nproc <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    times = {one.op: one.curve.points for one in fabric.times}
+    assert set(times) == (set() if nproc == 1 else set(Collective) - {Collective.BROADCAST})
+    for points in times.values():
+        assert all(y == pytest.approx(1e-3 + x * 1e-9) for x, y in points)
+        assert points[0][0] <= 64
+        assert points[-1][0] > 16e6
+    assert (hardware.count, fabric.domain_size, len(device.peaks)) == (nproc, nproc, 2)
+    if nproc > 1:
+        payload = times[Collective.ALL_TO_ALL][-1][0]
+        expected = payload * (nproc - 1) / nproc / (1e-3 + payload * 1e-9)
+        assert fabric.domain_Bps.value == pytest.approx(expected)
+    curves = (*(rate.curve for rate in device.rates), *(one.curve for one in fabric.times))
+    for number in (*curves, *(peak.rate for peak in device.peaks), hardware.constants[0].value, fabric.domain_Bps):
+        assert number.kind is SourceKind.MEASURED
+        assert torch.__version__ in number.source
+        assert "measured 20" in number.source
+    write_toml(tmp_path / "hw.toml", hardware)
+    assert read_toml(Hardware, tmp_path / "hw.toml") == hardware
+
+
+def test_curves_ascend() -> None:
+    for kind in DeviceKind:
+        seen: dict[tuple[str, str], float] = {}
+        for case in all_cases(kind, 2):
+            assert case.x > seen.get(case.curve, 0), case
+            seen[case.curve] = case.x
+
+
+def test_flops_by_hand() -> None:
+    found = {(case.op, case.x): case.work for case in all_cases(CPU, 1) if case.dtype is Dtype.BF16}
+    assert found[Op.GEMM, 2 * 1024 * 512 * 384] == 3 * 2 * 1024 * 512 * 384
+    assert found[Op.GROUPED_GEMM, 128] == 3 * 2 * (4 * 128) * 512 * 256
+    assert found[Op.ATTENTION, 512] == 2 * 2 * 8 * 512 * 512 * (32 + 32) / 2
+    assert found[Op.ATTENTION_BACKWARD, 512] == 2 * found[Op.ATTENTION, 512]
+
+
+def test_the_smallest_of_every_kind_of_work_runs() -> None:
+    smallest: dict[tuple[str, str], Case] = {}
+    for case in all_cases(CPU, 1):
+        smallest.setdefault(case.curve, case)
+    assert len(smallest) == 5 * 2 + 1 + 2
+    for case in smallest.values():
+        case.setup(torch.device("cpu"))()
+
+
+def test_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = machine_fingerprint(2)
+    assert len(mine) == 16
+    assert machine_fingerprint(2) == mine
+    assert machine_fingerprint(4) != mine
+    monkeypatch.setattr(machine, "device_name", lambda: "another processor")
+    assert machine_fingerprint(2) != mine
+
+
+def test_nproc_is_checked() -> None:
+    with pytest.raises(BadInput, match="nproc=0: must be at least 1; nearest legal value: 1"):
+        measure(nproc=0)
+
+
+def test_no_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = tuple(None for _ in all_cases(CPU, 1))
+    monkeypatch.setattr(machine, "run_team", lambda *_, **__: nothing)
+    with pytest.raises(BadInput, match="budget_s=1: was too short to measure gemm, grouped_gemm"):
+        measure(nproc=1, budget_s=1)
+
+
+def sleepy(seconds: float) -> Case:
+    return Case(op=Op.GEMM, dtype=Dtype.FP32, x=1, work=1, setup=lambda _: lambda: time.sleep(seconds))
+
+
+@pytest.mark.spawn
+def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = (sleepy(0.01), sleepy(0.5), sleepy(5.0))
+    monkeypatch.setattr(team, "all_cases", lambda *_: chosen)
+    started = time.monotonic()
+    first, second, third = run_team(CPU, ranks=2, budget_s=1.5)
+    assert time.monotonic() - started < 8
+    assert first == pytest.approx(0.01, rel=0.5)
+    assert second == pytest.approx(0.5, rel=0.3)
+    assert third is None
+
+
+def break_on_rank_1(case: Case, how: str) -> Case:
+    def setup(_: torch.device) -> cases_module.Call:
+        if torch.distributed.get_rank() == 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("no such kernel")
+        return lambda: torch.distributed.barrier()
+
+    return replace(case, setup=setup)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    ("how", "words"), [("raise", "rank 1 .*failed:.*no such kernel"), ("kill", "rank 1 .*killed by signal 9")]
+)
+def test_a_broken_rank_ends_the_team_by_name(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "all_cases", lambda *_: (break_on_rank_1(sleepy(0), how),))
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"(?s){words}"):
+        run_team(CPU, ranks=2, budget_s=30)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.spawn
+def test_this_machine() -> None:
+    """A short real run: every kind of work and every collective is there, with figures of a possible size."""
+    started = time.monotonic()
+    hardware = measure(nproc=2, budget_s=8.0)
+    assert time.monotonic() - started < 30
+    rates = {(rate.op, rate.dtype): rate.curve.points for rate in hardware.device.rates}
+    assert 1e8 < max(y for _, y in rates[Op.GEMM, Dtype.FP32]) < 1e13
+    assert 1e7 < max(y for _, y in rates[Op.ELEMENTWISE, Dtype.BF16]) < 1e13
+    assert {one.op for one in hardware.fabric.times} == set(Collective) - {Collective.BROADCAST}
+    assert all(1e-6 < y < 10 for one in hardware.fabric.times for _, y in one.curve.points)
+    assert 1e-7 < hardware.constants[0].value.value < 1e-3
+    assert hardware.fingerprint == machine_fingerprint(2)
+
+
+def test_probes_are_not_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1)
+    assert not {rate.op for rate in measure(nproc=1).device.rates} & set(Probe)
