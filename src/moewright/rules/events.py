@@ -8,7 +8,14 @@ from moewright.rules.schedule import Kind, Row
 
 
 def makespan_s(table: Sequence[Sequence[Row]], *, forward_s: float, backward_s: float) -> float:
-    """Seconds from the first forward to the last backward of a table of F and B rows.
+    """Seconds from the first forward to the last backward of a table of F and B rows (see `ends_s`)."""
+    return max(ends_s(table, forward_s=forward_s, backward_s=backward_s).values())
+
+
+def ends_s(
+    table: Sequence[Sequence[Row]], *, forward_s: float, backward_s: float
+) -> dict[tuple[Kind, int, int], float]:
+    """When each F and B row of a table ends, in seconds, by (kind, micro-batch, virtual stage).
 
     A forward waits for the same micro-batch's forward one virtual stage before; a backward for its own forward and
     for the backward one stage after. Raises RuntimeError when the rows wait for each other for ever.
@@ -35,7 +42,7 @@ def makespan_s(table: Sequence[Sequence[Row]], *, forward_s: float, backward_s: 
     if any(position[rank] < len(table[rank]) for rank in range(pp)):
         stuck = [rank for rank in range(pp) if position[rank] < len(table[rank])]
         raise RuntimeError(f"the timetable deadlocks on pipeline ranks {stuck}")
-    return max(clock)
+    return ended
 
 
 def _needs(row: Row, stage: int, last_stage: int) -> tuple[tuple[Kind, int, int], ...]:

@@ -1,0 +1,60 @@
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.report.trace import trace, write_trace
+from moewright.spec.errors import BadInput
+from sample_run import plan
+
+
+def piped(text: str, micro_batches: int):
+    base = plan()
+    layout = parse_layout(text, world_size=4)
+    return replace(base, layout=layout, estimate=replace(base.estimate, micro_batches=micro_batches))
+
+
+def spans(given):
+    return [event for event in trace(given)["traceEvents"] if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("text", ["pp4", "pp2,vpp3"])
+def test_every_micro_batch_runs_forward_and_backward_on_every_stage_and_no_track_overlaps(text):
+    given = piped(text, 8)
+    layout = given.layout
+    events = spans(given)
+    assert len(events) == 2 * 8 * layout.pp * layout.vpp
+    for rank in range(layout.pp):
+        track = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == rank)
+        assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(track))
+
+
+def test_the_last_backward_ends_before_gradient_reduction_and_optimizer():
+    given = piped("pp4", 8)
+    end = max(event["ts"] + event["dur"] for event in spans(given))
+    assert end == pytest.approx((1.29 - 0.05 - 0.04) * 1e6)
+    busy = sum(event["dur"] for event in spans(given)) / 4
+    assert 1 - busy / end == pytest.approx(3 / 11)  # (pp - 1) / (m + pp - 1)
+
+
+def test_a_forward_follows_the_stage_before_it():
+    starts = {(e["args"]["micro_batch"], e["args"]["virtual_stage"]): e for e in spans(piped("pp2,vpp3", 4))
+              if e["cat"] == "forward"}  # fmt: skip
+    for (micro_batch, stage), event in starts.items():
+        if stage:
+            before = starts[micro_batch, stage - 1]
+            assert event["ts"] >= before["ts"] + before["dur"] - 1e-6
+
+
+def test_the_file_is_chrome_json_with_a_named_track_a_rank(tmp_path):
+    write_trace(piped("pp4", 4), tmp_path / "timeline.json")
+    data = json.loads((tmp_path / "timeline.json").read_text())
+    names = [event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"]
+    assert names == [f"pipeline rank {rank}" for rank in range(4)]
+
+
+def test_a_schedule_without_a_timetable_is_refused():
+    with pytest.raises(BadInput):
+        trace(piped("pp2,vpp2,schedule=zbv", 4))
