@@ -1,0 +1,135 @@
+"""What Megatron-LM cannot say of a plan, each with its Reason and the nearest thing that it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moewright.spec.errors import Reason
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Overlap, Schedule
+from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, PositionKind, QkNorm, ScoreFunction
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Dtype, Workload
+
+MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)  # original positions, beta_fast, beta_slow of its MLA configuration
+LLAMA3_POSITIONS = 8192  # the original length its llama3 scaling is written for
+
+
+def refusals(plan: Plan) -> tuple[Reason, ...]:
+    """A Reason for everything in the plan that has no Megatron-LM flag; () when all of it has."""
+    return (
+        *_device(plan),
+        *_model(plan.model),
+        *_attention(plan.model.attention, plan.model.position),
+        *_router(plan.model),
+        *_layout(plan.layout, plan.workload),
+        *_precision(plan.workload, plan.layout),
+    )
+
+
+def _no(field: str, value: object, rule: str, nearest: object = "") -> Reason:
+    return Reason(field=field, value=str(value), rule=f"Megatron-LM {rule}", nearest=str(nearest))
+
+
+def _device(plan: Plan) -> Iterator[Reason]:
+    kind = plan.hardware.device.kind
+    if kind is not DeviceKind.CUDA:
+        yield _no("hardware.device.kind", kind, "trains on CUDA devices", DeviceKind.CUDA)
+
+
+def _model(model: ModelSpec) -> Iterator[Reason]:
+    if model.mlp_bias != model.attention.out_bias:
+        rule = "has one switch for the biases of the MLP and of the attention output"
+        yield _no("model.mlp_bias", model.mlp_bias, rule, model.attention.out_bias)
+    if model.mlp_bias and not model.attention.qkv_bias:
+        yield _no("model.attention.qkv_bias", False, "adds it whenever linear layers have a bias", True)
+    if model.moe and model.moe.expert_bias != model.mlp_bias:
+        rule = "has one switch for the biases of experts and of the MLP"
+        yield _no("model.moe.expert_bias", model.moe.expert_bias, rule, model.mlp_bias)
+
+
+def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Reason]:
+    if attention.qk_norm is QkNorm.FULL:
+        rule = "normalises queries and keys per head"
+        yield _no("model.attention.qk_norm", attention.qk_norm, rule, QkNorm.PER_HEAD)
+    if attention.sinks:
+        yield _no("model.attention.sinks", True, "export has no attention sinks", False)
+    if attention.sliding_window:
+        yield _no("model.attention.sliding_window", attention.sliding_window, "export has no sliding windows", 0)
+    if position is PositionKind.ROPE:
+        yield from _rope(attention)
+
+
+def _rope(attention: AttentionSpec) -> Iterator[Reason]:
+    rope, mla = attention.rope, attention.kind is AttentionKind.MLA
+    field = "model.attention.rope.scaling"
+    if rope.theta != int(rope.theta):
+        yield _no("model.attention.rope.theta", rope.theta, "takes a whole rotary base", round(rope.theta))
+    if rope.scaling == "yarn" and mla:
+        given = (rope.original_max_position, rope.beta_fast, rope.beta_slow)
+        if given != MLA_YARN_DEFAULTS:
+            rule = "fixes original positions, beta_fast and beta_slow of MLA's yarn"
+            yield _no(field, f"yarn {given}", rule, f"yarn {MLA_YARN_DEFAULTS}")
+    elif rope.scaling == "llama3" and not mla:
+        if rope.original_max_position not in (0, LLAMA3_POSITIONS):
+            rule = "scales llama3 positions from a fixed length"
+            yield _no("model.attention.rope.original_max_position", rope.original_max_position, rule, LLAMA3_POSITIONS)
+    elif rope.scaling != "default":
+        yield _no(field, rope.scaling, "export has no such scaling for this attention", "default")
+
+
+def _router(model: ModelSpec) -> Iterator[Reason]:
+    if model.moe is None:
+        return
+    router = model.moe.router
+    if router.logit_bias:
+        yield _no("model.moe.router.logit_bias", True, "export has no bias on the router's logits", False)
+    if router.score is ScoreFunction.SOFTMAX:
+        if router.selection_bias:
+            rule = "corrects the selection of sigmoid-like scores only"
+            yield _no("model.moe.router.selection_bias", True, rule, False)
+    elif not router.renormalize and router.top_k > 1:
+        rule = f"always renormalises {router.score} scores of more than one expert"
+        yield _no("model.moe.router.renormalize", False, rule, True)
+
+
+def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    if layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
+        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        yield _no("layout.schedule", layout.schedule, "has 1f1b and interleaved", nearest)
+    if layout.dispatcher is Dispatcher.DEDUP:
+        rule = "de-duplicates tokens in DeepEP and HybridEP only"
+        yield _no("layout.dispatcher", layout.dispatcher, rule, Dispatcher.DEEPEP)
+    if layout.cp > 1 and layout.cp_comm is CpComm.A2A_P2P:
+        rule = "wants the size of both levels of a2a+p2p, which a layout does not hold"
+        yield _no("layout.cp_comm", layout.cp_comm, rule, CpComm.P2P)
+    if layout.zero == 3 and layout.pp > 1 and layout.vpp > 1:
+        yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
+    if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:
+        yield _no("layout.offload", Offload.OPTIMIZER, "offloads the optimizer of mixed precision", Dtype.BF16)
+    yield from _overlap(layout)
+
+
+def _overlap(layout: Layout) -> Iterator[Reason]:
+    over = layout.overlap
+    if Overlap.PARAM in over and Overlap.GRAD not in over:
+        yield _no("layout.overlap", Overlap.PARAM, "gathers under forward only with overlap=grad", "grad+param")
+    if Overlap.PARAM in over and not layout.zero:
+        yield _no("layout.overlap", Overlap.PARAM, "has weights to gather only with zero above 0", "zero1")
+    if Overlap.TP in over and not layout.sp:
+        yield _no("layout.overlap", Overlap.TP, "overlaps tensor parallelism with sequence parallelism on", "sp")
+    if Overlap.P2P in over and layout.vpp == 1:
+        yield _no("layout.overlap", Overlap.P2P, "overlaps p2p with virtual stages only", "vpp above 1")
+    if Overlap.P2P not in over and layout.vpp > 1 and layout.pp < 3:
+        yield _no("layout.overlap", "", "needs p2p overlap for virtual stages at pp2", Overlap.P2P)
+
+
+def _precision(workload: Workload, layout: Layout) -> Iterator[Reason]:
+    if workload.precision is Dtype.FP8:
+        yield _no("workload.precision", Dtype.FP8, "wants an FP8 recipe, which a workload does not hold", Dtype.BF16)
+    if workload.precision is Dtype.FP16 and layout.ep > 1:
+        yield _no("workload.precision", Dtype.FP16, "has no expert parallelism in fp16", Dtype.BF16)
+    if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):
+        yield _no("workload.grad_dtype", workload.grad_dtype, "reduces gradients in fp32 or bf16", Dtype.FP32)
+    if workload.grad_dtype is Dtype.BF16 and workload.precision is not Dtype.BF16:
+        yield _no("workload.grad_dtype", Dtype.BF16, "reduces in bf16 only in bf16 training", Dtype.FP32)
