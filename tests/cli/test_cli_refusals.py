@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moewright.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command says, without the program's name."""
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("moewright: ")
+    return lines[0].removeprefix("moewright: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plna",), "plan"),
+        (("data", "buidl"), "build"),
+        (("plan", "Qwen3-30B-A3B", "--tpo", "3"), "--top"),
+        (("plan",), "MODEL"),
+        (("plan", "Qwen3-30B-A3B", "--on"), "--on"),
+        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--top", "many"), "--top"),
+        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--precision", "bf61"), "bf16"),
+        (("plan", "Qwen3-30B-A3B"), "--on: is needed"),
+        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--top", "0"), "--top=0: must be at least 1"),
+        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--seq-len", "-1"), "--seq-len=-1: must be at least 1"),
+        (("plan", "Qwen3-30B-A3B", "surplus", "--on", "8xH100"), "surplus"),
+        (("plan", "Qwen3-30B-A3", "--on", "8xH100"), "Qwen3-30B-A3B"),
+        (("plan", "Qwen3-30B-A3B", "--on", "8xH1O0"), "H100"),
+        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "epp8"), "ep"),
+        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep3"), "ep"),
+        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "tp2,dp8"), "nearest legal value: 4"),
+        (("data", "build"), "--out"),
+        (("data", "build", "--out", "x", "--tokenizer", "bep"), "bpe"),
+        (("bench", "machine", "--nproc", "0"), "--nproc=0: must be at least 1"),
+        (("report", "nowhere"), "no such run folder"),
+        (("train", "nowhere.toml"), "no such file"),
+        (("train", str(ROOT / "recipes/quickstart_2cpu_bf16.toml"), "--nproc", "0"), "--nproc=0"),
+        (("studio",), "studio"),
+    ],
+)
+def test_a_refusal_is_one_line_and_code_2(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, *arguments)
+
+
+def test_a_config_that_contradicts_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "recipes/quickstart/config.json").read_text()
+    config = tmp_path / "config.json"
+    config.write_text(text.replace('"num_experts_per_tok": 4', '"num_experts_per_tok": 40'))
+    said = refusal(capsys, "plan", str(config), "--on", "8xH100")
+    assert "num_experts_per_tok=40" in said
+    assert "16" in said
+
+
+@pytest.mark.parametrize("content", [b"\x80\x05pickle", b"[" * 100_000, b'{"a": 1, "a": 2}', b"{"])
+def test_a_config_that_is_no_config(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_bytes(content)
+    assert str(config) in refusal(capsys, "plan", str(config), "--on", "8xH100")
+
+
+def test_an_unwritable_answer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = (
+        "estimate",
+        "Qwen3-30B-A3B",
+        "--on",
+        "8xH100",
+        "--layout",
+        "ep8",
+        "--json",
+        str(tmp_path / "file" / "x"),
+    )
+    assert "cannot be written" in refusal(capsys, *arguments)
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moewright.codec.read_run", interrupted)
+    assert main(["report", "x"]) == 130
+    assert capsys.readouterr().err == "moewright: interrupted\n"
+
+
+def test_a_verb_without_its_package_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("moewright.engine", "tokenizers"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install 'moewright[engine]'" in refusal(capsys, "data", "build", "--out", "x")
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    program = "from moewright.cli.main import run; run()"
+    arguments = [sys.executable, "-c", program, "plan", "--help"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from moewright.cli.main import main\n"
+        "main(['--help'])\n"
+        "print([name for name in ('torch', 'numpy', 'plotly', 'jinja2', 'scipy') if name in sys.modules])\n"
+    )
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - started)
+        assert done.stdout.endswith("[]\n")
+    assert min(times) < 0.5
+
+
+def test_help_names_every_verb_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    verbs = [line[2:14].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")]
+    assert [verb for verb in verbs if verb and not verb.startswith("-")] == [
+        "bench", "data", "estimate", "plan", "report", "train",
+    ]  # fmt: skip

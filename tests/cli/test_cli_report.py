@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import sample_run
+from moewright.cli.main import main
+from moewright.codec import record_line, write_json
+from moewright.spec.run import RunRecord
+
+
+def _write(directory: Path, record: RunRecord) -> None:
+    """A run folder that reads back as `record`, but without its ledgers (they are of a made-up job)."""
+    write_json(directory / "plan.json", record.plan)
+    lines = [record_line(each) for each in (*record.sessions, *record.steps, *record.evals)]
+    (directory / "steps.jsonl").write_text("".join(lines))
+
+
+def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path / "run", sample_run.record())
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "quickstart-moe" in page
+    assert capsys.readouterr().out == f"wrote {tmp_path}/run/report.html\n"
+
+
+def test_the_page_goes_where_it_is_asked(tmp_path: Path) -> None:
+    _write(tmp_path / "run", sample_run.record(steps=3))
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "deep" / "page.html")]) == 0
+    assert (tmp_path / "deep" / "page.html").stat().st_size > 1000
+    assert not (tmp_path / "run" / "report.html").exists()

@@ -1,0 +1,174 @@
+"""`train` joins floors: which plan it runs, when it plans anew, what it refuses. The engine itself is stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import sample_run
+from moewright.cli.main import main
+from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_toml
+from moewright.spec.hardware import Hardware
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Workload
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes/quickstart_2cpu_bf16.toml"
+
+Start = Callable[..., int]
+
+
+class Stage:
+    """What the stand-ins were asked."""
+
+    def __init__(self) -> None:
+        self.searches: list[str] = []
+        self.runs: list[tuple[Plan, Path, bool]] = []
+        self.reports: list[Path] = []
+        self.measured: list[int] = []
+        self.code = 0
+
+    def search(
+        self, model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, top: int, engine_only: bool
+    ) -> SimpleNamespace:
+        assert engine_only
+        self.searches.append(fixed)
+        layout = parse_layout(fixed, world_size=hardware.count)
+        plan = Plan(
+            model=model, workload=workload, hardware=hardware, layout=layout, estimate=sample_run.estimate(),
+            fingerprint=fingerprint(model, workload, hardware, layout),
+        )  # fmt: skip
+        return SimpleNamespace(plans=(plan,), rejected=(), why=())
+
+    def run(self, plan: Plan, run_dir: Path, *, extend: bool) -> int:
+        self.runs.append((plan, run_dir, extend))
+        return self.code
+
+    def measure(self, *, nproc: int) -> Hardware:
+        self.measured.append(nproc)
+        return sample_run.hardware(nproc)
+
+    def report(self, run: Path, out: Path) -> Path:
+        self.reports.append(out)
+        return out
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    stage = Stage()
+    monkeypatch.setattr("moewright.search.search.search", stage.search)
+    monkeypatch.setattr("moewright.engine.train.run", stage.run)
+    monkeypatch.setattr("moewright.bench.machine.measure", stage.measure)
+    monkeypatch.setattr("moewright.cli.report.write_run_report", stage.report)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return stage
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts `train` on the quickstart recipe, machine file and run folder in `tmp_path`."""
+    write_toml(tmp_path / "machine.toml", sample_run.hardware(2))
+    common = ["train", str(RECIPE), "--out", str(tmp_path / "run"), "--set", f"train.hardware={tmp_path}/machine.toml"]
+    return lambda *more: main([*common, *more])
+
+
+def test_the_first_start_plans_and_reports(stage: Stage, start: Start, tmp_path: Path) -> None:
+    assert start() == 0
+    ((plan, run_dir, extend),) = stage.runs
+    assert layout_text(plan.layout) == "tp1,pp1,ep2,mbs1"
+    assert plan.layout.world_size == plan.hardware.count == 2
+    assert run_dir == tmp_path / "run"
+    assert not extend
+    assert read_json(Plan, run_dir / "plan.json") == plan
+    assert stage.reports == [run_dir / "report.html"]
+    assert stage.measured == []
+
+
+def test_the_second_start_takes_up_the_plan(stage: Stage, start: Start) -> None:
+    start()
+    assert start("--extend") == 0
+    assert stage.searches == ["ep=2"]
+    first, second = stage.runs
+    assert first[0] == second[0]
+    assert second[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [("train.lr=1e-3", "optimizer"), ("train.steps=7", "steps"), ("layout.mbs=2", "mbs"), ("train.seed=1", "seed")],
+)
+def test_a_changed_job_is_planned_anew(
+    change: str, named: str, stage: Stage, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start()
+    assert start("--set", change) == 0
+    assert len(stage.searches) == 2
+    assert f"the job changed ({named}): planning again" in capsys.readouterr().out
+
+
+def test_other_hardware_is_planned_anew(stage: Stage, start: Start, tmp_path: Path) -> None:
+    start()
+    write_toml(tmp_path / "machine.toml", sample_run.hardware(4))
+    assert start() == 0
+    assert len(stage.searches) == 2
+    assert start("--nproc", "4") == 0
+    assert stage.runs[-1][0].layout.world_size == 4
+
+
+def test_a_run_of_another_model_is_refused(
+    stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start()
+    capsys.readouterr()
+    assert start("--set", "model.config=Qwen3-30B-A3B") == 2
+    said = capsys.readouterr().err
+    assert f"--out={tmp_path}/run: holds a run of another model (quickstart)" in said
+    assert len(said.splitlines()) == 1
+    assert len(stage.runs) == 1
+
+
+def test_an_unmeasured_machine_is_measured(stage: Stage, start: Start, tmp_path: Path) -> None:
+    (tmp_path / "machine.toml").unlink()
+    assert start() == 0
+    assert stage.measured == [2]
+    assert (tmp_path / "machine.toml").exists()
+
+
+def test_a_failed_rank_gives_its_code_and_no_report(stage: Stage, start: Start) -> None:
+    stage.code = 3
+    assert start() == 3
+    assert stage.reports == []
+
+
+def test_under_torchrun_one_rank_writes(
+    stage: Stage, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert start() == 0
+    assert stage.runs[0][0].layout.world_size == 2
+    assert stage.reports == []
+    assert not (tmp_path / "run" / "plan.json").exists()
+    capsys.readouterr()
+    assert start("--nproc", "4") == 2
+    assert (
+        "--nproc=4: is not the number of processes torchrun started; nearest legal value: 2" in capsys.readouterr().err
+    )
+    (tmp_path / "machine.toml").unlink()
+    assert start() == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_a_torn_plan_file_is_named(
+    stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").write_text('{"model": {')
+    assert start() == 2
+    assert f"{tmp_path}/run/plan.json: is not JSON" in capsys.readouterr().err
