@@ -9,7 +9,7 @@ from moewright.rules import recompute
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.units import GIB, MIB
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Dtype, LossSpec, Workload
 
 QWEN = catalogue.model("Qwen3-235B-A22B")
 WORKLOAD = Workload(seq_len=4096, global_batch=2048)
@@ -76,13 +76,15 @@ def test_rows_by_hand() -> None:
         (Module.NORM, "residual"): 2 * T * h,
         (Module.NORM, "post_norm_rstd"): 4 * T,
         (Module.ROUTER, "post_norm_out"): 2 * T * h,
-        (Module.ROUTER, "logits"): 4 * T * 128,
         (Module.ROUTER, "scores"): 4 * T * 128,
+        (Module.ROUTER, "chosen"): 8 * T * 8,
+        (Module.ROUTER, "chosen_scores"): 4 * (T * 8 + T),
         (Module.EXPERTS, "permuted"): 2 * R * h,
         (Module.EXPERTS, "fc1"): 4 * R * f,
         (Module.EXPERTS, "activation"): 2 * R * f,
         (Module.EXPERTS, "probs"): 4 * R,
-        (Module.EXPERTS, "indices"): 8 * (T * 8 + R),
+        (Module.EXPERTS, "indices"): 16 * (T * 8 + R),
+        (Module.EXPERTS, "row_ends"): 4 * 16,
     }
     assert {(row.module, row.name): row.bytes for row in rows} == expected
 
@@ -95,9 +97,10 @@ def test_fp32_doubles_the_activations_and_not_the_statistics() -> None:
         recompute.saved_by_layer(QWEN, wide, layout, 0, load=1.0),
         strict=True,
     )
-    fixed = {"input_norm_rstd", "post_norm_rstd", "qk_norm_rstd", "lse", "logits", "scores", "probs", "indices"}
+    wider = {"layer_input", "input_norm_out", "qk_norm_in", "qkv", "attention_out", "residual", "post_norm_out"}
+    wider |= {"permuted", "fc1", "activation"}
     for narrow, full in pairs:
-        assert full.bytes == narrow.bytes * (1 if narrow.name in fixed else 2), narrow.name
+        assert full.bytes == narrow.bytes * (2 if narrow.name in wider else 1), narrow.name
 
 
 def test_dense_and_shared_layers() -> None:
@@ -128,3 +131,29 @@ def test_full_keeps_only_the_layer_input() -> None:
     for name in ("DeepSeek-V3", "Qwen3-8B", "gpt-oss-20b", "Qwen2-57B-A14B"):
         rows = recompute.saved_by_layer(catalogue.model(name), WORKLOAD, Layout(world_size=8, ep=8), 3, load=1.0)
         assert [row.name for row in recompute.kept(rows, (Recompute.FULL,))] == ["layer_input"]
+
+
+def test_axes_divide_the_activations_or_leave_them() -> None:
+    """features.md C.4-13: balanced EP leaves a layer's activations as they are; TP with SP and CP divide them."""
+
+    def total(**degrees: int) -> int:
+        layout = Layout(world_size=64, sp=degrees.get("tp", 1) > 1, **degrees)
+        return kept_bytes(recompute.saved_by_layer(QWEN, WORKLOAD, layout, 5, load=1.0))
+
+    whole = total(ep=8)
+    assert total(ep=8, pp=8) == whole
+    # But for a number per local expert.
+    assert total(ep=64) == pytest.approx(whole, rel=1e-6)
+    assert total(ep=8, tp=4) * 4 == pytest.approx(whole, rel=1e-6)
+    assert total(ep=8, cp=4) * 4 == pytest.approx(whole, rel=1e-6)
+    assert total(ep=8, mbs=2) == pytest.approx(2 * whole, rel=1e-6)
+
+
+def test_auxiliary_losses_keep_their_inputs() -> None:
+    layout = Layout(world_size=8, ep=8)
+    plain = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 0, load=1.0)
+    losses = Workload(seq_len=4096, global_batch=8, loss=LossSpec(aux_coeff=0.01, z_coeff=0.001))
+    extra = {row.name: row.bytes for row in recompute.saved_by_layer(QWEN, losses, layout, 0, load=1.0)}
+    for row in plain:
+        assert extra.pop(row.name) == row.bytes
+    assert extra == {"load_share": 4 * 128, "logits": 4 * 4096 * 129}

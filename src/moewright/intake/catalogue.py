@@ -43,7 +43,9 @@ def model(name: str) -> ModelSpec:
         return hf.read_config(path)
     known = model_names()
     short = {known_name.rpartition("/")[2]: known_name for known_name in known}
-    close = nearest(name.rpartition("/")[2], short)
+    asked = name.strip().rpartition("/")[2]
+    begins = [known_name for known_name in short if known_name.casefold().startswith(asked.casefold())]
+    close = min(begins, key=len) if begins and asked else nearest(asked, short)
     rule = "is neither a known model nor a config.json or a folder with one"
     if not close:
         rule = f"{rule}; known: {', '.join(short)}"

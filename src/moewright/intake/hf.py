@@ -103,15 +103,17 @@ class _Result:
 
 
 def _config_file(path: Path) -> Path:
+    if "\0" in str(path):
+        raise BadInput(Reason(field=repr(str(path))[:80], rule="is no path: it holds a zero byte"))
     try:
         if path.is_dir():
             path = path / "config.json"
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
-            rule = f"is no config.json: larger than {MAX_FILE_BYTES // 2**20} MiB"
-            raise BadInput(Reason(field=str(path), rule=rule))
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        text = str(path).replace("\0", "\\0")[:80]
-        raise BadInput(Reason(field=text, rule=f"cannot be read: {error.__class__.__name__}")) from None
+        size = path.stat().st_size if path.is_file() else 0
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+        raise BadInput(Reason(field=str(path)[:80], rule=rule)) from None
+    if size > MAX_FILE_BYTES:
+        raise BadInput(Reason(field=str(path), rule=f"is no config.json: larger than {MAX_FILE_BYTES // 2**20} MiB"))
     return path
 
 

@@ -1,0 +1,146 @@
+"""Known models and devices by name, and hardware as people write it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moewright.codec import write_toml
+from moewright.intake import catalogue
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Hardware, Op
+from moewright.spec.sourced import SourceKind
+from moewright.spec.units import GIB
+from moewright.spec.workload import Dtype
+
+
+def test_names_with_and_without_organisation() -> None:
+    full = catalogue.model("Qwen/Qwen3-235B-A22B")
+    assert full == catalogue.model("qwen3-235b-a22b") == catalogue.model(" QWEN/qwen3-235B-A22B ")
+    assert full.name == "Qwen/Qwen3-235B-A22B"
+
+
+def test_every_name_gives_a_model_with_its_source() -> None:
+    names = catalogue.model_names()
+    assert len(names) >= 24
+    for name in names:
+        assert catalogue.model(name).name == name
+        assert len(catalogue.model_entry(name).source) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen3-235B", "nearest legal value: Qwen/Qwen3-235B-A22B"),
+        ("mixtral-8x7b", "nearest legal value: mistralai/Mixtral-8x7B-v0.1"),
+        ("Qwen3-Next-80B-A3B", "gated delta net"),
+        ("Nemotron-3-Nano-30B-A3B", "hybrid Mamba-2"),
+        ("DeepSeek-V4-Pro", "compressed sparse attention"),
+        ("zzzzzzzzzzzzzzz", "known: "),
+        ("", "no model name"),
+        ("missing/config.json", "no such file"),
+    ],
+)
+def test_models_that_are_not(name: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        catalogue.model(name)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}', encoding="utf-8")
+    with pytest.raises(BadInput, match="model_type=nonsense"):
+        catalogue.model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [
+        ("256xH800", "H800", 256),
+        ("8 x h100", "H100", 8),
+        ("72xGB200 NVL72", "GB200", 72),
+        ("16xA100", "A100", 16),
+        ("16xA100-40GB", "A100-40GB", 16),
+        ("1_000_000xB300", "B300", 1_000_000),
+        ("H20", "H20", 1),
+    ],
+)
+def test_hardware(text: str, name: str, count: int) -> None:
+    found = catalogue.hardware(text)
+    assert (found.name, found.count) == (name, count)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0xH800", "nearest legal value: 1xH800"),
+        ("-1xH800", "nearest legal value: 1xH800"),
+        ("1e12xH800", "nearest legal value: 1000000xH800"),
+        ("1e999xH800", "nearest legal value: 1000000xH800"),
+        ("2.5xH800", "nearest legal value: 2xH800"),
+        ("8xH80", "nearest legal value: 8xH800"),
+        ("8xTPU", "known: "),
+        ("", "known: "),
+        ("2xnowhere/machine.toml", "no such file"),
+    ],
+)
+def test_hardware_that_is_not(text: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        catalogue.hardware(text)
+    assert said in str(caught.value)
+
+
+def test_every_device_has_rates_and_sources() -> None:
+    for name in catalogue.hardware_names():
+        hardware = catalogue.hardware(f"8x{name}")
+        device = hardware.device
+        peaks = {peak.dtype: peak.rate for peak in device.peaks}
+        assert peaks[Dtype.BF16].kind is SourceKind.DATASHEET
+        assert {(rate.op, rate.dtype) for rate in device.rates} == {(op, dtype) for op in Op for dtype in peaks}
+        for rate in device.rates:
+            if rate.op in (Op.GEMM, Op.GROUPED_GEMM):
+                assert all(0 < y < peaks[rate.dtype].value for _, y in rate.curve.points)
+            assert rate.curve.source
+        assert all(constant.value.source for constant in hardware.constants)
+
+
+def test_usable_memory_is_what_runtimes_show() -> None:
+    """79.2 GiB on 80 GB parts; about 184 GiB on GB200."""
+    assert catalogue.hardware("1xH800").device.memory_bytes.value / GIB == pytest.approx(79.2)
+    assert catalogue.hardware("1xGB200").device.memory_bytes.value / GIB == pytest.approx(184, abs=0.5)
+
+
+def test_domains() -> None:
+    assert catalogue.hardware("8xH100").fabric.domain_size == 8
+    rack = catalogue.hardware("72xGB300").fabric
+    assert (rack.domain_size, rack.devices_per_node) == (72, 4)
+
+
+def test_hardware_file_and_its_count(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    made = catalogue.hardware("4xH100")
+    write_toml(path, made)
+    assert catalogue.hardware(str(path)) == made
+    assert catalogue.hardware(f"2x{path}") == replace(made, count=2)
+
+
+def _spoil(made: Hardware, what: str) -> Hardware:
+    device, rate = made.device, made.device.rates[0]
+    if what == "count":
+        return replace(made, count=0)
+    if what == "device.memory_bytes":
+        return replace(made, device=replace(device, memory_bytes=replace(device.memory_bytes, value=-1.0)))
+    points = ((2.0, 1.0), (1.0, 1.0)) if what == "device.rates[0].curve" else ()
+    return replace(made, device=replace(device, rates=(replace(rate, curve=replace(rate.curve, points=points)),)))
+
+
+@pytest.mark.parametrize("what", ["count", "device.memory_bytes", "device.rates[0].curve", "device.rates[0]"])
+def test_spoilt_hardware_files(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "machine.toml"
+    write_toml(path, _spoil(catalogue.hardware("4xH100"), what))
+    with pytest.raises(BadInput) as caught:
+        catalogue.hardware(str(path))
+    assert f"machine.toml: {what}" in str(caught.value)
