@@ -115,7 +115,8 @@ def test_no_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sleepy(seconds: float) -> Case:
-    return Case(op=Op.GEMM, dtype=Dtype.FP32, x=1, work=1, setup=lambda _: lambda: time.sleep(seconds))
+    """Time passes on the wall only, as in a collective that waits."""
+    return Case(op=Collective.ALL_REDUCE, dtype=Dtype.FP32, x=1, work=1, setup=lambda _: lambda: time.sleep(seconds))
 
 
 @pytest.mark.spawn
@@ -128,6 +129,15 @@ def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch
     assert first == pytest.approx(0.01, rel=0.5)
     assert second == pytest.approx(0.5, rel=0.3)
     assert third is None
+
+
+@pytest.mark.spawn
+def test_work_is_timed_without_what_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "all_cases", lambda *_: (replace(sleepy(0.05), op=Op.GEMM),))
+    monkeypatch.setattr(team, "cores", lambda: 2)
+    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx(0, abs=0.01)
+    monkeypatch.setattr(team, "cores", lambda: 1)
+    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx(0.05, rel=0.5)
 
 
 def break_on_rank_1(case: Case, how: str) -> Case:

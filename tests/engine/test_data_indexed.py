@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moewright.engine.data import indexed
 from moewright.engine.data.indexed import (
     HEADER,
     MAGIC,
@@ -161,6 +162,22 @@ def test_fingerprint_follows_content_and_not_place(prefix: Path, tmp_path: Path)
     with pytest.raises(BadInput, match="resumed run needs the same data"):
         refuse_changed(changed, first)
     refuse_changed(changed, changed.fingerprint)
+
+
+def test_large_files_are_sampled_from_end_to_end(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin_path, idx_path = prefix.parent / "train.bin", prefix.parent / "train.idx"
+    bin_path.write_bytes(bytes(2000))
+    monkeypatch.setattr(indexed, "WHOLE_FILE_BYTES", 640)
+    monkeypatch.setattr(indexed, "SAMPLE_BYTES", 10)
+    seen = {indexed.fingerprint_files(bin_path, idx_path)}
+    for place in (0, 999, 1999):
+        damaged = bytearray(2000)
+        damaged[place] = 1
+        bin_path.write_bytes(damaged)
+        seen.add(indexed.fingerprint_files(bin_path, idx_path))
+    bin_path.write_bytes(bytes(2001))
+    seen.add(indexed.fingerprint_files(bin_path, idx_path))
+    assert len(seen) == 5
 
 
 def test_a_failed_write_leaves_the_old_pair(prefix: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moewright.bench.cases import Case, Probe, all_cases
-from moewright.bench.team import run_team
+from moewright.bench.team import Clock, clock_for, cores, run_team
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Collective,
@@ -40,7 +40,8 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     """Measure with `nproc` processes at once, one thread (or one GPU) each.
 
     Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the curves, not the
-    small ones. Peaks are the best GEMM rates measured here, so MFU is a share of what torch reaches on this machine.
+    small ones. Work is timed by CPU time where every process has a core, so other jobs hardly distort it; collectives
+    are timed by the wall. Peaks are the best GEMM rates measured, so MFU is a share of what torch reaches here.
     """
     kind = _kind(nproc)
     taken = run_team(kind, ranks=nproc, budget_s=budget_s)
@@ -49,6 +50,7 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         if seconds is not None:
             points[case.curve].append((case.x, _y(case, seconds)))
     how = _how(kind, nproc)
+    how_work = f"{how}, CPU time" if clock_for(kind, nproc) is Clock.THREAD else how
     curves = {key: tuple(sorted(found)) for key, found in points.items()}
     missing = [op for op in (*Op, *Probe) if not any(key[0] is op for key in curves)]
     if missing:
@@ -58,12 +60,14 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     return Hardware(
         name=f"{nproc} x {name}",
         count=nproc,
-        device=_device(kind, nproc, name, curves, how),
+        device=_device(kind, nproc, name, curves, how_work),
         fabric=_fabric(nproc, curves, how),
         constants=(
             Constant(
                 name="host_s_per_op",
-                value=_sourced(1 / curves[Probe.HOST, Dtype.FP32][0][1], f"{how}: tiny operations, half in backward"),
+                value=_sourced(
+                    1 / curves[Probe.HOST, Dtype.FP32][0][1], f"{how_work}: tiny operations, half in backward"
+                ),
             ),
         ),
         fingerprint=machine_fingerprint(nproc),
@@ -72,7 +76,7 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
 
 def machine_fingerprint(nproc: int) -> str:
     """16 hex digits that change with the device, cores, memory, torch version or number of processes."""
-    facts = (BENCH_VERSION, device_name(), platform.machine(), _cores(), _ram_bytes(), torch.__version__, nproc)
+    facts = (BENCH_VERSION, device_name(), platform.machine(), cores(), _ram_bytes(), torch.__version__, nproc)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -176,10 +180,6 @@ def _fabric(nproc: int, curves: dict[tuple[str, Dtype], Points], how: str) -> Fa
 
 def _curve(points: Points, source: str) -> Curve:
     return Curve(points=points, kind=SourceKind.MEASURED, source=source)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ram_bytes() -> float:
