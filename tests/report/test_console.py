@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.report.console import console_for, held, print_estimate, print_plans
+from moewright.report.console import console_for, held, print_estimate, print_plans, show_flops
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
@@ -41,9 +41,28 @@ def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
     assert "0.25 s less recompute than the runner-up" in lines
     for assumption in plans[0].estimate.assumptions:
         (row,) = [line for line in lines if assumption.name in line]
-        assert assumption.value in row
-        assert assumption.kind in row
+        assert f"{assumption.name} {assumption.value}" in row
+        assert row.startswith(f" {assumption.kind} ")
         assert assumption.source in row
+    kinds = [line.split()[0] for line in lines if "short runs" in line or "job file" in line]
+    assert kinds == ["assumed", "fitted"]  # the least certain first
+
+
+def test_constants_of_one_source_share_a_row(out):
+    base = plan()
+    twice = replace(base.estimate.assumptions[0], name="second", value="7")
+    estimate = replace(base.estimate, assumptions=(*base.estimate.assumptions, twice))
+    print_estimate(console_for(out), replace(base, estimate=estimate))
+    (row,) = [line for line in out.getvalue().splitlines() if "short runs" in line]
+    assert row.rstrip().endswith("host_s_per_layer_microbatch 410 us, second 7")
+
+
+@pytest.mark.parametrize(
+    ("flops", "said"),
+    [(1.242e18, "1,242 PFLOP"), (1.5e20, "150,000 PFLOP"), (1.466e11, "146.6 GFLOP"), (12.5, "1.25e-05 MFLOP")],
+)
+def test_flops_are_shown_in_the_unit_that_fits(flops, said):
+    assert show_flops(flops) == said
 
 
 def test_no_plan_is_said_with_the_rules_that_rejected(out):

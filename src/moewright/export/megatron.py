@@ -76,7 +76,7 @@ def _connections(layout: Layout) -> int:
 
 
 def _number(value: float) -> str:
-    return repr(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
+    return f"{value:.12g}"
 
 
 def _model(model: ModelSpec, workload: Workload) -> Iterator[Flag]:

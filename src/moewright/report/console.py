@@ -13,16 +13,18 @@ from rich.text import Text
 from moewright.codec import layout_text
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, Verdict
-from moewright.spec.units import GIB, MIB, show_bytes, show_count, show_seconds
+from moewright.spec.sourced import SourceKind
+from moewright.spec.units import GIB, MIB, show_bytes, show_seconds
 
 PIPED_WIDTH = 120
 BAR_WIDTH = 10
+FLOP_UNITS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"}
 
 
 def console_for(stream: TextIO) -> Console:
     """A console on `stream`: the terminal's own width and colours, or plain text of 120 columns."""
-    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False)
+    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False)
 
 
 def print_plans(
@@ -72,12 +74,18 @@ def show_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+def show_flops(value: float) -> str:
+    """FLOPs as PFLOP, TFLOP, GFLOP or MFLOP with four significant figures."""
+    unit, scale = next((each for each in FLOP_UNITS if value >= each[1]), FLOP_UNITS[-1])
+    return f"{value / scale:,.0f} {unit}" if value >= 1e4 * scale else f"{value / scale:,.4g} {unit}"
+
+
 def _job(plan: Plan) -> Text:
     job = plan.workload
     return Text(
         f"{plan.model.name or 'model'} on {plan.layout.world_size} x {plan.hardware.device.name}: "
         f"sequence {job.seq_len:,}, global batch {job.global_batch:,}, {job.precision}, "
-        f"{show_count(plan.estimate.model_flops_per_step)} model FLOPs a step",
+        f"{show_flops(plan.estimate.model_flops_per_step)} a step",
         style="bold",
     )
 
@@ -126,9 +134,14 @@ def _rejections(rejected: Iterable[tuple[str, int]]) -> Table:
 
 
 def _assumptions(assumptions: Iterable[Assumption]) -> Table:
-    table = _table("assumed", "value", "kind", "source", left=("assumed", "kind", "source"), title="What went into it")
+    """Constants of one kind and source share a row, the least certain kind first."""
+    shared: dict[tuple[SourceKind, str], list[str]] = {}
     for each in assumptions:
-        table.add_row(Text(each.name), Text(each.value), each.kind.value, Text(each.source))
+        shared.setdefault((each.kind, each.source), []).append(f"{each.name} {each.value}")
+    order = list(reversed(SourceKind))
+    table = _table("kind", "source", "what", left=("kind", "source", "what"), title="What went into it")
+    for (kind, source), constants in sorted(shared.items(), key=lambda row: order.index(row[0][0])):
+        table.add_row(kind.value, Text(source), Text(", ".join(constants)))
     return table
 
 

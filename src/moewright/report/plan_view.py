@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moewright.codec import layout_text
 from moewright.report.charts import Axis, Bar, axis, bar, colour
-from moewright.report.console import show_rate
+from moewright.report.console import show_flops, show_rate
 from moewright.rules.inventory import count
-from moewright.spec.hardware import Curve, Hardware
 from moewright.spec.ledger import Component, Module
-from moewright.spec.plan import Plan
+from moewright.spec.plan import Assumption, Plan
 from moewright.spec.run import RunRecord
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GIB, KIB, MIB, TERA, show_bytes, show_count, show_seconds
+from moewright.spec.sourced import SourceKind
+from moewright.spec.units import GIB, KIB, MIB, show_bytes, show_count, show_seconds
 from moewright.tune.compare import TOTAL, Comparison, Section
 from moewright.tune.steps import median_phases
 
@@ -61,14 +60,6 @@ class Stack:
 class Facts:
     title: str
     rows: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceRow:
-    name: str
-    value: str
-    kind: str
-    source: str
 
 
 def time_stacks(record: RunRecord) -> tuple[Stack, ...]:
@@ -181,7 +172,7 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
                 ("step", show_seconds(estimate.step_s)),
                 ("speed", f"{show_rate(estimate.tokens_per_s_per_device)} tokens/s/rank"),
                 ("arithmetic", f"{estimate.tflops_per_device:.4g} TFLOP/s/rank, MFU {estimate.mfu:.1%}"),
-                ("model FLOPs", f"{show_count(estimate.model_flops_per_step)} a step"),
+                ("model FLOPs", f"{show_flops(estimate.model_flops_per_step)} a step"),
                 ("peak memory", f"{show_bytes(estimate.peak_bytes)}, margin {show_bytes(estimate.margin_bytes)}"),
                 ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),
             ),
@@ -189,47 +180,7 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
     )
 
 
-def sources(plan: Plan) -> tuple[SourceRow, ...]:
-    """Every assumption of the estimate and every constant of the hardware, the least certain kind first."""
-    rows = [SourceRow(name=a.name, value=a.value, kind=a.kind, source=a.source) for a in plan.estimate.assumptions]
-    named = {row.name for row in rows}
-    rows.extend(row for row in _hardware(plan.hardware) if row.name not in named)
-    order = [kind.value for kind in reversed(SourceKind)]
-    return tuple(sorted(rows, key=lambda row: order.index(row.kind)))
-
-
-def _hardware(hardware: Hardware) -> Iterable[SourceRow]:
-    device, fabric = hardware.device, hardware.fabric
-    yield _constant("memory a rank may use", device.memory_bytes, show_bytes)
-    yield _constant("memory bandwidth", device.memory_Bps, _show_bandwidth)
-    for peak in device.peaks:
-        yield _constant(f"peak {peak.dtype}", peak.rate, _show_flop_rate)
-    yield _constant("link inside the domain", fabric.domain_Bps, _show_bandwidth)
-    yield _constant("latency inside the domain", fabric.domain_latency_s, show_seconds)
-    if hardware.count > fabric.domain_size:
-        yield _constant("network between domains", fabric.network_Bps, _show_bandwidth)
-        yield _constant("latency between domains", fabric.network_latency_s, show_seconds)
-    for constant in hardware.constants:
-        yield _constant(constant.name, constant.value, lambda value: f"{value:.4g}")
-    for rate in device.rates:
-        yield _curve(f"{rate.op} rate, {rate.dtype}", rate.curve)
-    for time in fabric.times:
-        yield _curve(f"{time.op} time over {time.group_size} ranks", time.curve)
-
-
-def _constant(name: str, number: Sourced, show: Callable[[float], str]) -> SourceRow:
-    return SourceRow(name=name, value=show(number.value), kind=number.kind, source=number.source)
-
-
-def _curve(name: str, given: Curve) -> SourceRow:
-    points = len(given.points)
-    plural = "point" if points == 1 else "points"
-    return SourceRow(name=name, value=f"{points} {plural}", kind=given.kind, source=given.source)
-
-
-def _show_flop_rate(value: float) -> str:
-    return f"{value / TERA:.4g} TFLOP/s" if value >= TERA else f"{value / 1e9:.4g} GFLOP/s"
-
-
-def _show_bandwidth(value: float) -> str:
-    return f"{show_bytes(value)}/s"
+def sources(plan: Plan) -> tuple[Assumption, ...]:
+    """Every default and constant that went into the estimate, the least certain kind first."""
+    order = list(reversed(SourceKind))
+    return tuple(sorted(plan.estimate.assumptions, key=lambda each: order.index(each.kind)))
