@@ -57,7 +57,8 @@ def train(data: DataSpec, layout: str, world_size: int, run_dir: Path, *, steps:
 def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds, as whole tensors."""
     checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
-    whole = {t.name: torch.empty(t.shape) for t in read_index(checkpoint).tensors}
+    tensors = read_index(checkpoint).tensors
+    whole = {t.name: torch.empty(t.shape, dtype=torch.int64 if t.dtype == "I64" else torch.float32) for t in tensors}
     pieces = [
         Piece(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for name, t in whole.items()
     ]

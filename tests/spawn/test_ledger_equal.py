@@ -1,4 +1,4 @@
-"""Predicted = counted: the planner's ledger of every rank against the engine's, for layouts that differ in each group."""
+"""Predicted = counted: the planner's ledger of every rank against the engine's, each group differing somewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_jobs
 
+import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
 from moewright.engine.rank import Exit

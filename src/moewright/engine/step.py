@@ -143,7 +143,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         with clock.phase(Phase.OPTIMIZER):
             clip = run.workload.optimizer.clip_norm
             scale = min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
-            job.optimizer.update(step=step, lr=lr, scale=scale)
+            job.optimizer.update(lr=lr, scale=scale)
     with clock.phase(Phase.PARAM_GATHER):
         job.optimizer.publish()
     counts = torch.stack(sums.counts)

@@ -14,6 +14,8 @@ from moewright.engine.optim.flat import FlatBucket, build_buckets
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Component, MemoryRow, Module
 
+_NORM_ELEMENTS = 1 << 20
+
 
 class DistributedOptimizer:
     """ZeRO-1 (or replicated, zero=0) AdamW over all parameters of this rank.
@@ -30,6 +32,7 @@ class DistributedOptimizer:
         for members, group in ((dense, "dp_cp"), (experts, "edp")):
             if members:
                 self.buckets += build_buckets(run, members, run.mesh.group(group), initial)
+        self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none
         self._pending: set[str] = set()
         self._shards: list[torch.Tensor] = []
         for bucket in self.buckets:
@@ -64,15 +67,15 @@ class DistributedOptimizer:
                 if slot.name in self._pending:
                     view.zero_()
         self._shards = [bucket.reduce() for bucket in self.buckets]
-        total = 0.0
-        for bucket, shard in zip(self.buckets, self._shards, strict=True):
-            norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
-            total += norm * norm / (1 if bucket.sharded else bucket.group.size)
-        return total
+        return sum(
+            _squared_norm(shard) / (1 if bucket.sharded else bucket.group.size)
+            for bucket, shard in zip(self.buckets, self._shards, strict=True)
+        )
 
-    def update(self, *, step: int, lr: float, scale: float) -> None:
-        """One AdamW update (number `step`, from 1) with gradients times `scale` (the clipping factor)."""
-        spec = self._run.workload.optimizer
+    def update(self, *, lr: float, scale: float) -> None:
+        """One AdamW update with gradients times `scale` (the clipping factor)."""
+        spec, done = self._run.workload.optimizer, float(self._updates)
+        self._updates += 1
         for bucket, shard in zip(self.buckets, self._shards, strict=True):
             if scale != 1.0:
                 shard.mul_(scale)
@@ -84,7 +87,7 @@ class DistributedOptimizer:
                     [bucket.exp_avg[p] for p in places],
                     [bucket.exp_avg_sq[p] for p in places],
                     [],
-                    [torch.tensor(float(step - 1), device=shard.device) for _ in places],
+                    [torch.tensor(done, device=shard.device) for _ in places],
                     fused=True,
                     amsgrad=False,
                     beta1=spec.beta1,
@@ -111,9 +114,15 @@ class DistributedOptimizer:
 
     def pieces(self) -> list[Piece]:
         """Everything a checkpoint must hold of parameters and their optimizer state, by global name."""
-        return [piece for bucket in self.buckets for piece in bucket.pieces(self._run)]
+        updates = Piece(name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates)
+        return [updates, *(piece for bucket in self.buckets for piece in bucket.pieces(self._run))]
 
     def resident(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the weight buffers."""
         address = tensor.untyped_storage().data_ptr()
         return any(bucket.weights.untyped_storage().data_ptr() == address for bucket in self.buckets)
+
+
+def _squared_norm(flat: torch.Tensor) -> float:
+    """Sum of squares: fp32 within a million elements, fp64 over them (a whole pass in fp64 costs ten times as much)."""
+    return sum(float(torch.linalg.vector_norm(part)) ** 2 for part in flat.split(_NORM_ELEMENTS))

@@ -1,0 +1,189 @@
+"""A run as a user lives it: stopped and continued exactly, extended, killed, fed a bad gradient, refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_layouts_equal import state, steps_of
+
+import tiny_jobs
+from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.rank import Exit
+from moewright.engine.train import run
+from moewright.spec.errors import BadInput
+from moewright.spec.plan import Plan
+from moewright.spec.workload import DataSpec
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def make_plan(data: DataSpec, *, steps: int = 6, world_size: int = 2) -> Plan:
+    return tiny_jobs.plan(tiny_jobs.workload(data, steps=steps), "ep2,mbs2", world_size=world_size)
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    return [(int(s["step"]), s["loss"], s["grad_norm"]) for s in steps_of(run_dir)]
+
+
+def start(plan: Plan, run_dir: Path, log: Path) -> multiprocessing.Process:
+    """The job in a process of its own, as the command line would have it; output goes to `log`."""
+
+    def job() -> None:
+        with log.open("w") as stream:
+            sys.stdout = sys.stderr = stream
+            code = run(plan, run_dir)
+            stream.flush()
+            os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=job)
+    process.start()
+    return process
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            if len(steps_of(run_dir)) >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def children_of(pid: int) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == pid and fields[0] != "Z":
+                    yield int(entry.name)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    assert run(make_plan(data, steps=40), run_dir) is Exit.DONE
+    return run_dir
+
+
+def test_sigterm_saves_and_resume_is_exact(data: DataSpec, uninterrupted: Path, tmp_path: Path) -> None:
+    plan = make_plan(data, steps=40)
+    process = start(plan, tmp_path, tmp_path.with_suffix(".log"))
+    wait_for_step(tmp_path, 5)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(30)
+    assert process.exitcode == Exit.STOPPED
+    done = len(steps_of(tmp_path))
+    assert 5 <= done < 40
+    assert run(plan, tmp_path) is Exit.DONE
+    assert losses(tmp_path) == losses(uninterrupted)
+    wanted, found = state(uninterrupted, 40), state(tmp_path, 40)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(
+    data: DataSpec, uninterrupted: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(data, steps=40)
+    work = replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=4))
+    plan = replace(plan, workload=work)
+    log = tmp_path.with_suffix(".log")
+    process = start(plan, tmp_path, log)
+    wait_for_step(tmp_path, 6)
+    assert process.pid is not None
+    ranks = sorted(children_of(process.pid))
+    killed_at = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    process.join(10)
+    assert process.exitcode == Exit.RANK_FAILED
+    assert time.monotonic() - killed_at < 5
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    text = log.read_text()
+    assert "rank 1" in text
+    assert "SIGKILL" in text
+    assert "Traceback" not in text
+    assert run(plan, tmp_path) is Exit.DONE
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> None:
+    plan = make_plan(data, steps=3)
+    assert run(plan, tmp_path) is Exit.DONE
+    assert run(plan, tmp_path) is Exit.DONE  # nothing left to do
+    assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3]
+    assert run(plan, tmp_path, extend=True) is Exit.DONE
+    assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["first_step"] for line in lines if line["kind"] == "session"] == [1, 4]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank's gradient turns NaN on the second step; no rank updates, and training goes on."""
+    reduce, begin = DistributedOptimizer.reduce, DistributedOptimizer.begin
+    begun = {"steps": 0}
+
+    def counting_begin(self: DistributedOptimizer) -> None:
+        begun["steps"] += 1
+        begin(self)
+
+    def poisoned_reduce(self: DistributedOptimizer) -> float:
+        if begun["steps"] == 2 and self._run.mesh.rank == 1:
+            self.buckets[-1].grads[0] = float("nan")
+        return reduce(self)
+
+    monkeypatch.setattr(DistributedOptimizer, "begin", counting_begin)
+    monkeypatch.setattr(DistributedOptimizer, "reduce", poisoned_reduce)
+    plan = make_plan(data, steps=3)
+    plan = replace(
+        plan, workload=replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1, keep=3))
+    )
+    assert run(plan, tmp_path) is Exit.DONE
+    assert [step["skipped"] for step in steps_of(tmp_path)] == [False, True, False]
+    before, after, last = (state(tmp_path, step) for step in (1, 2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert int(last["optim/updates"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 99}, "train.seed"),
+        ({"global_batch": 16}, "train.global_batch"),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_refused(
+    change: dict[str, int], named: str, data: DataSpec, tmp_path: Path
+) -> None:
+    plan = make_plan(data, steps=2)
+    assert run(plan, tmp_path) is Exit.DONE
+    with pytest.raises(BadInput) as refused:
+        run(replace(plan, workload=replace(plan.workload, steps=4, **change)), tmp_path)
+    assert named in str(refused.value)
+
+
+def test_what_the_engine_cannot_run_is_refused_before_anything_starts(data: DataSpec, tmp_path: Path) -> None:
+    plan = tiny_jobs.plan(tiny_jobs.workload(data), "pp3,mbs1", world_size=3)
+    with pytest.raises(BadInput) as refused:
+        run(replace(plan, workload=replace(plan.workload, global_batch=9)), tmp_path / "run")
+    assert "layout.pp=3" in str(refused.value)
+    assert not (tmp_path / "run").exists()
