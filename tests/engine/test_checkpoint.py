@@ -87,18 +87,16 @@ def test_payload_is_plain_safetensors(tmp_path: Path) -> None:
     assert torch.equal(found["layers.0.moe.experts.gate_up.weight@2,0,0,0"], truth)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
+@pytest.mark.parametrize("name", [f"rank-0000{rank}.safetensors" for rank in range(4)])
 @pytest.mark.parametrize("fault", ["truncated", "longer", "flipped", "zeroed", "deleted", "swapped", "linked"])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str) -> None:
-    checkpoint = saved(tmp_path)
+    checkpoint = saved(tmp_path, world=4)
     path = checkpoint / name
     data = path.read_bytes()
     if fault == "deleted":
         path.unlink()
     elif fault == "swapped":
-        other = checkpoint / (
-            "rank-00001.safetensors" if name == "rank-00000.safetensors" else "rank-00000.safetensors"
-        )
+        other = next(entry for entry in checkpoint.glob("rank-*") if entry.name != name)
         shutil.copy(other, path)
     elif fault == "linked":
         path.rename(tmp_path / "elsewhere")

@@ -43,7 +43,8 @@ def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 20
         stop = torch.tensor([int(context.stop.requested)])
         dist.all_reduce(stop)
         if stop.item():
-            time.sleep(0.5)  # a save
+            (pids / f"saving{context.rank}").touch()
+            time.sleep(0.5)
             (pids / f"saved{context.rank}").write_text(str(step))
             return Outcome.STOPPED
         time.sleep(0.005)
@@ -124,16 +125,28 @@ def test_bad_input_of_a_rank_reaches_the_caller_whole(tmp_path: Path, capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_suspended_rank_is_named_after_the_timeout(
-    tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suspended_rank_is_named_after_the_timeout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     began_s = time.monotonic()
-    worker = partial(toy, fault="SIGSTOP", rank=world - 1)
-    assert launch(worker, nproc=world, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
-    assert QUICK.collective_s < time.monotonic() - began_s < QUICK.collective_s + 6
-    said = f"rank {world - 1} stopped answering at step 3: it is suspended (SIGSTOP)"
-    assert capfd.readouterr().err.startswith(said)
+    worker = partial(toy, fault="SIGSTOP")
+    assert launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
+    assert QUICK.collective_s < time.monotonic() - began_s < QUICK.collective_s + 5
+    assert capfd.readouterr().err.startswith("rank 1 stopped answering at step 3: it is suspended (SIGSTOP)")
+
+
+def suspended(context: RankContext) -> Outcome:
+    """No process group to time out: rank 0 is silent for longer, but rank 1 is the one suspended."""
+    context.beat(2)
+    time.sleep(0.3)
+    if context.rank == 1:
+        context.beat(3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(30)
+    return Outcome.DONE
+
+
+def test_silence_is_noticed_without_a_collective(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(suspended, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
+    assert capfd.readouterr().err.startswith("rank 1 stopped answering at step 3: it is suspended (SIGSTOP)")
 
 
 def test_a_rank_that_spins_is_named_though_another_times_out_first(
@@ -168,7 +181,10 @@ def exit_code(process: int) -> int:
 def test_a_stop_signal_to_the_launcher_saves_and_more_are_ignored(tmp_path: Path) -> None:
     launcher = start_launcher(tmp_path)
     os.kill(launcher, signal.SIGTERM)
-    time.sleep(0.3)  # ranks are saving
+    deadline_s = time.monotonic() + 5
+    while len(list(tmp_path.glob("saving*"))) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert len(list(tmp_path.glob("saving*"))) == 2
     for process in (launcher, *pids_in(tmp_path)):
         os.kill(process, signal.SIGTERM)
         os.kill(process, signal.SIGINT)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
+
+_PATIENCE_S = 1.0  # ranks outlive a killed launcher by a moment, and a supervisor restarts it at once
 
 
 @contextmanager
@@ -26,14 +29,23 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             Reason(field=str(run_dir), rule=f"cannot be used as a run directory ({error.strerror})")
         ) from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            rule = f"is in use by another job (process {holder})"
-            raise BadInput(Reason(field=str(run_dir), rule=rule, nearest="another run directory")) from error
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not _taken(handle):
+            if time.monotonic() > deadline_s:
+                holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                rule = f"is in use by another job (process {holder})"
+                raise BadInput(Reason(field=str(run_dir), rule=rule, nearest="another run directory"))
+            time.sleep(0.05)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
