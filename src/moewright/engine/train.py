@@ -18,6 +18,7 @@ import torch
 
 from moewright.codec import to_data
 from moewright.engine import collectives
+from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.books import Books
 from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, save
 from moewright.engine.data.build import read_corpus
@@ -136,6 +137,7 @@ def _join(plan: Plan, seat: RankContext) -> torch.device:
     else:
         device, backend = torch.device("cpu"), "gloo"
         torch.set_num_threads(1)
+        keep_freed_memory()
     if seat.world > 1:
         collectives.start(
             rank=seat.rank,
