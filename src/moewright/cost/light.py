@@ -2,13 +2,13 @@
 
 CUDA stacks fuse a chain into one kernel: it reads its inputs and writes its outputs. The engine on CPU runs one pass
 an operation, mostly in fp32: its bytes are counted operation by operation from what each function does (widen c + 4,
-multiply in place 8, multiply two 12, narrow 4 + c, and so on).
+multiply in place 8, multiply two 12, narrow 4 + c, and so on), and an exponential as EXP_BYTES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moewright.cost.compute import OpRow
 from moewright.cost.sizes import Sizes
@@ -26,46 +26,61 @@ _FUSED_BACKWARD = 1.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """Bytes an element costs, as (constant, multiple of c); `calls` passes, so that one call's size is known."""
+    """Bytes an element costs, as (constant, multiple of c), and exponentials it takes eagerly, forward and backward;
+    `calls` passes, so that one call's size is known.
+    """
 
     fused: tuple[float, float]
     forward: tuple[float, float]
     backward: tuple[float, float]
     calls: tuple[int, int]
+    exps: tuple[int, int] = (0, 0)
     fused_backward: float = _FUSED_BACKWARD
 
+
+# What an element's exponential costs on a CPU core, in bytes it could move instead: silu, sigmoid and softmax take
+# 1.1, 1.1 and 2-3 ns an element where cached passes run at 50 GB/s (profile of a training step).
+EXP_BYTES = 50
 
 # Per element of the tensor named in each row of `layer_rows`.
 RMS_NORM = Kernel(fused=(0, 2), forward=(28, 4), backward=(88, 3), calls=(6, 12))
 ADD = Kernel(fused=(0, 3), forward=(0, 3), backward=(0, 3), calls=(1, 1))
 ROTATE = Kernel(fused=(0, 3), forward=(40, 2), backward=(40, 2), calls=(9, 9))
-GATED = Kernel(fused=(0, 3), forward=(40, 3), backward=(144, 5), calls=(6, 15))
-UNGATED = Kernel(fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8))
+GATED = Kernel(fused=(0, 3), forward=(40, 3), backward=(144, 5), calls=(6, 15), exps=(1, 1))
+UNGATED = Kernel(fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8), exps=(1, 1))
 SPREAD = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0)
 GATHER = Kernel(fused=(0, 2.4), forward=(0, 3), backward=(0, 2), calls=(2, 1), fused_backward=1.0)
 REORDER = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 2), calls=(1, 1), fused_backward=1.0)
 # Router scores: softmax, top-k (a partial sort: counted as eight passes), counts and auxiliary loss, all fp32.
-ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6))
+ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6), exps=(1, 0))
 # Logits: widen, log-softmax; backward widen, softmax, scale, narrow. Fused: 10 bytes each way.
-CROSS_ENTROPY = Kernel(fused=(10, 0), forward=(12, 1), backward=(24, 2), calls=(2, 4), fused_backward=1.0)
+CROSS_ENTROPY = Kernel(fused=(10, 0), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(2, 2), fused_backward=1.0)
 
 
 def light(
-    kernel: Kernel, name: str, size: Sizes, elements: float, *replay: Recompute, part: TimePart = TimePart.ELEMENTWISE
+    kernel: Kernel,
+    name: str,
+    size: Sizes,
+    elements: float,
+    *replay: Recompute,
+    part: TimePart = TimePart.ELEMENTWISE,
+    pieces: float = 1.0,
 ) -> tuple[OpRow, OpRow]:
-    """The forward and the backward row of a kernel over so many elements."""
+    """The forward and the backward row of a kernel over so many elements, taken eagerly in so many pieces."""
     if size.fused:
-        forward_bytes = (kernel.fused[0] + kernel.fused[1] * size.c) * elements
-        amounts, calls = (forward_bytes, forward_bytes * kernel.fused_backward), (1, 1)
-    else:
-        forward_bytes, back_bytes = (
-            (constant + factor * size.c) * elements for constant, factor in (kernel.forward, kernel.backward)
-        )
-        amounts, calls = (forward_bytes, back_bytes), kernel.calls
-    return (
-        moved(name, size, amounts[0], *replay, part=part, calls=calls[0]),
-        moved(name, size, amounts[1], part=part, calls=calls[1]),
-    )
+        constant, factor = kernel.fused
+        forward_bytes = (constant + factor * size.c) * elements
+        back_bytes = forward_bytes * kernel.fused_backward
+        return moved(name, size, forward_bytes, *replay, part=part), moved(name, size, back_bytes, part=part)
+    rows = []
+    for (constant, factor), calls, exps, replays in (
+        (kernel.forward, kernel.calls[0], kernel.exps[0], replay),
+        (kernel.backward, kernel.calls[1], kernel.exps[1], ()),
+    ):
+        moved_bytes = (constant + factor * size.c) * elements
+        row = moved(name, size, moved_bytes, *replays, part=part, calls=calls * pieces)
+        rows.append(replace(row, amount=row.amount + EXP_BYTES * exps * elements))
+    return rows[0], rows[1]
 
 
 def moved(
@@ -74,7 +89,7 @@ def moved(
     amount_bytes: float,
     *replay: Recompute,
     part: TimePart = TimePart.ELEMENTWISE,
-    calls: int = 1,
+    calls: float = 1,
 ) -> OpRow:
     """A row that moves so many bytes in `calls` passes."""
     return OpRow(

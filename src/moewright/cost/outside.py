@@ -12,6 +12,7 @@ from moewright.spec.hardware import Op
 from moewright.spec.plan import TimePart
 
 _HEAD = TimePart.HEAD
+_LOSS_ROWS = 512  # the engine takes the softmax of so many rows at a time
 
 
 def embedding_ops(size: Sizes) -> LayerOps:
@@ -31,7 +32,8 @@ def head_ops(size: Sizes) -> LayerOps:
     """Final norm, logits, and cross-entropy over the vocabulary."""
     h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
     norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
-    loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD)
+    pieces = max(1.0, size.T / _LOSS_ROWS)
+    loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=pieces)
     forward = (gemm("head.logits", size, size.T, vocab, h, _HEAD), norm, loss)
     backward = [_twice(forward[0]), norm_back, loss_back]
     if not size.fused:
@@ -53,7 +55,10 @@ def _twice(row: OpRow) -> OpRow:
 
 
 def optimizer_ops(size: Sizes, *, held: int, owned: int) -> tuple[OpRow, ...]:
-    """Once a step: `held` parameters of the rank, `owned` of them after sharding the optimizer."""
+    """Once a step: `held` parameters of the rank, `owned` of them after sharding the optimizer.
+
+    The engine does not clear gradients: the first micro-batch overwrites them.
+    """
     part = TimePart.OPTIMIZER
     adamw = OpRow(name="adamw", part=part, op=Op.OPTIMIZER, amount=owned, x=owned, dtype=size.dtype)
     if size.fused:
@@ -61,7 +66,6 @@ def optimizer_ops(size: Sizes, *, held: int, owned: int) -> tuple[OpRow, ...]:
         return adamw, moved("gradient_zero", size, 8 * held, part=part)
     return (
         adamw,
-        moved("gradient_zero", size, 4 * held, part=part),
         moved("gradient_norm", size, 4 * owned, part=part),
         moved("weight_cast", size, (4 + size.c) * owned, part=part),
     )
