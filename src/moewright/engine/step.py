@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -161,11 +161,15 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
 
 
 @torch.no_grad()
-def heldout_loss(job: Trainee, data: Data, batches: int) -> tuple[float, int]:
-    """Mean nats per target over the first `batches` global batches of `data`, and the number of targets."""
+def heldout_loss(job: Trainee, data: Data, batches: int, beat: Callable[[], None]) -> tuple[float, int]:
+    """Mean nats per target over the first `batches` global batches of `data`, and the number of targets.
+
+    `beat` is called once a batch, so that a long evaluation is not taken for a hang.
+    """
     run = job.run
     total, targets_seen = 0.0, 0
     for step in range(batches):
+        beat()
         for m in range(micro_batches(run.workload, run.mesh.layout)):
             inputs, targets = data.micro_batch(run, step, m)
             total += float(job.model(inputs, targets).nll.sum())

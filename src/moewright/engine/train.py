@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import moewright
 from moewright.codec import to_data
 from moewright.engine import collectives
 from moewright.engine.allocator import keep_freed_memory
@@ -39,7 +40,7 @@ from moewright.engine.support import unsupported_layout, unsupported_model
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
@@ -89,33 +90,26 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     """One rank, from its first tensor to its last checkpoint."""
     work = plan.workload
     device = _join(plan, seat)
-    job, heldout = _build(plan, seat, device)
     comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
+    _agree_on_plan(plan, comm)
+    job, heldout = _build(plan, seat, device)
     identity = _identity(plan, job.train_data.dataset.fingerprint)
     first_step = _restore(job, run_dir, identity, comm) + 1
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
-    eval_batches = whole_batches(heldout.sampler, global_batch=work.global_batch, wanted=work.eval_batches)
-    step, stopped = first_step - 1, False
-    while step < last_step and not stopped:
-        step += 1
+    counted_step = min(first_step + work.ledger_step, last_step)
+    stopped = False
+    for step in range(first_step, last_step + 1):
         seat.beat(step)
-        counted = step - first_step == min(work.ledger_step, last_step - first_step)
         lr = learning_rate(work.optimizer, steps=work.steps, step=step)
-        result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=counted)
+        result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
         recorder.step(_step_record(plan, step, lr, result))
-        if counted:
+        if step == counted_step:
             _close_books(job, run_dir, step, result, seat)
-        stopped = result.stop
-        due = work.eval_every_steps and step % work.eval_every_steps == 0
-        if not stopped and (due or step == last_step):
-            loss, targets = heldout_loss(job, heldout, eval_batches)
-            entropy = read_corpus(Path(work.data.heldout).parent).unigram_entropy
-            recorder.evaluation(
-                EvalRecord(step=step, heldout_loss=finite(loss), unigram_entropy=entropy, tokens=targets)
-            )
-        every = work.checkpoint.every_steps
-        if stopped or step == last_step or (every and step % every == 0):
+        stopped = result.stop and step < last_step
+        if not stopped and (step == last_step or _due(step, work.eval_every_steps)):
+            recorder.evaluation(_evaluate(job, heldout, step, seat))
+        if stopped or step == last_step or _due(step, work.checkpoint.every_steps):
             save(
                 run_dir / "checkpoints",
                 step=step,
@@ -124,9 +118,23 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
                 keep=work.checkpoint.keep,
                 comm=comm,
             )
+        if stopped:
+            break
     recorder.close()
     collectives.stop()
     return Outcome.STOPPED if stopped else Outcome.DONE
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(job: Trainee, heldout: Data, step: int, seat: RankContext) -> EvalRecord:
+    work = job.run.workload
+    batches = whole_batches(heldout.sampler, global_batch=work.global_batch, wanted=work.eval_batches)
+    loss, targets = heldout_loss(job, heldout, batches, partial(seat.beat, step))
+    entropy = read_corpus(Path(work.data.heldout).parent).unigram_entropy
+    return EvalRecord(step=step, heldout_loss=finite(loss), unigram_entropy=entropy, tokens=targets)
 
 
 def _join(plan: Plan, seat: RankContext) -> torch.device:
@@ -179,6 +187,16 @@ def _build(plan: Plan, seat: RankContext, device: torch.device) -> tuple[Trainee
         )
     )
     return Trainee(run=run, model=model, optimizer=optimizer, train_data=train), heldout
+
+
+def _agree_on_plan(plan: Plan, comm: Coordinator) -> None:
+    """Refuse a job whose ranks were started with different plans or code: they would train different models."""
+    mine = {"plan": plan.fingerprint, "moewright": moewright.__version__, "torch": torch.__version__}
+    for rank, theirs in enumerate(comm.gather(mine)):
+        for field, value in theirs.items():
+            if value != mine[field]:
+                rule = f"rank {rank} has {value}, rank {comm.rank} has {mine[field]}; all ranks need the same"
+                raise BadInput(Reason(field=field, rule=rule))
 
 
 def _identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
