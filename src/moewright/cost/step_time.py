@@ -17,6 +17,7 @@ from moewright.rules import flops
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Overlap
+from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Workload
 
@@ -68,14 +69,15 @@ class Step:
     hidden: Parts
 
 
-def kind_of(size: Sizes, layer: int) -> LayerKind:
-    return is_moe(size.model, layer), flops.is_windowed(size.model, layer)
+def kind_of(model: ModelSpec, layer: int) -> LayerKind:
+    """What decides a layer's cost; MTP depths are numbered above the layers."""
+    return is_moe(model, layer), flops.is_windowed(model, layer)
 
 
 def kinds_of(size: Sizes) -> dict[LayerKind, int]:
     """Every kind of layer the model has, with a layer of that kind."""
     mtp = [size.model.layers + 1] if size.model.mtp_layers else []
-    return {kind_of(size, layer): layer for layer in (*range(size.model.layers), *mtp)}
+    return {kind_of(size.model, layer): layer for layer in (*range(size.model.layers), *mtp)}
 
 
 def all_rows(size: Sizes) -> tuple[OpRow, ...]:
@@ -115,7 +117,7 @@ class Pricer:
 
 def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -> tuple[Times, ...]:
     """One micro-batch on each pipeline rank."""
-    mtp_kind = kind_of(size, size.model.layers + 1)
+    mtp_kind = kind_of(size.model, size.model.layers + 1)
     stages = []
     for pp_rank in range(pp):
         counts: dict[LayerKind, int] = {}
@@ -124,7 +126,7 @@ def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -
             if chunk.pp_rank != pp_rank:
                 continue
             for layer in chunk.layers:
-                kind = kind_of(size, layer)
+                kind = kind_of(size.model, layer)
                 counts[kind] = counts.get(kind, 0) + 1
             if chunk.mtp:
                 counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp

@@ -1,0 +1,80 @@
+"""Why a layout comes first, and what speaks against another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moewright.codec import layout_text, parse_layout
+from moewright.cost.estimate import estimate
+from moewright.rules.legality import illegal
+from moewright.spec.hardware import Hardware
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Estimate, Plan, Verdict
+from moewright.spec.units import show_bytes, show_seconds
+from moewright.spec.workload import Workload
+
+_PARTS_SHOWN = 3
+_WORTH_SAYING = 0.005  # of the step
+
+
+class HasPlans(Protocol):
+    """What a search returned, as far as an explanation needs it."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]: ...
+
+
+def why_first(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """What the first plan spends its step on, and what sets it apart from the second."""
+    if not plans:
+        return ()
+    first = plans[0].estimate
+    parts = sorted(first.shares, key=lambda share: -share.seconds)[:_PARTS_SHOWN]
+    spent = ", ".join(f"{share.part.replace('_', ' ')} {share.seconds / first.step_s:.0%}" for share in parts)
+    lines = [f"{layout_text(plans[0].layout)}: {show_seconds(first.step_s)} a step, mostly {spent}."]
+    if len(plans) > 1:
+        lines.append(f"Second, {layout_text(plans[1].layout)}: {_slower(plans[1].estimate, first)}.")
+    return tuple(lines)
+
+
+def why_not(model: ModelSpec, workload: Workload, hardware: Hardware, ranked: HasPlans, text: str) -> tuple[str, ...]:
+    """What speaks against the layout `text`: broken rules; else how much memory it lacks, and what it loses time on
+    against the best plan. Raises BadInput when the text is no layout.
+    """
+    layout = parse_layout(text, world_size=hardware.count)
+    name = layout_text(layout)
+    reasons = illegal(model, workload, layout)
+    if reasons:
+        return tuple(f"{name} is not legal: {reason}" for reason in reasons)
+    found = estimate(model, workload, hardware, layout)
+    lines = []
+    if found.verdict is not Verdict.FITS:
+        short = f"is {show_bytes(-found.margin_bytes)} over" if found.margin_bytes < 0 else "is within the spread of"
+        held = (
+            f"{show_bytes(found.peak_bytes)} of {show_bytes(found.capacity_bytes)} on pipeline rank {found.peak_rank}"
+        )
+        lines.append(f"{name} {short} the memory: {held}, most of it {found.largest}")
+    if ranked.plans:
+        best = ranked.plans[0]
+        if best.layout == layout:
+            lines.append(f"{name} is the best plan")
+        else:
+            lines.append(f"{name} against {layout_text(best.layout)}: {_slower(found, best.estimate)}")
+    return tuple(lines) or (f"nothing: {name} fits and no plan was found that beats it",)
+
+
+def _slower(found: Estimate, best: Estimate) -> str:
+    """By how much, and the parts that make most of the difference."""
+    change = found.step_s / best.step_s - 1
+    before = {share.part: share.seconds for share in best.shares}
+    after = {share.part: share.seconds for share in found.shares}
+    gains = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in (before | after)}
+    worst = sorted(gains.items(), key=lambda item: -abs(item[1]))[:_PARTS_SHOWN]
+    named = [
+        f"{part.replace('_', ' ')} {'+' if seconds > 0 else '-'}{show_seconds(abs(seconds))}"
+        for part, seconds in worst
+        if abs(seconds) > _WORTH_SAYING * best.step_s
+    ]
+    relation = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
+    return f"{show_seconds(found.step_s)} a step, {relation}" + (f" ({', '.join(named)})" if named else "")
