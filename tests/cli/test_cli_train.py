@@ -11,6 +11,7 @@ import pytest
 import sample_run
 from moewright.cli.main import main
 from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_toml
+from moewright.engine.support import unsupported_layout
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -32,9 +33,9 @@ class Stage:
         self.code = 0
 
     def search(
-        self, model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, top: int, engine_only: bool
+        self, model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, top: int, allowed: object
     ) -> SimpleNamespace:
-        assert engine_only
+        assert allowed is unsupported_layout
         self.searches.append(fixed)
         layout = parse_layout(fixed, world_size=hardware.count)
         plan = Plan(

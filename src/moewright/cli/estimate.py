@@ -42,25 +42,13 @@ def estimate(
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
     """
     from moewright.cli.jobs import read_asked
-    from moewright.codec import fingerprint, parse_layout, write_json
-    from moewright.cost import estimate as cost
+    from moewright.codec import parse_layout, write_json
     from moewright.report.console import console_for, print_estimate
-    from moewright.rules.legality import illegal
-    from moewright.spec.errors import BadInput
-    from moewright.spec.plan import Plan
+    from moewright.search.search import plan_of
 
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
     chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
-    if reasons := illegal(asked.model, asked.workload, chosen):
-        raise BadInput(*reasons)
-    result = Plan(
-        model=asked.model,
-        workload=asked.workload,
-        hardware=asked.hardware,
-        layout=chosen,
-        estimate=cost.estimate(asked.model, asked.workload, asked.hardware, chosen),
-        fingerprint=fingerprint(asked.model, asked.workload, asked.hardware, chosen),
-    )
+    result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)

@@ -47,6 +47,7 @@ def plan(
     """
     from moewright.cli.jobs import Purpose, read_asked
     from moewright.codec import write_json
+    from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_plans
     from moewright.search import explain, search
 
@@ -59,7 +60,7 @@ def plan(
         asked.hardware,
         fixed=asked.fixed,
         top=top,
-        engine_only=asked.purpose is Purpose.TRAIN,
+        allowed=unsupported_layout if asked.purpose is Purpose.TRAIN else search.everything,
     )
     console = console_for(sys.stdout)
     for line in asked.chosen:

@@ -120,10 +120,11 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
 
 def _search(job: Job, hardware: Hardware) -> Plan:
     from moewright.codec import layout_text
+    from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_plans
     from moewright.search.search import search
 
-    ranked = search(job.model, job.workload, hardware, fixed=job.layout_text, top=1, engine_only=True)
+    ranked = search(job.model, job.workload, hardware, fixed=job.layout_text, top=1, allowed=unsupported_layout)
     if not ranked.plans:
         print_plans(console_for(sys.stderr), (), rejected=ranked.rejected)
         raise BadInput(
