@@ -12,6 +12,7 @@ import sample_run
 from moewright.cli.main import main
 from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_toml
 from moewright.engine.support import unsupported_layout
+from moewright.search import search
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -19,6 +20,7 @@ from moewright.spec.workload import Workload
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/quickstart_2cpu_bf16.toml"
 
+SEARCH = search.search
 Start = Callable[..., int]
 
 
@@ -120,10 +122,17 @@ def test_other_hardware_is_planned_anew(stage: Stage, start: Start, tmp_path: Pa
     assert stage.runs[-1][0].layout.world_size == 4
 
 
+def test_a_plan_of_another_model_is_replaced_while_nothing_ran(stage: Stage, start: Start) -> None:
+    start()
+    assert start("--set", "model.config=Qwen3-30B-A3B") == 0
+    assert stage.runs[-1][0].model.name == "Qwen/Qwen3-30B-A3B"
+
+
 def test_a_run_of_another_model_is_refused(
     stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start()
+    (tmp_path / "run" / "steps.jsonl").write_text("")
     capsys.readouterr()
     assert start("--set", "model.config=Qwen3-30B-A3B") == 2
     said = capsys.readouterr().err
@@ -164,6 +173,47 @@ def test_under_torchrun_one_rank_writes(
     (tmp_path / "machine.toml").unlink()
     assert start() == 2
     assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.steps=0", "train.steps=0: must be at least 1"),
+        ("train.precision=fp8", "nearest legal value: bf16"),
+        ("layout.eq=2", "nearest legal value: ep"),
+        ("tarin.lr=1", "nearest legal value: train"),
+        ("train.lr", "must be section.key=value"),
+    ],
+)
+def test_a_job_that_cannot_be_trained_writes_nothing(
+    change: str, said: str, stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--set", change) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("layout.ep=3", "ep=3"),
+        ("layout.tp=3", "tp=3"),
+        ("layout.zero=3", "zero=3"),
+        ("train.global_batch=3", "global_batch=3"),
+    ],
+)
+def test_pins_that_leave_no_layout_are_named(
+    change: str, said: str, stage: Stage, start: Start, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("moewright.search.search.search", SEARCH)
+    assert start("--set", change) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "nearest legal value" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_torn_plan_file_is_named(

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
+
+if TYPE_CHECKING:
+    from moewright.search.search import Ranked
+    from moewright.search.space import Allowed
 
 SEQ_LEN = 4096
 SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
@@ -77,3 +82,20 @@ def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | N
         purpose=Purpose.TRAIN,
         chosen=() if on else (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",),
     )
+
+
+def nothing_fits(
+    model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, allowed: Allowed, ranked: Ranked
+) -> BadInput:
+    """Why a search came back empty: what is wrong with the pinned keys by themselves, else the commonest rejection."""
+    from moewright.codec import given_fields, parse_layout
+    from moewright.rules.legality import illegal
+
+    layout = parse_layout(fixed, world_size=hardware.count)
+    reasons = (*illegal(model, workload, layout), *allowed(layout))
+    if reasons:
+        pinned = given_fields(fixed)
+        return BadInput(*sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in pinned))
+    most = max(ranked.rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
+    rule = f"no layout over {hardware.count} devices will do; most often: {most}"
+    return BadInput(Reason(field="layout", value=fixed, rule=rule))

@@ -45,7 +45,7 @@ def plan(
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file.
     """
-    from moewright.cli.jobs import Purpose, read_asked
+    from moewright.cli.jobs import Purpose, nothing_fits, read_asked
     from moewright.codec import write_json
     from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_plans
@@ -54,14 +54,8 @@ def plan(
     if top < 1:
         raise BadInput(Reason(field="--top", value=str(top), rule="must be at least 1", nearest="1"))
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    ranked = search.search(
-        asked.model,
-        asked.workload,
-        asked.hardware,
-        fixed=asked.fixed,
-        top=top,
-        allowed=unsupported_layout if asked.purpose is Purpose.TRAIN else search.everything,
-    )
+    allowed = unsupported_layout if asked.purpose is Purpose.TRAIN else search.everything
+    ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed)
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)
@@ -69,7 +63,11 @@ def plan(
     if why_not:
         for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
             console.print(line, soft_wrap=True)
-    if json is not None and ranked.plans:
+    if not ranked.plans:
+        raise nothing_fits(
+            asked.model, asked.workload, asked.hardware, fixed=asked.fixed, allowed=allowed, ranked=ranked
+        )
+    if json is not None:
         write_json(json, ranked.plans[0])
         console.print(f"wrote {json}", soft_wrap=True)
-    return 0 if ranked.plans else 2
+    return 0

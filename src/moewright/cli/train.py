@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from moewright.spec.plan import Plan
 
 PLAN_FILE = "plan.json"
+STEPS_FILE = "steps.jsonl"
 
 
 def train(
@@ -57,6 +57,8 @@ def train(
         rule = "is not the number of processes torchrun started"
         raise BadInput(Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world)))
     asked = replace(asked, nproc=world)
+    if reasons := _untrainable(asked):
+        raise BadInput(*reasons)
     run_dir = out or Path("runs") / job.stem
     leads = launched is None or launched.rank == 0
     plan = _plan(asked, run_dir, measure=launched is None, write=leads)
@@ -71,6 +73,15 @@ def train(
     return code
 
 
+def _untrainable(job: Job) -> tuple[Reason, ...]:
+    """What no layout can mend; said before anything is written."""
+    from moewright.engine.support import unsupported_model
+
+    steps = job.workload.steps
+    few = (Reason(field="train.steps", value=str(steps), rule="must be at least 1", nearest="1"),) if steps < 1 else ()
+    return (*few, *unsupported_model(job.model, job.workload))
+
+
 def _plan(job: Job, run_dir: Path, *, measure: bool, write: bool) -> Plan:
     """The run's own plan when it is of this very job; else a new one, the best that the engine runs."""
     from moewright.codec import read_json, write_json
@@ -83,7 +94,7 @@ def _plan(job: Job, run_dir: Path, *, measure: bool, write: bool) -> Plan:
         changed = _changed(kept, job, hardware)
         if not changed:
             return kept
-        if "model" in changed:
+        if "model" in changed and (run_dir / STEPS_FILE).exists():
             rule = f"holds a run of another model ({kept.model.name})"
             raise BadInput(Reason(field="--out", value=str(run_dir), rule=rule, nearest=f"{run_dir}-2"))
         print(f"the job changed ({', '.join(changed)}): planning again")
@@ -119,17 +130,15 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
 
 
 def _search(job: Job, hardware: Hardware) -> Plan:
+    from moewright.cli.jobs import nothing_fits
     from moewright.codec import layout_text
     from moewright.engine.support import unsupported_layout
-    from moewright.report.console import console_for, print_plans
     from moewright.search.search import search
 
-    ranked = search(job.model, job.workload, hardware, fixed=job.layout_text, top=1, allowed=unsupported_layout)
+    fixed = job.layout_text
+    ranked = search(job.model, job.workload, hardware, fixed=fixed, top=1, allowed=unsupported_layout)
     if not ranked.plans:
-        print_plans(console_for(sys.stderr), (), rejected=ranked.rejected)
-        raise BadInput(
-            Reason(field="layout", value=job.layout_text, rule=f"no layout over {job.nproc} ranks fits and runs")
-        )
+        raise nothing_fits(job.model, job.workload, hardware, fixed=fixed, allowed=unsupported_layout, ranked=ranked)
     best = ranked.plans[0]
     print(f"planned {layout_text(best.layout)} over {job.nproc} processes", flush=True)
     return best
