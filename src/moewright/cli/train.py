@@ -84,7 +84,7 @@ def _untrainable(job: Job) -> tuple[Reason, ...]:
 
 def _plan(job: Job, run_dir: Path, *, measure: bool, write: bool) -> Plan:
     """The run's own plan when it is of this very job; else a new one, the best that the engine runs."""
-    from moewright.codec import read_json, write_json
+    from moewright.codec import layout_text, read_json, write_json
     from moewright.spec.plan import Plan
 
     hardware = _hardware(job, measure=measure)
@@ -97,10 +97,12 @@ def _plan(job: Job, run_dir: Path, *, measure: bool, write: bool) -> Plan:
         if "model" in changed and (run_dir / STEPS_FILE).exists():
             rule = f"holds a run of another model ({kept.model.name})"
             raise BadInput(Reason(field="--out", value=str(run_dir), rule=rule, nearest=f"{run_dir}-2"))
-        print(f"the job changed ({', '.join(changed)}): planning again")
+        if write:
+            print(f"the job changed ({', '.join(changed)}): planning again")
     plan = _search(job, hardware)
     if write:
         write_json(path, plan)
+        print(f"planned {layout_text(plan.layout)} over {job.nproc} processes", flush=True)
     return plan
 
 
@@ -131,7 +133,6 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
 
 def _search(job: Job, hardware: Hardware) -> Plan:
     from moewright.cli.jobs import nothing_fits
-    from moewright.codec import layout_text
     from moewright.engine.support import unsupported_layout
     from moewright.search.search import search
 
@@ -139,6 +140,4 @@ def _search(job: Job, hardware: Hardware) -> Plan:
     ranked = search(job.model, job.workload, hardware, fixed=fixed, top=1, allowed=unsupported_layout)
     if not ranked.plans:
         raise nothing_fits(job.model, job.workload, hardware, fixed=fixed, allowed=unsupported_layout, ranked=ranked)
-    best = ranked.plans[0]
-    print(f"planned {layout_text(best.layout)} over {job.nproc} processes", flush=True)
-    return best
+    return ranked.plans[0]
