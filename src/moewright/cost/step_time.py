@@ -88,7 +88,7 @@ def all_rows(size: Sizes) -> tuple[OpRow, ...]:
 
 
 class Pricer:
-    """Prices the pieces of layouts that differ only in recompute, dispatcher, overlap and graphs."""
+    """Prices the pieces of layouts that differ only in pipeline, recompute, overlap and graphs."""
 
     __slots__ = ("_embedding", "_head", "_links", "_mtp", "_priced", "_transfer_bytes", "size")
 

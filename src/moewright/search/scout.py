@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import hypot, inf, prod
+from math import hypot, prod
 
 from moewright.cost import memory
 from moewright.cost.comm import Links
@@ -28,7 +28,7 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """`step_s` is infinite for a candidate that cannot fit."""
+    """A layout that can fit, with its seconds a step and device bytes by closed forms."""
 
     layout: Layout
     step_s: float
@@ -48,12 +48,32 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elements:
-    """Parameters of one rank: (dense, expert) of each kind of layer, of embedding, head and an MTP depth's own."""
+    """Parameters of one rank: (dense, expert) of each kind of layer and of an MTP depth, and of embedding and head."""
 
     layers: tuple[tuple[LayerKind, tuple[int, int]], ...]
     embedding: int
     head: int
     mtp: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Working:
+    """Bytes of one micro-batch under one choice: kept and short-lived, by kind of layer; short-lived of a head pass."""
+
+    saved: tuple[tuple[LayerKind, int], ...]
+    transient: tuple[tuple[LayerKind, int], ...]
+    head: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """What the states take on the pipeline ranks that can be fullest: first, second, last, most layers."""
+
+    pp_ranks: tuple[int, ...]
+    ranks: tuple[Rank, ...]
+    shares: tuple[Share, ...]
+    held_bytes: tuple[float, ...]
+    communicators: int
 
 
 class Scout:
@@ -64,41 +84,63 @@ class Scout:
         self._rates = Rates(space.hardware)
         self._links = Links(space.hardware, self._rates.constants)
         self._params = parameters(space.model)
+        self._kinds = {kind_of(space.model, layer): layer for layer in range(space.model.layers)}
         self._elements: dict[tuple[int, int, int], Elements] = {}
         self._ranks: dict[Pipe, tuple[Rank, ...]] = {}
+        self.without_room = 0
+        self.dominated = 0
+        self._states: dict[tuple[int, int, int, int, Pipe], States] = {}
+        self._tails: dict[tuple[int, int, int, int, int, Pipe], float] = {}
+        self._live: dict[tuple[Pipe, int], tuple[float, ...]] = {}
 
     def candidates(self, group: Group, *, allowed: Allowed) -> Iterator[Candidate]:
-        """Every allowed candidate of a group; those that cannot fit come without a time."""
-        space, capacity = self._space, self._space.hardware.device.memory_bytes.value
-        elements = self._held_elements(group.layout)
-        # Few micro-batches change how host time adds, so those pipelines are priced apart.
-        pricers: dict[bool, Pricer] = {}
-        for choice in choices(space, group.layout):
-            saved = self._saved(choice)
-            priced: dict[tuple[bool, bool], Pieces] = {}
-            for pipe in group.pipes:
-                layout = with_pipe(choice, pipe, space)
-                if allowed(layout):
-                    continue
-                size = size_of(space.model, space.workload, space.hardware, layout, self._rates.constants)
-                ranks = self._pipe_ranks(pipe)
-                peak, spread = self._peak(size, ranks, elements, saved)
-                if peak > capacity + spread:
-                    yield Candidate(layout=layout, step_s=inf, peak_bytes=peak, spread_bytes=spread)
-                    continue
-                key = (size.steady, self._links.span(layout, "pp").inside > 1)
-                if key not in priced:
-                    if size.steady not in pricers:
-                        pricers[size.steady] = Pricer(self._rates, self._links, size)
-                    priced[key] = pricers[size.steady].pieces(layout)
-                step_s = self._step_s(size, ranks, elements, priced[key])
-                yield Candidate(layout=layout, step_s=step_s, peak_bytes=peak, spread_bytes=spread)
+        """Candidates of a group that can fit and are allowed. The others are counted: `without_room`, and those that
+        keep more than a fitting one of the same pipeline replays for nothing in `dominated`.
+        """
+        space, limit = self._space, self._space.hardware.device.memory_bytes.value
+        pipes = [(pipe, self._held_states(group.layout, pipe)) for pipe in group.pipes]
+        roomless = {pipe for pipe, states in pipes if max(states.held_bytes) > limit}
+        for options in choices(space, group.layout):
+            # Few micro-batches change how host time adds, so those pipelines are priced apart.
+            pricers: dict[bool, Pricer] = {}
+            roomy: set[Pipe] = set()
+            for choice in options:
+                working: Working | None = None
+                priced: dict[tuple[bool, bool], Pieces] = {}
+                for pipe, states in pipes:
+                    if pipe in roomy:
+                        self.dominated += 1
+                        continue
+                    if pipe in roomless:
+                        self.without_room += 1
+                        continue
+                    working = working or self._working(choice)
+                    peak, spread = self._peak(choice, pipe, states, working)
+                    if peak > limit + spread:
+                        self.without_room += 1
+                        continue
+                    layout = with_pipe(choice, pipe, space)
+                    if allowed(layout):
+                        continue
+                    if peak < limit - spread:
+                        roomy.add(pipe)
+                    key = self._size(layout).steady, self._links.span(layout, "pp").inside > 1
+                    if key not in priced:
+                        if key[0] not in pricers:
+                            pricers[key[0]] = Pricer(self._rates, self._links, self._size(layout))
+                        priced[key] = pricers[key[0]].pieces(layout)
+                    step_s = self._moving_s(layout, self._pipe_ranks(pipe), priced[key])
+                    step_s += self._tail_s(layout, pipe, states)
+                    yield Candidate(layout=layout, step_s=step_s, peak_bytes=peak, spread_bytes=spread)
+
+    def _size(self, layout: Layout) -> Sizes:
+        space = self._space
+        return size_of(space.model, space.workload, space.hardware, layout, self._rates.constants)
 
     def _pipe_ranks(self, pipe: Pipe) -> tuple[Rank, ...]:
         if pipe not in self._ranks:
-            model = self._space.model
             layout = Layout(world_size=pipe.pp, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
-            chunks = stages.chunks(model, layout)
+            chunks = stages.chunks(self._space.model, layout)
             self._ranks[pipe] = tuple(_rank_of(self._space, chunks, pp_rank) for pp_rank in range(pipe.pp))
         return self._ranks[pipe]
 
@@ -114,50 +156,60 @@ class Scout:
         for param in self._params:
             of_layer = sums.setdefault(param.layer, [0, 0])
             of_layer[param.expert] += prod(shards.local_shape(param, layout))
-        kinds = {kind_of(self._space.model, layer): layer for layer in range(model.layers)}
         mtp = sums.get(model.layers + 1, [0, 0])
         return Elements(
-            layers=tuple((kind, (sums[layer][0], sums[layer][1])) for kind, layer in kinds.items()),
+            layers=tuple((kind, (sums[layer][0], sums[layer][1])) for kind, layer in self._kinds.items()),
             embedding=sums[-1][0],
             head=sums[model.layers][0] + (sums[-1][0] if model.tie_embeddings else 0),
             mtp=(mtp[0], mtp[1]),
         )
 
-    def _saved(self, layout: Layout) -> dict[LayerKind, int]:
-        """Bytes that a layer of each kind keeps for a micro-batch."""
-        space, load = self._space, routing.expected_load(self._space.workload)
-        found = {}
-        for layer in range(space.model.layers):
-            kind = kind_of(space.model, layer)
-            if kind not in found:
-                found[kind] = sum(layer_bytes(space.model, space.workload, layout, layer, load=load).values())
-        return found
+    def _working(self, layout: Layout) -> Working:
+        space, load, size = self._space, routing.expected_load(self._space.workload), self._size(layout)
+        saved, transient = [], []
+        for kind, layer in self._kinds.items():
+            held = layer_bytes(space.model, space.workload, layout, layer, load=load)
+            saved.append((kind, sum(held.values())))
+            transient.append((kind, memory.layer_transient(space.workload, size, layer)))
+        a_logit = 6 if size.fused else 2 * size.c
+        head = a_logit * size.T * space.model.vocab_size / layout.tp
+        return Working(saved=tuple(saved), transient=tuple(transient), head=head)
 
-    def _share(self, rank: Rank, elements: Elements) -> Share:
-        of_kind = dict(elements.layers)
-        dense = sum(of_kind[kind][0] * count for kind, count in rank.layers)
-        expert = sum(of_kind[kind][1] * count for kind, count in rank.layers)
-        dense += rank.embedding * elements.embedding + rank.head * elements.head + rank.mtp * elements.mtp[0]
-        return Share(dense=dense, expert=expert + rank.mtp * elements.mtp[1])
+    def _held_states(self, cut: Layout, pipe: Pipe) -> States:
+        key = (cut.tp, cut.cp, cut.ep, cut.etp, pipe)
+        if key not in self._states:
+            layout = with_pipe(cut, pipe, self._space)
+            every, elements = self._pipe_ranks(pipe), self._held_elements(cut)
+            most_layers = max(range(pipe.pp), key=lambda r: sum(count for _, count in every[r].layers))
+            fullest = sorted({0, min(1, pipe.pp - 1), most_layers, pipe.pp - 1})
+            shares = tuple(_share(every[r], elements) for r in fullest)
+            self._states[key] = States(
+                pp_ranks=tuple(fullest),
+                ranks=tuple(every[r] for r in fullest),
+                shares=shares,
+                held_bytes=tuple(self._state_bytes(layout, share) for share in shares),
+                communicators=memory.communicators(layout),
+            )
+        return self._states[key]
 
-    def _peak(
-        self, size: Sizes, ranks: tuple[Rank, ...], elements: Elements, saved: dict[LayerKind, int]
-    ) -> tuple[float, float]:
-        """Device bytes of the fullest rank, which is the first, the second or the last; and their spread."""
-        layout, workload, c = size.layout, self._space.workload, self._rates.constants
-        count = workload.global_batch // (layout.mbs * layout.dp)
-        groups = memory.communicators(layout)
-        most = 0.0
-        for pp_rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
-            rank = ranks[pp_rank]
-            states = self._state_bytes(layout, self._share(rank, elements))
-            live = schedule.in_flight(layout, count, pp_rank) / layout.vpp
-            kept = live * sum(saved[kind] * layers for kind, layers in rank.layers)
-            transient = self._transient(size, rank)
-            most = max(most, states + kept + transient + c["workspace_bytes"])
-        spread = hypot(c["reserved_share_sd"] * most, groups * c["communicator_bytes_sd"])
-        device = most * (1 + c["reserved_share"]) + c["context_bytes"] + groups * c["communicator_bytes"]
-        return device, spread
+    def _tail_s(self, layout: Layout, pipe: Pipe, states: States) -> float:
+        # Only under zero=3 does the tail grow with the micro-batches.
+        often = layout.mbs if layout.zero == 3 else 0
+        key = (layout.tp, layout.cp, layout.ep, layout.etp, often, pipe)
+        if key not in self._tails:
+            size, workload = self._size(layout), self._space.workload
+            tails = [tail(self._rates, self._links, workload, size, layout, share) for share in states.shares]
+            self._tails[key] = max(one.total_s for one in tails)
+        return self._tails[key]
+
+    def _live_sets(self, choice: Layout, pipe: Pipe, states: States) -> tuple[float, ...]:
+        """How many micro-batches of all its layers each of the fullest ranks holds at its peak."""
+        count = self._space.workload.global_batch * choice.tp * choice.cp * pipe.pp // (choice.mbs * choice.world_size)
+        key = (pipe, count)
+        if key not in self._live:
+            layout = with_pipe(choice, pipe, self._space)
+            self._live[key] = tuple(schedule.in_flight(layout, count, r) / pipe.vpp for r in states.pp_ranks)
+        return self._live[key]
 
     def _state_bytes(self, layout: Layout, share: Share) -> float:
         workload = self._space.workload
@@ -169,37 +221,45 @@ class Scout:
             total += (shard if layout.zero == 3 else numel) * held + shard * owned
         return total
 
-    def _transient(self, size: Sizes, rank: Rank) -> float:
-        logits = size.T * size.model.vocab_size / size.layout.tp
-        passes = rank.head + rank.mtp
-        bytes_a_logit = 6 if size.fused else 2 * size.c
-        layer = max(
-            (memory.layer_transient(self._space.workload, size, self._layer_of(k)) for k, _ in rank.layers), default=0
-        )
-        return max(passes * bytes_a_logit * logits, layer)
+    def _peak(self, choice: Layout, pipe: Pipe, states: States, working: Working) -> tuple[float, float]:
+        """Device bytes of the fullest rank, and their spread."""
+        c = self._rates.constants
+        saved, transient = dict(working.saved), dict(working.transient)
+        most = 0.0
+        mtp_saved = saved[kind_of(self._space.model, self._space.model.layers - 1)]
+        live_sets = self._live_sets(choice, pipe, states)
+        for rank, held_bytes, live in zip(states.ranks, states.held_bytes, live_sets, strict=True):
+            kept = live * (rank.mtp * mtp_saved + sum([saved[kind] * layers for kind, layers in rank.layers]))
+            short = max([(rank.head + rank.mtp) * working.head, *[transient[kind] for kind, _ in rank.layers]])
+            most = max(most, held_bytes + kept + short)
+        most += c["workspace_bytes"]
+        spread = hypot(c["reserved_share_sd"] * most, states.communicators * c["communicator_bytes_sd"])
+        device = most * (1 + c["reserved_share"]) + c["context_bytes"] + states.communicators * c["communicator_bytes"]
+        return device, spread
 
-    def _layer_of(self, kind: LayerKind) -> int:
-        space = self._space
-        return next(layer for layer in range(space.model.layers) if kind_of(space.model, layer) == kind)
-
-    def _step_s(self, size: Sizes, ranks: tuple[Rank, ...], elements: Elements, pieces: Pieces) -> float:
-        layout, workload = size.layout, self._space.workload
+    def _moving_s(self, layout: Layout, ranks: tuple[Rank, ...], pieces: Pieces) -> float:
+        """Seconds of all micro-batches through the pipeline."""
+        model = self._space.model
         seconds = {kind: times.total_s for kind, times in pieces.layers.items()}
-        mtp = pieces.mtp.total_s + (
-            seconds[kind_of(size.model, size.model.layers + 1)] if size.model.mtp_layers else 0.0
-        )
+        mtp = pieces.mtp.total_s + (seconds[kind_of(model, model.layers + 1)] if model.mtp_layers else 0.0)
         head, embedding = pieces.head.total_s, pieces.embedding.total_s
         totals = [
-            sum(seconds[kind] * count for kind, count in rank.layers)
+            sum([seconds[kind] * count for kind, count in rank.layers])
             + rank.mtp * mtp
             + rank.head * head
             + rank.embedding * embedding
             for rank in ranks
         ]
-        count = workload.global_batch // (layout.mbs * layout.dp)
-        moving_s = pipeline_s(totals, vpp=layout.vpp, micro_batches=count, transfer_s=pieces.transfer_s)
-        last = tail(self._rates, self._links, workload, size, layout, self._share(ranks[0], elements))
-        return moving_s + last.total_s
+        count = self._space.workload.global_batch // (layout.mbs * layout.dp)
+        return pipeline_s(totals, vpp=layout.vpp, micro_batches=count, transfer_s=pieces.transfer_s)
+
+
+def _share(rank: Rank, elements: Elements) -> Share:
+    of_kind = dict(elements.layers)
+    dense = sum(of_kind[kind][0] * count for kind, count in rank.layers)
+    expert = sum(of_kind[kind][1] * count for kind, count in rank.layers)
+    dense += rank.embedding * elements.embedding + rank.head * elements.head + rank.mtp * elements.mtp[0]
+    return Share(dense=dense, expert=expert + rank.mtp * elements.mtp[1])
 
 
 def _rank_of(space: Space, chunks: tuple[stages.Chunk, ...], pp_rank: int) -> Rank:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import inf
 
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
@@ -65,11 +64,8 @@ def search(
 
     fitting: list[Candidate] = []
     for group in groups(space):
-        for candidate in scout.candidates(group, allowed=counted):
-            if candidate.step_s == inf:
-                rejected[DOES_NOT_FIT] += 1
-            else:
-                fitting.append(candidate)
+        fitting += scout.candidates(group, allowed=counted)
+    rejected[DOES_NOT_FIT] += scout.without_room
     fitting.sort(key=lambda candidate: candidate.step_s)
     plans: list[Plan] = []
     for candidate in fitting:
@@ -84,7 +80,7 @@ def search(
             rejected[DOES_NOT_FIT] += 1
         else:
             plans.append(plan)
-    rejected[SLOWER] = max(0, len(fitting) - len(plans))
+    rejected[SLOWER] = max(0, len(fitting) - len(plans)) + scout.dominated
     plans.sort(key=_order)
     return Ranked(
         plans=tuple(plans),

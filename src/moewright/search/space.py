@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moewright.codec import given_fields, parse_layout
 from moewright.rules.legality import divisors, illegal
-from moewright.rules.stages import Split, parse_stages, vpp_choices
+from moewright.rules.stages import Split, layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Dispatcher, Layout, Overlap, Recompute, Schedule
@@ -17,6 +17,7 @@ from moewright.spec.workload import Workload
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MIN_CP_TOKENS = 2048  # a rank's part of a sequence; below it context parallelism only costs
 MAX_EXPERT_TP = 8
+MAX_UNEVEN_VPP = 4
 
 Allowed = Callable[[Layout], tuple[Reason, ...]]
 
@@ -77,17 +78,16 @@ def groups(space: Space) -> Iterator[Group]:
                             yield Group(layout=cut, pipes=kept)
 
 
-def choices(space: Space, cut: Layout) -> Iterator[Layout]:
-    """The recompute and dispatcher choices of a group."""
+def choices(space: Space, cut: Layout) -> Iterator[tuple[Layout, ...]]:
+    """The choices of a group: for every dispatcher, the recompute sets from the fastest to the smallest."""
     recomputes = [space.base.recompute] if "recompute" in space.fixed else _recomputes(space.model)
+    if Overlap.EP in cut.overlap:
+        recomputes = [one for one in recomputes if {Recompute.FULL, Recompute.MOE}.isdisjoint(one)]
     dispatchers = [space.base.dispatcher]
     if "dispatcher" not in space.fixed and cut.ep > 1 and space.hardware.device.kind is DeviceKind.CUDA:
         dispatchers.append(Dispatcher.DEEPEP)
     for dispatcher in dispatchers:
-        for recompute in recomputes:
-            if Overlap.EP in cut.overlap and not {Recompute.FULL, Recompute.MOE}.isdisjoint(recompute):
-                continue
-            yield replace(cut, recompute=recompute, dispatcher=dispatcher)
+        yield tuple(replace(cut, recompute=recompute, dispatcher=dispatcher) for recompute in recomputes)
 
 
 def with_pipe(layout: Layout, pipe: Pipe, space: Space) -> Layout:
@@ -131,16 +131,19 @@ def _expert_tensor(space: Space) -> tuple[int, ...]:
 
 
 def _pipes(space: Space) -> Iterator[Pipe]:
-    world, layers, base = space.hardware.count, space.model.layers, space.base
+    """Every split that comes out even; where none does, layout strings that spread the layers as evenly as they go."""
+    world, model, base = space.hardware.count, space.model, space.base
     string_stages = len(parse_stages(base.stages)) if base.stages else 0
     for pp in _axis(space, "pp", divisors(world)):
+        found = {(v, base.stages) for split in Split for v in vpp_choices(model.layers, pp, split=split)}
         if string_stages:
-            found = {string_stages // pp} if string_stages % pp == 0 else set()
-        else:
-            found = {v for split in Split for v in vpp_choices(layers, pp, split=split)}
-        for vpp in sorted(found):
+            found = {(string_stages // pp, base.stages)} if string_stages % pp == 0 else set()
+        elif not found:
+            most = min(MAX_UNEVEN_VPP, (model.layers + 2) // pp)
+            found = {(v, layout_string(model.layers, mtp=model.mtp_layers, stages=pp * v)) for v in range(1, most + 1)}
+        for vpp, text in sorted(found):
             if "vpp" not in space.fixed or vpp == base.vpp:
-                yield Pipe(pp=pp, vpp=vpp, stages=base.stages)
+                yield Pipe(pp=pp, vpp=vpp, stages=text)
 
 
 def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
@@ -156,14 +159,10 @@ def _schedules(pipe: Pipe, batch: int, of_pass: int) -> bool:
 
 
 def _recomputes(model: ModelSpec) -> list[tuple[Recompute, ...]]:
-    """None; cheap outputs; whole blocks; everything."""
+    """Each replays more than the ones before it and keeps less: none, cheap outputs, whole blocks, everything."""
     has_experts = model.moe is not None and any(model.moe_layers)
-    block = Recompute.MOE if has_experts else Recompute.MLP
-    found = [{Recompute.LAYERNORM, block}, {Recompute.FULL}]
-    if has_experts:
-        cheap = {Recompute.LAYERNORM, Recompute.MOE_ACT}
-        found.append(cheap)
-        if model.attention.kind is AttentionKind.MLA:
-            found.append(cheap | {Recompute.MLA_UP_PROJ})
-            found.append({Recompute.LAYERNORM, Recompute.MOE, Recompute.MLA_UP_PROJ})
-    return [(), *(tuple(sorted(choice)) for choice in found)]
+    up = {Recompute.MLA_UP_PROJ} if model.attention.kind is AttentionKind.MLA else set()
+    cheap = {Recompute.LAYERNORM, Recompute.MOE_ACT} if has_experts else {Recompute.LAYERNORM}
+    block = {Recompute.LAYERNORM, Recompute.MOE if has_experts else Recompute.MLP}
+    found = [set(), cheap, cheap | up, block, block | up, {Recompute.FULL}]
+    return list(dict.fromkeys(tuple(sorted(one)) for one in found))
