@@ -43,15 +43,13 @@ def outside_bytes(
     model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, *, logits_kept: bool = True
 ) -> dict[Module, int]:
     """What embedding, final norm, head and loss keep: token ids; the norm's input and statistic; the head's input,
-    the logits (once, in the compute dtype) and the targets. An MTP depth makes a pass through the head too. Token ids
-    and targets of a sequence are one buffer of seq_len + 1.
+    the logits (once, in the compute dtype) and the targets. An MTP depth makes a pass through the head too.
     """
     c, t = recompute.activation_bytes(workload), routing.micro_batch_tokens(workload, layout)
     T = workload.seq_len * layout.mbs // layout.cp
     sums: dict[Module, int] = {}
-    buffer = INT64_BYTES * (T + layout.mbs)
     if chunk.embedding or chunk.mtp:
-        sums[Module.EMBEDDING] = buffer
+        sums[Module.EMBEDDING] = INT64_BYTES * T * (chunk.embedding + chunk.mtp)
     passes = chunk.mtp + chunk.loss
     if passes:
         sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
