@@ -54,9 +54,7 @@ def outside_bytes(
     if passes:
         sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
         logits = c * T * model.vocab_size // layout.tp if logits_kept else 0
-        sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits) + (
-            0 if chunk.embedding or chunk.mtp else buffer
-        )
+        sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits + INT64_BYTES * T)
     return sums
 
 
