@@ -1,0 +1,122 @@
+"""The joined estimate: parts that sum, figures that follow from each other, directions that must hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moewright.codec import from_data, parse_layout, to_data
+from moewright.cost.estimate import estimate
+from moewright.intake import catalogue
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.ledger import Phase
+from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.workload import Routing, Workload
+
+
+def of(
+    text: str = "ep8,mbs1", *, model: str = "Qwen3-30B-A3B", hardware: Hardware | None = None, **job: object
+) -> Estimate:
+    work = replace(Workload(seq_len=4096, global_batch=64), **job)
+    machine = hardware or catalogue.hardware("16xH100")
+    return estimate(catalogue.model(model), work, machine, parse_layout(text, world_size=machine.count))
+
+
+def seconds(found: Estimate, part: TimePart) -> float:
+    return next((share.seconds for share in found.shares if share.part is part), 0.0)
+
+
+LAYOUTS = (
+    "ep8",
+    "tp2,ep8,pp2,vpp2",
+    "tp2,ep4,etp2,recompute=full",
+    "cp2,ep8,recompute=moe",
+    "ep16,pp1,dispatcher=deepep",
+)
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_parts_sum_to_the_step(text: str) -> None:
+    found = of(text)
+    assert sum(share.seconds for share in found.shares) == pytest.approx(found.step_s)
+    assert all(share.seconds >= 0 and share.hidden_s >= 0 for share in found.shares)
+    for ledger in found.ledgers:
+        assert sum(row.seconds for row in ledger.time) == pytest.approx(found.step_s)
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_throughput_follows_from_the_step(text: str) -> None:
+    found = of(text)
+    assert found.tokens_per_s_per_device == pytest.approx(64 * 4096 / 16 / found.step_s)
+    assert found.tflops_per_device * 1e12 * 16 * found.step_s == pytest.approx(found.model_flops_per_step)
+    assert found.mfu == pytest.approx(found.tflops_per_device / 989.4, rel=1e-4)
+
+
+def test_hfu_counts_what_is_replayed() -> None:
+    plain, full = of("ep8"), of("ep8,recompute=full")
+    assert plain.hfu == pytest.approx(plain.mfu)
+    head = 6 * 2048 * 151936
+    layers = full.model_flops_per_step / (64 * 4096) - head
+    assert full.hfu / full.mfu == pytest.approx(1 + layers / 3 / (layers + head))
+    assert full.step_s > plain.step_s
+    assert full.peak_bytes < plain.peak_bytes
+
+
+def test_every_assumption_has_a_source() -> None:
+    found = of()
+    assert all(one.source and one.value for one in found.assumptions)
+    named = {one.name for one in found.assumptions}
+    assert {"expert_load", "memory_bytes", "domain_efficiency", "host_s_per_layer_microbatch"} <= named
+
+
+def test_estimates_survive_the_codec() -> None:
+    found = of()
+    assert from_data(Estimate, to_data(found), where="estimate") == found
+
+
+def test_hot_experts_cost_time() -> None:
+    even, hot = of(), of(routing=Routing.LEARNED, load_factor=2.0)
+    assert seconds(hot, TimePart.EXPERTS) > 1.3 * seconds(even, TimePart.EXPERTS)
+    assert seconds(hot, TimePart.EP_COMM) > 1.5 * seconds(even, TimePart.EP_COMM)
+    assert seconds(hot, TimePart.ATTENTION) == pytest.approx(seconds(even, TimePart.ATTENTION))
+
+
+def test_overlap_hides_and_graphs_spare_the_host() -> None:
+    text = "ep16,dispatcher=hybridep"
+    plain, graphed, hidden = of(text), of(f"{text},graphs=attn"), of(f"{text},overlap=ep")
+    assert seconds(graphed, TimePart.HOST) < 0.7 * seconds(plain, TimePart.HOST)
+    exposed = next(share for share in hidden.shares if share.part is TimePart.EP_COMM)
+    assert exposed.hidden_s == pytest.approx(0.68 * seconds(plain, TimePart.EP_COMM))
+    assert exposed.seconds + exposed.hidden_s == pytest.approx(seconds(plain, TimePart.EP_COMM))
+
+
+def test_nothing_overlaps_on_a_cpu() -> None:
+    machine = catalogue.hardware("4xH100")
+    machine = replace(machine, constants=(), device=replace(machine.device, kind=DeviceKind.CPU))
+    found = of("ep4,pp1,overlap=grad+param", hardware=machine, seq_len=512)
+    assert all(share.hidden_s == 0 for share in found.shares)
+    phases = {row.phase for row in found.ledgers[0].time}
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.GRAD_REDUCE, Phase.PARAM_GATHER} <= phases
+
+
+def test_mtp_and_mla_models_are_priced() -> None:
+    found = of("tp8,ep64,recompute=select", model="DeepSeek-V3", hardware=catalogue.hardware("64xH100"))
+    assert {row.module.value for row in found.ledgers[0].memory} >= {"mtp", "dense_mlp", "shared_experts"}
+
+
+@pytest.mark.parametrize(("text", "field"), [("ep7", r"layout\.ep"), ("tp3", r"layout\.tp")])
+def test_illegal_layouts_are_refused(text: str, field: str) -> None:
+    with pytest.raises(BadInput, match=field):
+        of(text)
+
+
+def test_another_world_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"world_size=8: the hardware has 16 devices"):
+        estimate(
+            catalogue.model("Qwen3-30B-A3B"),
+            Workload(seq_len=4096, global_batch=64),
+            catalogue.hardware("16xH100"),
+            parse_layout("ep8", world_size=8),
+        )

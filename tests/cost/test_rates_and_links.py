@@ -1,0 +1,122 @@
+"""Rates of work and times of collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.cost.comm import Links, Span, span
+from moewright.cost.compute import OpRow, Rates, interpolate, misses
+from moewright.intake import catalogue
+from moewright.rules import grid
+from moewright.spec.hardware import Collective, CollectiveTime, Constant, Curve, Hardware, Op, OpRate
+from moewright.spec.layout import Dispatcher
+from moewright.spec.plan import TimePart
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.workload import Dtype
+
+
+def curve(*points: tuple[float, float]) -> Curve:
+    return Curve(points=points, kind=SourceKind.MEASURED, source="test")
+
+
+def h800(*constants: tuple[str, float]) -> Hardware:
+    base = catalogue.hardware("256xH800")
+    own = tuple(Constant(name=n, value=Sourced(value=v, kind=SourceKind.MEASURED, source="t")) for n, v in constants)
+    return replace(base, constants=(*base.constants, *own))
+
+
+def links(hardware: Hardware) -> Links:
+    return Links(hardware, Rates(hardware).constants)
+
+
+def row(op: Op, x: float) -> OpRow:
+    return OpRow(name="a row", part=TimePart.DENSE, op=op, amount=1.0, x=x, dtype=Dtype.BF16)
+
+
+def test_interpolation_is_log_log_and_flat_outside() -> None:
+    found = curve((1.0, 10.0), (100.0, 1000.0))
+    assert interpolate(found, 10.0) == pytest.approx(100.0)
+    assert interpolate(found, 0.1) == 10.0
+    assert interpolate(found, 1e9) == 1000.0
+
+
+def test_misses_name_what_the_file_lacks() -> None:
+    base = h800()
+    rates = (OpRate(op=Op.GEMM, dtype=Dtype.BF16, curve=curve((1e6, 1e12), (1e9, 2e12))),)
+    found = misses(
+        Rates(replace(base, device=replace(base.device, rates=rates))),
+        [row(Op.GEMM, 1e7), row(Op.GEMM, 1e12), row(Op.ATTENTION, 4096)],
+    )
+    assert [one.name for one in found] == ["rate gemm bf16 at a row", "rate attention bf16"]
+    assert "held flat" in found[0].value
+
+
+def test_the_hardware_file_wins_over_defaults() -> None:
+    fast, slow = (Rates(h800(("gemm_time_scale", scale))).seconds(row(Op.GEMM, 1e12)) for scale in (1.0, 2.0))
+    assert slow == pytest.approx(2 * fast)
+
+
+@pytest.mark.parametrize(
+    ("text", "group", "expected"),
+    [
+        ("tp2,ep8,pp8", "tp", (2, 2, 1)),
+        ("tp2,ep8,pp8", "dp_cp", (16, 4, 4)),
+        ("tp2,ep32,pp8", "ep", (32, 8, 4)),
+        ("tp2,ep8,pp8", "edp", (4, 1, 4)),
+        ("tp1,ep8,pp32", "edp", (1, 1, 1)),
+        ("tp2,ep4,etp2,pp8", "ep", (4, 4, 1)),
+        ("tp2,ep8,pp8", "pp", (8, 1, 8)),
+    ],
+)
+def test_span(text: str, group: str, expected: tuple[int, int, int]) -> None:
+    """Against the ranks themselves: how many share the first one's node, and how many nodes there are."""
+    layout = parse_layout(text, world_size=256)
+    ranks = grid.group_ranks(layout, group, 0)
+    nodes = [rank // 8 for rank in ranks]
+    assert (len(ranks), nodes.count(0), len(set(nodes))) == expected
+    found = span(layout, group, 8)
+    assert (found.size, found.inside, found.domains) == expected
+
+
+def test_all_to_all_uses_both_levels_in_turn() -> None:
+    scales = (("alltoall_inside_time_scale", 1.0), ("alltoall_between_time_scale", 1.0))
+    found = links(h800(*scales)).seconds(Collective.ALL_TO_ALL, Span(size=32, inside=8, domains=4), 1e9)
+    # A quarter of the payload stays in the node, 7/8 of it leaves the rank at 140 GB/s; 3/4 leaves at 45 GB/s.
+    assert found == pytest.approx(1e9 / 4 * 7 / 8 / 140e9 + 0.75e9 / 45e9, rel=1e-2)
+
+
+def test_ring_collectives() -> None:
+    near = Span(size=8, inside=8, domains=1)
+    one = links(h800())
+    scatter = one.seconds(Collective.REDUCE_SCATTER, near, 8e9)
+    assert scatter == pytest.approx(7e9 / 140e9, rel=1e-3)
+    assert one.seconds(Collective.ALL_GATHER, near, 1e9) == pytest.approx(scatter)
+    assert one.seconds(Collective.ALL_REDUCE, near, 8e9) == pytest.approx(2 * scatter)
+    assert one.seconds(Collective.ALL_REDUCE, Span(size=1, inside=1, domains=1), 8e9) == 0.0
+
+
+def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
+    base = h800()
+    measured = CollectiveTime(op=Collective.ALL_TO_ALL, group_size=2, curve=curve((1e3, 1e-4), (1e6, 1e-3)))
+    one = links(replace(base, fabric=replace(base.fabric, times=(measured,))))
+    pair = Span(size=2, inside=2, domains=1)
+    assert one.seconds(Collective.ALL_TO_ALL, pair, 1e6) == pytest.approx(1e-3)
+    assert one.seconds(Collective.ALL_TO_ALL, pair, 4e6) == pytest.approx(4e-3)  # by bytes beyond the last point
+    assert one.seconds(Collective.ALL_GATHER, pair, 1e6) != pytest.approx(1e-3)
+    four = Span(size=4, inside=4, domains=1)
+    assert one.seconds(Collective.ALL_TO_ALL, four, 1e6) < 1e-4
+
+
+def test_deduplication_pays_between_nodes() -> None:
+    """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks (features.md A.3.3)."""
+    plain = parse_layout("tp2,ep32,pp8", world_size=256)
+    dedup = replace(plain, dispatcher=Dispatcher.DEEPEP)
+    one = links(h800())
+    slow, fast = (one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0) for layout in (plain, dedup))
+    assert 1.2 < slow / fast < 2
+    inside = 2048 * 32 * (1 - (31 / 32) ** 8) * 8192 / (0.58 * 200e9)
+    between = 2048 * 4 * (1 - 0.75**8) * 0.75 * 8192 / 45e9
+    assert fast == pytest.approx(inside + between, rel=0.01)
