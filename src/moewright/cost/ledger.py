@@ -23,7 +23,8 @@ def predict(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
     """Memory (states and saved activations), collectives and FLOPs of `rank` in one step.
 
     Experts get the rows that `selection` recorded, or balanced ones without it. States, collectives and FLOPs are
-    exact; memory holds no transients; the time is that of the plan's estimate. Raises BadInput for a rank outside the world or a selection of another job.
+    exact; memory holds no transients; the time is that of the plan's estimate. Raises BadInput for a rank outside the
+    world or a selection of another job.
     """
     found = predict_rank(plan.model, plan.workload, plan.layout, rank=rank, selection=selection)
     expected = next((one for one in plan.estimate.ledgers if one.pp_rank == found.pp_rank), None)

@@ -106,7 +106,7 @@ class Scout:
             roomy: set[Pipe] = set()
             for choice in options:
                 working: Working | None = None
-                priced: dict[tuple[bool, bool], Pieces] = {}
+                priced: dict[tuple[bool, bool, bool], Pieces] = {}
                 for pipe, states in pipes:
                     if pipe in roomy:
                         self.dominated += 1
@@ -124,7 +124,8 @@ class Scout:
                         continue
                     if peak < limit - spread:
                         roomy.add(pipe)
-                    key = self._size(layout).steady, self._links.span(layout, "pp").inside > 1
+                    near = self._links.span(layout, "pp").inside > 1
+                    key = self._size(layout).steady, layout.pp > 1, near
                     if key not in priced:
                         if key[0] not in pricers:
                             pricers[key[0]] = Pricer(self._rates, self._links, self._size(layout))

@@ -1,0 +1,160 @@
+"""The search: only legal layouts, the best of them first, pinned keys kept, rejections counted and explained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from moewright.codec import layout_text, parse_layout
+from moewright.cost.estimate import estimate
+from moewright.intake import catalogue
+from moewright.rules.legality import illegal
+from moewright.search import explain
+from moewright.search.frontier import frontier
+from moewright.search.scout import Candidate, Scout
+from moewright.search.search import DOES_NOT_FIT, everything, search
+from moewright.search.space import groups, space_of
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.layout import Layout, Recompute
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Verdict
+from moewright.spec.workload import Workload
+
+WORK = Workload(seq_len=4096, global_batch=128)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelSpec:
+    return catalogue.model("Qwen3-30B-A3B")
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return catalogue.hardware("16xH100")
+
+
+def test_candidates_are_legal_and_priced_like_estimates(model: ModelSpec, hardware: Hardware) -> None:
+    """Closed forms and full estimates agree: to 0.1 % in time, to a few percent in memory."""
+    space = space_of(model, WORK, hardware, "ep8,etp1")
+    scout = Scout(space)
+    found = [one for group in groups(space) for one in scout.candidates(group, allowed=everything)]
+    assert len(found) > 100
+    assert not any(illegal(model, WORK, one.layout) for one in found)
+    assert len({layout_text(one.layout) for one in found}) == len(found)
+    for one in found[:: len(found) // 12]:
+        full = estimate(model, WORK, hardware, one.layout)
+        assert one.step_s == pytest.approx(full.step_s, rel=1e-3)
+        assert one.peak_bytes == pytest.approx(full.peak_bytes, rel=0.03)
+
+
+def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: Hardware) -> None:
+    """Try everything in a small corner, without any of the search's shortcuts."""
+    best = None
+    for pp, vpp, ep, mbs, recompute in product((1, 2, 4), (1, 2), (2, 8, 16), (1, 2), ("none", "select", "full")):
+        schedule = "interleaved" if vpp > 1 else "1f1b"
+        text = f"tp1,cp1,etp1,pp{pp},vpp{vpp},ep{ep},mbs{mbs},recompute={recompute},schedule={schedule}"
+        layout = parse_layout(text, world_size=16)
+        if illegal(model, WORK, layout):
+            continue
+        tried = estimate(model, WORK, hardware, layout)
+        if tried.verdict is Verdict.FITS and (best is None or tried.step_s < best):
+            best = tried.step_s
+    assert best is not None
+    first = search(model, WORK, hardware, fixed="tp1,cp1,etp1", top=1).plans[0]
+    assert first.estimate.step_s <= best
+
+
+def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Hardware) -> None:
+    ranked = search(model, WORK, hardware, fixed="ep8", top=5)
+    assert len(ranked.plans) == 5
+    firm = [plan.estimate.step_s for plan in ranked.plans if plan.estimate.verdict is Verdict.FITS]
+    assert firm == sorted(firm)
+    assert all(plan.layout.ep == 8 and plan.estimate.verdict is not Verdict.OOM for plan in ranked.plans)
+    assert len({plan.fingerprint for plan in ranked.plans}) == 5
+    assert dict(ranked.rejected)[DOES_NOT_FIT] > 0
+    assert layout_text(ranked.plans[0].layout) in ranked.why[0]
+
+
+def test_everything_can_be_pinned(model: ModelSpec, hardware: Hardware) -> None:
+    text = "tp2,cp1,pp2,vpp2,ep8,etp1,mbs2,dispatcher=alltoall,recompute=moe+layernorm,overlap=grad"
+    ranked = search(model, WORK, hardware, fixed=text)
+    assert [plan.layout for plan in ranked.plans] == [parse_layout(text, world_size=16)]
+
+
+def test_a_predicate_says_what_can_be_run(model: ModelSpec, hardware: Hardware) -> None:
+    def plain(layout: Layout) -> tuple[Reason, ...]:
+        bad = layout.pp > 1 or layout.recompute
+        return (Reason(field="layout", rule="is too clever"),) if bad else ()
+
+    ranked = search(model, WORK, hardware, fixed="tp2,ep8", allowed=plain)
+    assert ranked.plans
+    assert all(plan.layout.pp == 1 and not plan.layout.recompute for plan in ranked.plans)
+    assert dict(ranked.rejected)["is too clever"] > 0
+
+
+def test_nothing_fits_is_an_answer(model: ModelSpec) -> None:
+    ranked = search(model, Workload(seq_len=4096, global_batch=16), catalogue.hardware("1xH100"))
+    assert ranked.plans == ranked.why == ()
+    assert [rule for rule, _ in ranked.rejected] == [DOES_NOT_FIT]
+
+
+def test_bad_pins_are_refused(model: ModelSpec, hardware: Hardware) -> None:
+    with pytest.raises(BadInput, match="tp"):
+        search(model, WORK, hardware, fixed="tp0x")
+
+
+def test_layers_that_split_evenly_nowhere_get_a_layout_string() -> None:
+    """DeepSeek-V3 has 61 layers: 61 and 63 are odd."""
+    deepseek = catalogue.model("DeepSeek-V3")
+    space = space_of(deepseek, WORK, catalogue.hardware("64xH100"), "tp1,cp1,ep8,etp1,mbs1")
+    pipes = {pipe for group in groups(space) for pipe in group.pipes}
+    assert {(pipe.pp, bool(pipe.stages)) for pipe in pipes} >= {(2, True), (4, True), (8, True)}
+    for pipe in pipes:
+        layout = Layout(world_size=64, ep=8, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
+        assert not [r for r in illegal(deepseek, WORK, layout) if r.field in ("layout.stages", "layout.pp")]
+
+
+def test_dense_models_and_cpus_have_no_dispatcher_choice(hardware: Hardware) -> None:
+    dense = search(catalogue.model("Qwen3-8B"), WORK, hardware, top=3)
+    assert all(plan.layout.ep == plan.layout.etp == 1 for plan in dense.plans)
+    cpu = replace(hardware, device=replace(hardware.device, kind=DeviceKind.CPU))
+    ranked = search(catalogue.model("Qwen3-30B-A3B"), WORK, cpu, fixed="tp1,pp2", top=3)
+    assert all(plan.layout.dispatcher == "alltoall" for plan in ranked.plans)
+
+
+def test_frontier_keeps_what_nothing_beats() -> None:
+    def one(step_s: float, peak_bytes: float) -> Candidate:
+        return Candidate(layout=Layout(world_size=1), step_s=step_s, peak_bytes=peak_bytes, spread_bytes=0.0)
+
+    found = frontier([one(2, 5), one(1, 9), one(3, 7), one(4, 1), one(1, 10)])
+    assert [(each.step_s, each.peak_bytes) for each in found] == [(1, 9), (2, 5), (4, 1)]
+
+
+def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
+    ranked = search(model, WORK, hardware, fixed="ep8", top=2)
+
+    def lines(text: str) -> str:
+        return "\n".join(explain.why_not(model, WORK, hardware, ranked, text))
+
+    assert "is not legal: layout.ep=7" in lines("ep7")
+    assert "GiB over the memory" in lines("ep2,mbs8")
+    assert "of experts" in lines("ep2,mbs8")
+    slow = lines("ep8,pp2,mbs1,recompute=full")
+    assert "slower" in slow
+    assert "recompute +" in slow
+    assert "is the best plan" in lines(layout_text(ranked.plans[0].layout))
+
+
+def test_full_recompute_is_left_out_where_less_fits(model: ModelSpec) -> None:
+    """A layout that fits with room makes its heavier recomputes pointless; they count as slower, not as lost."""
+    roomy = catalogue.hardware("64xH100")
+    space = space_of(model, WORK, roomy, "tp1,cp1,pp4,vpp1,ep16,etp1,mbs1,dispatcher=alltoall")
+    scout = Scout(space)
+    found = [one for group in groups(space) for one in scout.candidates(group, allowed=everything)]
+    assert [one.layout.recompute for one in found] == [()]
+    assert scout.dominated == 3
+    fullest = search(model, WORK, catalogue.hardware("16xH100"), fixed="tp1,cp1,pp1,ep8,etp1,mbs4", top=8).plans
+    assert (Recompute.FULL,) in {plan.layout.recompute for plan in fullest}
