@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moewright.cost.constants import Constants
 from moewright.spec.hardware import Curve, Hardware, Op
@@ -13,6 +14,19 @@ from moewright.spec.layout import Recompute
 from moewright.spec.plan import Assumption, TimePart
 from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import Dtype
+
+# The constants that only matter where the hardware file has no rate for an operation.
+_STANDS_IN: Mapping[str, Op] = MappingProxyType(
+    {
+        "gemm_efficiency": Op.GEMM,
+        "grouped_rolloff_rows": Op.GROUPED_GEMM,
+        "attention_efficiency": Op.ATTENTION,
+        "attention_half_seq": Op.ATTENTION,
+        "attention_backward_efficiency": Op.ATTENTION_BACKWARD,
+        "memory_efficiency": Op.ELEMENTWISE,
+        "optimizer_bytes_per_parameter": Op.OPTIMIZER,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +86,11 @@ class Rates:
         if found is None and op in (Op.ELEMENTWISE, Op.OPTIMIZER):
             found = next((c for (o, _), c in self._curves.items() if o is op), None)
         return found
+
+    def uses(self, constant: str) -> bool:
+        """Whether an estimate can depend on a constant: a stand-in does not count where every rate is known."""
+        op = _STANDS_IN.get(constant)
+        return op is None or not any(known is op for known, _ in self._curves)
 
     def rate(self, op: Op, dtype: Dtype, x: float) -> float:
         """Units of work a second (FLOP/s, bytes/s or parameters/s)."""

@@ -14,7 +14,7 @@ from moewright.cost.outside import optimizer_ops
 from moewright.cost.sizes import Sizes, sizes
 from moewright.cost.stage import Routed, rank_chunks, routed
 from moewright.cost.states import BucketSet, bucket_sets
-from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, stage_times, step_time, tail
+from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, owned_by, stage_times, step_time, tail
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, routing, schedule, stages
 from moewright.rules.legality import illegal, micro_batches
@@ -71,11 +71,9 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         )
         for pp_rank in range(layout.pp)
     )
-    optimizer = optimizer_ops(size, held=1, owned=1)
-    assumptions = (
-        *_assumptions(hardware, rates.constants, workload),
-        *misses(rates, (*all_rows(size), *(row for row in optimizer if row.name == "adamw"))),
-    )
+    first = held_share(sets[0])
+    optimizer = optimizer_ops(size, held=first.dense + first.expert, owned=owned_by(layout, first))
+    assumptions = (*_assumptions(hardware, rates, workload), *misses(rates, (*all_rows(size), *optimizer)))
     return _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
 
 
@@ -232,7 +230,7 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
     return flops.total_model_flops(replayed_rows(model, workload, one, whole))
 
 
-def _assumptions(hardware: Hardware, constants: Constants, workload: Workload) -> Iterator[Assumption]:
+def _assumptions(hardware: Hardware, rates: Rates, workload: Workload) -> Iterator[Assumption]:
     """Facts and constants behind an estimate, and what the workload is taken to do."""
     device, fabric = hardware.device, hardware.fabric
     yield Assumption(
@@ -249,7 +247,7 @@ def _assumptions(hardware: Hardware, constants: Constants, workload: Workload) -
         ("network_Bps", fabric.network_Bps),
         ("domain_latency_s", fabric.domain_latency_s),
         ("network_latency_s", fabric.network_latency_s),
-        *((constant.name, constant.value) for constant in constants.listed()),
+        *((constant.name, constant.value) for constant in rates.constants.listed() if rates.uses(constant.name)),
     ]
     for name, value in facts:
         yield _assumption(name, value)

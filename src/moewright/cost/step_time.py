@@ -140,6 +140,13 @@ def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -
     return tuple(stages)
 
 
+def owned_by(layout: Layout, held: Share) -> int:
+    """Parameters that a rank updates: its shards of what it holds."""
+    if not layout.zero:
+        return held.dense + held.expert
+    return held.dense // (layout.dp * layout.cp) + held.expert // layout.edp
+
+
 def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: Layout, held: Share) -> Tail:
     """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
 
@@ -147,7 +154,7 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     """
     c = links.constants
     often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
-    owned, reduce_s, gather_s = 0, 0.0, 0.0
+    reduce_s, gather_s = 0.0, 0.0
     for group, numel, calls in (
         ("dp_cp", held.dense, held.dense_calls),
         ("edp", held.expert, held.expert_calls),
@@ -156,7 +163,6 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
             continue
         where = links.span(layout, group)
         shards = where.size if layout.zero else 1
-        owned += numel // shards
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
         reduce_s += often * calls * links.seconds(op, where, workload.grad_dtype.nbytes * numel / calls)
         if layout.zero:
@@ -165,7 +171,7 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
     hidden_reduce = hidden_share * reduce_s if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
     hidden_gather = hidden_share * gather_s if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
-    optimizer = optimizer_ops(size, held=held.dense + held.expert, owned=owned)
+    optimizer = optimizer_ops(size, held=held.dense + held.expert, owned=owned_by(layout, held))
     return Tail(
         reduce_s=reduce_s - hidden_reduce,
         gather_s=gather_s - hidden_gather,
