@@ -26,6 +26,8 @@ def plan(
 ) -> int:
     """Rank the layouts of MODEL on some hardware by predicted step time, with memory and reasons.
 
+    A job's layout keys decide which is picked; the ranking shows what else there is.
+
     Parameters
     ----------
     model
@@ -59,7 +61,12 @@ def plan(
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)
-    print_plans(console, ranked.plans, rejected=ranked.rejected, why=ranked.why)
+    shown = ranked.plans
+    if asked.fixed and ranked.plans:
+        free = search.search(asked.model, asked.workload, asked.hardware, fixed="", top=top, allowed=allowed).plans
+        shown = free if ranked.plans[0] in free else (*free, ranked.plans[0])
+        console.print(f"layout {asked.fixed} (given by the job)", soft_wrap=True)
+    print_plans(console, shown, picked=ranked.plans[:1], rejected=ranked.rejected, why=ranked.why)
     if why_not:
         for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
             console.print(line, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -28,8 +29,10 @@ def write_run_report(run: Path, out: Path) -> Path:
     from moewright.tune.diagnose import diagnose
 
     record = read_run(run)
-    comparisons = tuple(
-        compare(predict(record.plan, rank=ledger.rank, selection=record.selection), ledger) for ledger in record.ledgers
-    )
+    comparisons = []
+    for counted in record.ledgers:
+        predicted = predict(record.plan, rank=counted.rank, selection=record.selection)
+        expected = record.plan.estimate.ledgers[counted.pp_rank].time
+        comparisons.append(compare(replace(predicted, time=expected), counted))
     write_report(record, comparisons, diagnose(record), out)
     return out

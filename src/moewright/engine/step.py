@@ -22,7 +22,7 @@ from moewright.spec.ledger import Phase, TimeRow
 
 
 class Clock:
-    """Wall time by phase; a phase inside another takes its time out of the outer one."""
+    """Wall time by phase, since it was made; phases do not nest."""
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(Phase, 0.0)

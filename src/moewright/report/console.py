@@ -28,12 +28,17 @@ def console_for(stream: TextIO) -> Console:
 
 
 def print_plans(
-    console: Console, plans: Sequence[Plan], *, rejected: Sequence[tuple[str, int]] = (), why: Sequence[str] = ()
+    console: Console,
+    plans: Sequence[Plan],
+    *,
+    picked: Sequence[Plan] = (),
+    rejected: Sequence[tuple[str, int]] = (),
+    why: Sequence[str] = (),
 ) -> None:
-    """Plans, best first; `why` the first one wins; what was assumed; how many layouts each rule rejected."""
+    """Plans, best first, the picked one marked; `why` it wins; what was assumed; how many layouts a rule rejected."""
     if plans:
         console.print(_job(plans[0]), soft_wrap=True)
-        console.print(_ranking(console, plans))
+        console.print(_ranking(console, plans, picked))
         for line in why:
             console.print(Text(line))
         if why:
@@ -106,15 +111,15 @@ def _table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
     return table
 
 
-def _ranking(console: Console, plans: Sequence[Plan]) -> Table:
+def _ranking(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:
     columns = ("", "layout", "step", "tok/s/dev", "TFLOP/s/dev", "MFU", "peak of capacity", "margin", "verdict")
     table = _table(*columns, left=("layout",))
     for place, plan in enumerate(plans, 1):
         estimate = plan.estimate
         part = estimate.peak_bytes / estimate.capacity_bytes
         table.add_row(
-            str(place),
-            Text(layout_text(plan.layout).replace(",", ", "), style="bold" if place == 1 else ""),  # may wrap there
+            f"{'> ' if plan in picked else ''}{place}",
+            Text(layout_text(plan.layout).replace(",", ", "), style="bold" if plan in picked else ""),  # may wrap there
             show_seconds(estimate.step_s),
             show_rate(estimate.tokens_per_s_per_device),
             f"{estimate.tflops_per_device:.4g}",
