@@ -7,7 +7,11 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB
 
 TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"
-_HOST = "host_s_per_layer_microbatch"
+# Where a hardware file gives no host time, it is a number of operations times the time of one.
+_HOST_OPS = (
+    ("host_s_per_layer_microbatch", "host_ops_per_layer_microbatch"),
+    ("host_s_per_local_expert", "host_ops_per_local_expert"),
+)
 MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
 
@@ -39,7 +43,7 @@ _CUDA = (
     _constant("tp_efficiency", 0.75, SourceKind.FITTED, "of the NCCL bus bandwidth; " + TIME_FINDINGS),
     _constant("network_efficiency", 0.9, SourceKind.FITTED, "45 of 50 GB/s a NIC; " + TIME_FINDINGS),
     _constant("dedup_domain_efficiency", 0.58, SourceKind.FITTED, "DeepEP inside one node, 260 of 450 GB/s"),
-    _constant(_HOST, 6.5e-3, SourceKind.FITTED, "eager, with exponent 1.5; " + TIME_FINDINGS),
+    _constant("host_s_per_layer_microbatch", 6.5e-3, SourceKind.FITTED, "eager, with exponent 1.5; " + TIME_FINDINGS),
     _constant("host_s_layer_graphs", 3.2e-3, SourceKind.FITTED, TIME_FINDINGS),
     _constant("host_s_full_graph", 0.0, SourceKind.FITTED, TIME_FINDINGS),
     _constant("host_exponent", 1.5, SourceKind.FITTED, TIME_FINDINGS),
@@ -82,10 +86,10 @@ _CPU = (
     _constant("network_efficiency", 0.5, SourceKind.ASSUMED, "gloo over TCP"),
     _constant("dedup_domain_efficiency", 0.5, SourceKind.ASSUMED, "as other collectives"),
     _constant("host_s_per_op", 5e-6, SourceKind.ASSUMED, "no measurement in the hardware file"),
-    _constant("host_ops_per_layer_microbatch", 500, SourceKind.FITTED, "small operations in a profile of a step"),
+    _constant("host_ops_per_layer_microbatch", 400, SourceKind.FITTED, "small operations in a profile of a step"),
+    _constant("host_ops_per_local_expert", 30, SourceKind.FITTED, "views and launches of its products, same profile"),
     _constant("host_exponent", 1.0, SourceKind.ASSUMED, "one thread launches and computes: times add"),
     _constant("host_dense_layer_share", 0.5, SourceKind.ASSUMED, "a dense layer launches about half as much"),
-    _constant("host_s_per_local_expert", 0.0, SourceKind.ASSUMED, "in the measured host time"),
     _constant("host_s_per_recompute_module", 1e-4, SourceKind.ASSUMED, "a few launches"),
     _constant("sync_s_alltoall", 0.0, SourceKind.ASSUMED, "no device to wait for"),
     _constant("optimizer_bytes_per_parameter", 30.0, SourceKind.ASSUMED, "no rate in the hardware file"),
@@ -107,10 +111,10 @@ class Constants:
     def __init__(self, hardware: Hardware) -> None:
         defaults = _CUDA if hardware.device.kind is DeviceKind.CUDA else _CPU
         self._all = {c.name: c for c in (*defaults, *hardware.constants)}
-        if _HOST not in self._all:
-            ops, each = self._all["host_ops_per_layer_microbatch"].value, self._all["host_s_per_op"].value
-            source = "host_ops_per_layer_microbatch x host_s_per_op"
-            self._all[_HOST] = _constant(_HOST, ops.value * each.value, each.kind, source)
+        for name, ops_name in _HOST_OPS:
+            if name not in self._all:
+                ops, each = self._all[ops_name].value, self._all["host_s_per_op"].value
+                self._all[name] = _constant(name, ops.value * each.value, each.kind, f"{ops_name} x host_s_per_op")
         self._values = {name: c.value.value for name, c in self._all.items()}
 
     def __getitem__(self, name: str) -> float:

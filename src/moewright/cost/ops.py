@@ -147,10 +147,15 @@ def _weight_reads(size: Sizes, moe: bool) -> Iterator[OpRow]:
         yield moved("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
 
 
+def summed_bytes(size: Sizes) -> float:
+    """Bytes a gradient element costs the eager accumulation, mean over the micro-batches."""
+    return size.c + 16 - 12 / size.m
+
+
 def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
     """fp32 accumulation of weight gradients: fused into the GEMM it reads and writes the fp32 sum (8 bytes).
 
-    Eagerly it reads the gradient as well, for the dense weights too.
+    Eagerly every gradient is widened and added (c + 16), but copied for the first micro-batch of a step (c + 4).
     """
     if size.fused:
         if moe:
@@ -165,4 +170,4 @@ def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
     elif size.model.moe is not None:
         numel += size.model.hidden_size * size.model.moe.experts + expert_numel(size.model, size.layout)
         numel += matrices * size.model.hidden_size * size.model.moe.shared_ffn_size // size.layout.tp
-    yield moved("gradient_sum", size, (size.c + 8) * numel)
+    yield moved("gradient_sum", size, summed_bytes(size) * numel, calls=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moewright.cost.compute import OpRow
 from moewright.cost.light import CROSS_ENTROPY, RMS_NORM, light, moved
-from moewright.cost.ops import LayerOps, gemm
+from moewright.cost.ops import LayerOps, gemm, summed_bytes
 from moewright.cost.sizes import Sizes
 from moewright.spec.hardware import Op
 from moewright.spec.plan import TimePart
@@ -24,8 +24,8 @@ def embedding_ops(size: Sizes) -> LayerOps:
     forward = moved("embedding", size, 2 * size.c * elements, part=_HEAD)
     if size.fused:
         return LayerOps(forward=(forward,), backward=(moved("embedding", size, 3 * size.c * elements, part=_HEAD),))
-    back_bytes = (16 + size.c) * elements + (8 + size.c) * table
-    return LayerOps(forward=(forward,), backward=(moved("embedding", size, back_bytes, part=_HEAD, calls=4),))
+    back_bytes = (16 + size.c) * elements + (8 + size.c + summed_bytes(size)) * table
+    return LayerOps(forward=(forward,), backward=(moved("embedding", size, back_bytes, part=_HEAD, calls=5),))
 
 
 def head_ops(size: Sizes) -> LayerOps:
@@ -37,7 +37,7 @@ def head_ops(size: Sizes) -> LayerOps:
     forward = (gemm("head.logits", size, size.T, vocab, h, _HEAD), norm, loss)
     backward = [_twice(forward[0]), norm_back, loss_back]
     if not size.fused:
-        backward.append(moved("head.gradient_sum", size, (size.c + 8) * h * vocab, part=_HEAD))
+        backward.append(moved("head.gradient_sum", size, summed_bytes(size) * h * vocab, part=_HEAD, calls=2))
     return LayerOps(forward=forward, backward=tuple(backward))
 
 

@@ -19,7 +19,7 @@ _FEW_MICRO_BATCHES = 2
 class Sizes:
     """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank under sequence
     parallelism; R: rows through the rank's experts; seq: sequence length; router_share: of the usual GEMM rate;
-    steady: enough micro-batches that the host can run ahead of the device.
+    m: micro-batches of a step.
     """
 
     model: ModelSpec
@@ -32,7 +32,12 @@ class Sizes:
     R: int
     seq: int
     router_share: float
-    steady: bool
+    m: int
+
+    @property
+    def steady(self) -> bool:
+        """Whether there are enough micro-batches that the host can run ahead of the device."""
+        return self.m > _FEW_MICRO_BATCHES
 
     @property
     def fused(self) -> bool:
@@ -54,5 +59,5 @@ def sizes(
         R=routing.routed_rows(model, workload, layout, load),
         seq=workload.seq_len,
         router_share=router_share,
-        steady=workload.global_batch > _FEW_MICRO_BATCHES * layout.mbs * layout.dp,
+        m=workload.global_batch // (layout.mbs * layout.dp),
     )

@@ -101,12 +101,12 @@ class Scout:
         pipes = [(pipe, self._held_states(group.layout, pipe)) for pipe in group.pipes]
         roomless = {pipe for pipe, states in pipes if max(states.held_bytes) > limit}
         for options in choices(space, group.layout):
-            # Few micro-batches change how host time adds, so those pipelines are priced apart.
-            pricers: dict[bool, Pricer] = {}
+            # Few micro-batches change how host time adds, and the eager gradient sums: priced apart.
+            pricers: dict[int, Pricer] = {}
             roomy: set[Pipe] = set()
             for choice in options:
                 working: Working | None = None
-                priced: dict[tuple[bool, bool, bool], Pieces] = {}
+                priced: dict[tuple[int, bool, bool], Pieces] = {}
                 for pipe, states in pipes:
                     if pipe in roomy:
                         self.dominated += 1
@@ -125,11 +125,13 @@ class Scout:
                     if peak < limit - spread:
                         roomy.add(pipe)
                     near = self._links.span(layout, "pp").inside > 1
-                    key = self._size(layout).steady, layout.pp > 1, near
+                    size = self._size(layout)
+                    like = int(size.steady) if size.fused else size.m
+                    key = like, layout.pp > 1, near
                     if key not in priced:
-                        if key[0] not in pricers:
-                            pricers[key[0]] = Pricer(self._rates, self._links, self._size(layout))
-                        priced[key] = pricers[key[0]].pieces(layout)
+                        if like not in pricers:
+                            pricers[like] = Pricer(self._rates, self._links, size)
+                        priced[key] = pricers[like].pieces(layout)
                     step_s = self._moving_s(layout, self._pipe_ranks(pipe), priced[key])
                     step_s += self._tail_s(layout, pipe, states)
                     yield Candidate(layout=layout, step_s=step_s, peak_bytes=peak, spread_bytes=spread)
