@@ -87,7 +87,7 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
             yield _passes(dtype, torch_dtype, size_bytes)
         if not cpu and dtype is Dtype.FP32:
             continue  # flash attention and grouped GEMM of CUDA devices are for half precision
-        experts, n, k = (4, 512, 256) if cpu else (16, 1536, 2048)
+        experts, n, k = (16, 512, 256) if cpu else (16, 1536, 2048)
         for rows in CPU_ROWS if cpu else CUDA_ROWS:
             yield _grouped(dtype, torch_dtype, rows, experts, n, k)
         for seq_len in CPU_SEQ_LENS if cpu else CUDA_SEQ_LENS:
