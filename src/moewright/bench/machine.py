@@ -30,7 +30,7 @@ from moewright.spec.hardware import (
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-BENCH_VERSION = 1  # part of the fingerprint: raise it when the same machine would be described differently
+BENCH_VERSION = 2  # part of the fingerprint: raise it when the same machine would be described differently
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 Points = tuple[tuple[float, float], ...]
