@@ -91,7 +91,7 @@ _CPU = (
     _constant("host_exponent", 1.0, SourceKind.ASSUMED, "one thread launches and computes: times add"),
     _constant("host_dense_layer_share", 0.5, SourceKind.ASSUMED, "a dense layer launches about half as much"),
     _constant("host_s_per_recompute_module", 1e-4, SourceKind.ASSUMED, "a few launches"),
-    _constant("sync_s_alltoall", 0.0, SourceKind.ASSUMED, "no device to wait for"),
+    _constant("sync_s_alltoall", 2e-3, SourceKind.FITTED, "ranks wait for each other: step less CPU time, 2 ranks"),
     _constant("optimizer_bytes_per_parameter", 30.0, SourceKind.ASSUMED, "no rate in the hardware file"),
     _constant("step_tail_s", 0.0, SourceKind.ASSUMED, "nothing launched on the side"),
     _constant("reserved_share", 0.0, SourceKind.ASSUMED, "the C allocator returns what is freed"),
