@@ -101,3 +101,17 @@ def test_no_allowances_on_a_cpu() -> None:
     components = {row.component for row in found.ledgers[0].memory}
     assert components.isdisjoint({Component.FRAGMENTATION, Component.COMMUNICATION})
     assert found.ledgers[0].notes
+
+
+def test_offload_takes_what_it_names_off_the_device() -> None:
+    text = f"tp2,ep8,pp8,{SELECT}"
+    base, optimizer, norms = (
+        of(text),
+        of(f"{text},offload=optimizer"),
+        of(f"{text},offload=mlp_norm"),
+    )
+    held = [row for row in base.ledgers[0].memory if row.component in (Component.MASTER, Component.MOMENTS)]
+    assert allocated_bytes(base) - allocated_bytes(optimizer) == sum(row.bytes for row in held)
+    # The residual of 11 layers and 8 micro-batches: 2 bytes x 2048 tokens x 4096.
+    assert allocated_bytes(base) - allocated_bytes(norms) == 11 * 8 * 2 * 2048 * 4096
+    assert "offload" in {one.name for one in norms.assumptions}

@@ -73,7 +73,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     )
     first = held_share(sets[0])
     optimizer = optimizer_ops(size, held=first.dense + first.expert, owned=owned_by(layout, first))
-    assumptions = (*_assumptions(hardware, rates, workload), *misses(rates, (*all_rows(size), *optimizer)))
+    assumptions = (*_assumptions(hardware, rates, workload, layout), *misses(rates, (*all_rows(size), *optimizer)))
     return _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
 
 
@@ -230,7 +230,7 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
     return flops.total_model_flops(replayed_rows(model, workload, one, whole))
 
 
-def _assumptions(hardware: Hardware, rates: Rates, workload: Workload) -> Iterator[Assumption]:
+def _assumptions(hardware: Hardware, rates: Rates, workload: Workload, layout: Layout) -> Iterator[Assumption]:
     """Facts and constants behind an estimate, and what the workload is taken to do."""
     device, fabric = hardware.device, hardware.fabric
     yield Assumption(
@@ -239,6 +239,9 @@ def _assumptions(hardware: Hardware, rates: Rates, workload: Workload) -> Iterat
         kind=SourceKind.ASSUMED,
         source=f"workload.routing={workload.routing}",
     )
+    if layout.offload:
+        source = "transfers to the host are taken to hide under compute"
+        yield Assumption(name="offload", value="+".join(layout.offload), kind=SourceKind.ASSUMED, source=source)
     facts = [
         ("memory_bytes", device.memory_bytes),
         ("memory_Bps", device.memory_Bps),

@@ -14,7 +14,7 @@ from moewright.cost.stage import Routed, chunk_layers, is_moe
 from moewright.cost.states import BucketSet, state_rows
 from moewright.rules import recompute, schedule
 from moewright.rules.stages import Chunk
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
@@ -56,8 +56,9 @@ def held(
     """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
     model, layout = size.model, size.layout
     beside = extras(workload, size, chunks)
+    on_host = (Component.MASTER, Component.MOMENTS) if Offload.OPTIMIZER in layout.offload else ()
     allocated = [
-        *state_rows(workload, layout, sets),
+        *(row for row in state_rows(workload, layout, sets) if row.component not in on_host),
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside),
     ]
     resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moewright.cost.stage import Routed, chunk_layers
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
@@ -18,13 +19,28 @@ FP32_BYTES = 4
 
 ByModule = Mapping[Module, int]
 
+# The saved tensor (rules.recompute) that each offload choice moves to the host: its module's input (features.md A.9).
+_OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
+    {
+        Offload.ATTN_NORM: (Module.NORM, "layer_input"),
+        Offload.QKV_LINEAR: (Module.ATTENTION, "input_norm_out"),
+        Offload.CORE_ATTN: (Module.ATTENTION, "qkv"),
+        Offload.ATTN_PROJ: (Module.ATTENTION, "attention_out"),
+        Offload.MLP_NORM: (Module.NORM, "residual"),
+        Offload.EXPERT_FC1: (Module.EXPERTS, "permuted"),
+        Offload.MOE_ACT: (Module.EXPERTS, "fc1"),
+    }
+)
+
 
 def layer_bytes(model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float) -> dict[Module, int]:
-    """Bytes one layer keeps for one micro-batch under the layout's recompute choice, by module."""
+    """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module."""
+    moved = {_OFFLOADED[choice] for choice in layout.offload if choice in _OFFLOADED}
     rows = recompute.saved_by_layer(model, workload, layout, layer, load=load)
     sums: dict[Module, int] = {}
     for row in recompute.kept(rows, layout.recompute):
-        sums[row.module] = sums.get(row.module, 0) + row.bytes
+        if (row.module, row.name) not in moved:
+            sums[row.module] = sums.get(row.module, 0) + row.bytes
     return sums
 
 

@@ -21,7 +21,7 @@ from moewright.rules import routing, schedule, shards, stages
 from moewright.rules.inventory import parameters
 from moewright.rules.recompute import activation_bytes
 from moewright.search.space import Allowed, Group, Pipe, Space, choices, with_pipe
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Offload
 
 MASTER_BYTES = 4
 
@@ -217,7 +217,8 @@ class Scout:
     def _state_bytes(self, layout: Layout, share: Share) -> float:
         workload = self._space.workload
         held = activation_bytes(workload) + workload.grad_dtype.nbytes
-        owned = MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes
+        on_host = Offload.OPTIMIZER in layout.offload
+        owned = 0 if on_host else MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes
         total = 0.0
         for numel, over in ((share.dense, layout.dp * layout.cp), (share.expert, layout.edp)):
             shard = numel / (over if layout.zero else 1)
