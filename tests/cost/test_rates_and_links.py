@@ -111,7 +111,7 @@ def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
 
 
 def test_deduplication_pays_between_nodes() -> None:
-    """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks (features.md A.3.3)."""
+    """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks (docs/formulas.md 3)."""
     plain = parse_layout("tp2,ep32,pp8", world_size=256)
     dedup = replace(plain, dispatcher=Dispatcher.DEEPEP)
     one = links(h800())

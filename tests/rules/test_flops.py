@@ -28,7 +28,7 @@ def whole(model: ModelSpec, tokens: int) -> flops.Share:
 
 
 def test_formula_of_a_plain_moe() -> None:
-    """features.md A.11, written out for grouped-query attention without shared experts."""
+    """docs/formulas.md 9, written out for grouped-query attention without shared experts."""
     h, q, kv, f, k, layers, seq = 4096, 8192, 512, 1536, 8, 94, 4096
     linear = layers * (h * (q + 2 * kv) + q * h + 3 * k * f * h) + h * 151936
     assert flops.model_flops_per_token(QWEN, seq) == 6 * linear + 6 * q * seq * layers

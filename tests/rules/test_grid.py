@@ -13,7 +13,7 @@ from moewright.rules.grid import (
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 
-FOLDED = Layout(world_size=16, tp=2, sp=True, pp=2, ep=4)  # features.md A.1, worked example
+FOLDED = Layout(world_size=16, tp=2, sp=True, pp=2, ep=4)  # docs/formulas.md 1, worked example
 
 
 def shifted(groups: list[tuple[int, ...]], by: int) -> tuple[tuple[int, ...], ...]:
@@ -63,7 +63,6 @@ def test_expert_tensor_parallel_is_the_fastest_expert_axis() -> None:
 
 
 def test_min_world_is_a_least_common_multiple() -> None:
-    """features.md C.4-4."""
     assert min_world(tp=2, cp=1, pp=1, ep=8, etp=1) == 8
     assert min_world(tp=2, cp=4, pp=1, ep=8, etp=1) == 8
     assert min_world(tp=2, cp=1, pp=2, ep=8, etp=1) == 16

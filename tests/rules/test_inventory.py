@@ -205,7 +205,7 @@ def test_shared_embeddings_stand_where_they_are_used() -> None:
     "text", ["tp2,ep8,pp32", "tp2,ep8,pp8", "tp4,ep8,pp8", "tp2,ep32,pp8", "ep8,pp32", "ep8,etp2,pp8"]
 )
 def test_optimizer_state_per_device_does_not_depend_on_the_layout(text: str) -> None:
-    """features.md C.4-14: 12 bytes a parameter over all devices, but for what TP ranks hold in common (below 0.2 %)."""
+    """docs/formulas.md 2: 12 bytes a parameter over all devices, but for what TP ranks hold in common (below 0.2 %)."""
     model = catalogue.model("Qwen3-235B-A22B")
     layout = parse_layout(text, world_size=256)
     held = 0.0

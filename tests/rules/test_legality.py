@@ -25,7 +25,7 @@ def only(layout: Layout, *, model: ModelSpec | None = None, workload: Workload =
     return reason
 
 
-# features.md C.4
+# docs/formulas.md 1 and 5
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_data_parallel_degrees_are_what_is_left(degrees: dict[str, Any], dp: int
 
 
 def test_expert_tensor_parallel_is_not_tensor_parallel() -> None:
-    """C.4-1: the layouts of the seed exist with etp=1 only."""
+    """The published layouts of Qwen3-235B on 256 H800 exist with etp=1 only."""
     assert broken(Layout(**H800_256), model=qwen3_235b()) == ()
     reason = only(Layout(**H800_256, etp=2), model=qwen3_235b())
     assert (reason.field, reason.value, reason.nearest) == ("layout.etp", "2", "1, or ep 4")
@@ -62,12 +62,10 @@ def test_expert_tensor_parallel_is_not_tensor_parallel() -> None:
     ],
 )
 def test_micro_batches(layout: Layout, batch: int, count: int) -> None:
-    """C.4-3."""
     assert micro_batches(Workload(seq_len=4096, global_batch=batch), layout) == count
 
 
 def test_the_fewest_ranks_are_enough_and_one_stage_less_is_not() -> None:
-    """C.4-4."""
     degrees = {"tp": 2, "cp": 3, "pp": 1, "ep": 8, "etp": 1}
     world = min_world(**degrees)
     assert world == 24
@@ -79,7 +77,6 @@ def test_the_fewest_ranks_are_enough_and_one_stage_less_is_not() -> None:
 
 
 def test_folding_lets_experts_use_every_rank_of_a_stage() -> None:
-    """C.4-5."""
     layout = Layout(world_size=256, tp=4, sp=True, cp=2, pp=4, ep=64)
     model = moe_model(experts=64)
     assert broken(layout, model=model) == ()
@@ -89,7 +86,7 @@ def test_folding_lets_experts_use_every_rank_of_a_stage() -> None:
 
 @pytest.mark.parametrize(("pp", "legal"), [(8, (1, 2, 3, 4, 6, 12)), (32, (1, 3))])
 def test_virtual_stages_of_94_layers(pp: int, legal: tuple[int, ...]) -> None:
-    """C.4-6."""
+    """94 layers divide only when embedding and loss are counted too."""
     for vpp in range(1, 14):
         schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
         layout = Layout(world_size=256, pp=pp, vpp=vpp, ep=8, schedule=schedule)
@@ -97,7 +94,6 @@ def test_virtual_stages_of_94_layers(pp: int, legal: tuple[int, ...]) -> None:
 
 
 def test_cutting_sequences() -> None:
-    """C.4-8."""
     workload = Workload(seq_len=4100, global_batch=64)
     reason = only(Layout(world_size=8, cp=4), workload=workload)
     assert (reason.field, reason.nearest) == ("layout.cp", "2, or seq_len 4096 or 4104")
@@ -111,7 +107,6 @@ def test_cutting_sequences() -> None:
 
 
 def test_experts_divide() -> None:
-    """C.4-8."""
     reason = only(Layout(world_size=32, ep=32), model=moe_model(experts=48))
     assert (reason.field, reason.value, reason.nearest) == ("layout.ep", "32", "16")
     assert str(reason) == "layout.ep=32: must divide the 48 experts; nearest legal value: 16"
@@ -120,7 +115,7 @@ def test_experts_divide() -> None:
 
 
 def test_interleaved_groups() -> None:
-    """C.4-9; the table's own rules are tested with it."""
+    """The table's own rules are tested with it."""
     layout = Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.INTERLEAVED)
     model = moe_model(layers=8)
     reason = only(layout, model=model, workload=Workload(seq_len=64, global_batch=6))

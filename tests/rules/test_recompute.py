@@ -30,14 +30,14 @@ def kept_bytes(rows: tuple[recompute.Saved, ...], *policies: Recompute) -> int:
     ],
 )
 def test_qwen3_235b_per_layer(tp: int, policies: tuple[Recompute, ...], mib: int) -> None:
-    """features.md C.4-15, MiB a layer of Qwen3-235B at 4096 tokens."""
+    """docs/formulas.md 6, MiB a layer of Qwen3-235B at 4096 tokens."""
     layout = Layout(world_size=256, tp=tp, sp=tp > 1, pp=8, ep=8)
     rows = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 5, load=1.0)
     assert kept_bytes(rows, *policies) / MIB == pytest.approx(mib, rel=5e-3)
 
 
 def test_experts_are_the_largest_share() -> None:
-    """features.md C.4-16: 272 of 440 MiB at TP2."""
+    """docs/formulas.md 6: 272 of 440 MiB at TP2."""
     layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
     rows = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 5, load=1.0)
     experts = sum(row.bytes for row in rows if row.module is Module.EXPERTS)
@@ -134,7 +134,7 @@ def test_full_keeps_only_the_layer_input() -> None:
 
 
 def test_axes_divide_the_activations_or_leave_them() -> None:
-    """features.md C.4-13: balanced EP leaves a layer's activations as they are; TP with SP and CP divide them."""
+    """docs/formulas.md 5: balanced EP leaves a layer's activations as they are; TP with SP and CP divide them."""
 
     def total(**degrees: int) -> int:
         layout = Layout(world_size=64, sp=degrees.get("tp", 1) > 1, **degrees)

@@ -38,7 +38,7 @@ def test_capacity_rounds_up_exactly() -> None:
 
 
 def test_rows_of_a_rank() -> None:
-    """features.md A.10: lambda x T k, T being the rank's own sequence part; ETP ranks share a group's rows."""
+    """docs/formulas.md 6: lambda x T k, T being the rank's own sequence part; ETP ranks share a group's rows."""
     layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
     assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.0) == 2048 * 8
     assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.5) == 2048 * 12
@@ -61,7 +61,7 @@ def test_expected_load_is_even_when_forced() -> None:
 
 
 def test_random_balance_matches_the_published_ten_per_cent() -> None:
-    """features.md A.4.7: E = 128 at 1024 tokens each is about 10 % over the mean."""
+    """docs/formulas.md 4: E = 128 at 1024 tokens each is about 10 % over the mean."""
     assert routing.random_max_over_mean(128, 1024) == pytest.approx(1.10, abs=0.003)
     draw = random.Random(7)
     counts = [0] * 128
@@ -72,7 +72,7 @@ def test_random_balance_matches_the_published_ten_per_cent() -> None:
 
 
 def test_distinct_places() -> None:
-    """features.md A.3.3: k = 8 over N = 4 nodes reaches 3.6 of them."""
+    """docs/formulas.md 3: k = 8 over N = 4 nodes reaches 3.6 of them."""
     assert routing.expected_distinct(4, 8) == pytest.approx(3.6, abs=0.01)
     assert routing.expected_distinct(1, 8) == 1.0
     assert routing.expected_distinct(64, 1) == pytest.approx(1.0)

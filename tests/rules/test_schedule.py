@@ -47,11 +47,10 @@ def test_a_last_group_that_is_smaller() -> None:
         (32, 512, 3, 1.98),
         (8, 128, 4, 1.35),
         (8, 256, 4, 0.68),
-        (32, 128, 3, 7.47),  # C.4-11: micro-batches four times as large, half as many
+        (32, 128, 3, 7.47),  # micro-batches four times as large, half as many
     ],
 )
 def test_bubbles_of_the_catalogue(pp: int, micro_batches: int, vpp: int, percent: float) -> None:
-    """features.md C.4-10 and C.4-11."""
     assert round(100 * bubble_fraction(layout(pp=pp, vpp=vpp), micro_batches), 2) == percent
 
 
@@ -76,7 +75,7 @@ def test_in_flight_of_1f1b_tapers() -> None:
 
 @pytest.mark.parametrize(("pp", "vpp", "factor"), [(8, 4, 9.75), (32, 3, 42.33)])
 def test_in_flight_of_the_catalogue(pp: int, vpp: int, factor: float) -> None:
-    """features.md C.4-12: pp (1 + (pp - 1) / (pp v)) full ranks of activations on rank 0."""
+    """docs/formulas.md 5: pp (1 + (pp - 1) / (pp v)) full ranks of activations on rank 0."""
     chosen = layout(pp=pp, vpp=vpp)
     assert round(in_flight(chosen, 4 * pp, 0) / vpp, 2) == factor
     assert in_flight(chosen, 4 * pp, 0) == pp * (vpp + 1) - 1
@@ -94,7 +93,7 @@ def test_wider_groups_hold_more_and_bubble_the_same() -> None:
 
 
 def test_pipelining_alone_leaves_activation_memory_and_virtual_stages_raise_it() -> None:
-    """features.md C.4-13: in units of one rank's layers times pp; the penalty falls as v rises."""
+    """docs/formulas.md 5: in units of one rank's layers times pp; the penalty falls as v rises."""
     held = {vpp: in_flight(layout(pp=8, vpp=vpp), 64, 0) / vpp / 8 for vpp in (1, 2, 3, 4, 6)}
     assert held[1] == 1.0
     assert held[2] > held[3] > held[4] > held[6] > held[1]
@@ -139,7 +138,7 @@ def test_a_table_that_waits_for_itself_is_found() -> None:
     ],
 )
 def test_there_is_no_table(chosen: Layout, m: int, field: str, nearest: str) -> None:
-    """features.md C.4-9 for the groups."""
+    """docs/formulas.md 5 for the groups."""
     (reason,) = schedule_reasons(chosen, m)
     assert (reason.field, reason.nearest) == (field, nearest)
     with pytest.raises(BadInput):
@@ -148,7 +147,7 @@ def test_there_is_no_table(chosen: Layout, m: int, field: str, nearest: str) -> 
 
 @pytest.mark.parametrize(("group", "m"), [(4, 8), (5, 9), (6, 16), (0, 12), (8, 8)])
 def test_legal_groups(group: int, m: int) -> None:
-    """features.md C.4-9: pp <= N <= m, and a remainder of 0 or at least pp."""
+    """docs/formulas.md 5: pp <= N <= m, and a remainder of 0 or at least pp."""
     assert schedule_reasons(layout(pp=4, vpp=2, group=group), m) == ()
 
 

@@ -12,7 +12,6 @@ def layout(*, pp: int, vpp: int = 1, stages: str = "") -> Layout:
 
 
 def test_vpp_choices() -> None:
-    """features.md C.4-6."""
     assert vpp_choices(24, 4) == (1, 2, 3, 6)
     assert vpp_choices(94, 8, split=Split.EMBEDDING_AND_LOSS) == (1, 2, 3, 4, 6, 12)
     assert vpp_choices(94, 32, split=Split.EMBEDDING_AND_LOSS) == (1, 3)
@@ -41,7 +40,7 @@ def test_94_layers_run_where_embedding_and_loss_are_counted() -> None:
 
 
 def test_a_layout_string_with_repeats() -> None:
-    """features.md C.4-7: DeepSeek-V3 over 16 ranks."""
+    """docs/formulas.md 5: DeepSeek-V3 over 16 ranks."""
     text = "Et*3|(tt|)*29,m|L"
     stages = parse_stages(text)
     assert len(stages) == 32

@@ -19,7 +19,7 @@ FP32_BYTES = 4
 
 ByModule = Mapping[Module, int]
 
-# The saved tensor (rules.recompute) that each offload choice moves to the host: its module's input (features.md A.9).
+# The saved tensor (rules.recompute) that each offload choice moves to the host: its module's input.
 _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
     {
         Offload.ATTN_NORM: (Module.NORM, "layer_input"),

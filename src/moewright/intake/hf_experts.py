@@ -1,4 +1,4 @@
-"""Experts and router of a config.json, one reader a family; features.md A.4.1 for what the routers compute."""
+"""Experts and router of a config.json, one reader a family; docs/formulas.md 4 for what the routers compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _counts(fields: Fields) -> tuple[int, int]:
 
 
 def _softmax_router(top_k: int, *, renormalize: bool) -> RouterSpec:
-    """Softmax over the chosen experts equals softmax over all, chosen and rescaled to sum 1 (features.md A.4.1)."""
+    """Softmax over the chosen experts equals softmax over all, chosen and rescaled to sum 1 (docs/formulas.md 4)."""
     return RouterSpec(top_k=top_k, pre_softmax=not renormalize, renormalize=renormalize)
 
 

@@ -1,4 +1,4 @@
-"""Flat buffers: where each parameter lies in which bucket, and which slice of it a rank owns (features.md A.2)."""
+"""Flat buffers: where each parameter lies in which bucket, and which slice of it a rank owns (docs/formulas.md 2)."""
 
 from __future__ import annotations
 

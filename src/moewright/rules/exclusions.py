@@ -1,5 +1,5 @@
 """Memory, overlap, graph and dispatcher choices that cannot stand together, or would have nothing to act on
-(features.md A.5.4, A.7.6, A.9). A request without effect is refused, not ignored.
+(docs/formulas.md 5 and 6). A request without effect is refused, not ignored.
 """
 
 from __future__ import annotations

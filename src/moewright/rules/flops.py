@@ -1,4 +1,4 @@
-"""Model FLOPs: one audited formula (features.md A.11), as a total per token and as rows of one rank.
+"""Model FLOPs: one audited formula (docs/formulas.md 9), as a total per token and as rows of one rank.
 
 A GEMM of m x k by k x n is 2 m n k FLOPs; backward is twice forward. Attention counts the causal half. Counted: linear
 layers, attention scores and values, output logits, MTP depths with their projection and their own logits pass. Not

@@ -89,7 +89,7 @@ def _walk(model: ModelSpec) -> Iterator[Param]:
 
 
 def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
-    """features.md A.7.5: two norms, a projection of their concatenation, a layer like the last one, a final norm."""
+    """docs/formulas.md 8: two norms, a projection of their concatenation, a layer like the last one, a final norm."""
     h, layer, prefix = model.hidden_size, model.layers + 1 + depth, f"mtp.{depth}."
     yield from _norm(model, f"{prefix}embed_norm", layer, Module.MTP)
     yield from _norm(model, f"{prefix}hidden_norm", layer, Module.MTP)

@@ -1,6 +1,6 @@
 """What backward needs of a layer: the tensors kept from forward, and which recompute policy frees each.
 
-The textbook table of features.md A.10 with flash attention, RMSNorm, SwiGLU and probabilities applied before the second
+The table of docs/formulas.md 6 with flash attention, RMSNorm, SwiGLU and probabilities applied before the second
 expert projection. A tensor that two modules keep counts once; it is booked to the module that consumes it, so the
 output of the input norm belongs to attention, the output of the second norm to the router (dense layers: to the MLP),
 and the residual stream, which the norms keep as their input, to the norms.

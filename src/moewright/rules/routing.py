@@ -37,7 +37,7 @@ def micro_batch_tokens(workload: Workload, layout: Layout) -> int:
 def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
     """Rows an expert takes from one source rank: ceil(tokens * top_k / experts * factor), at most `tokens`.
 
-    `factor` 0 is dropless: `tokens`. features.md A.4.8. Exact: 0.1-like factors are read as their shortest decimal.
+    `factor` 0 is dropless: `tokens`. docs/formulas.md 4. Exact: 0.1-like factors are read as their shortest decimal.
     """
     if factor <= 0:
         return tokens
@@ -66,12 +66,12 @@ def expected_load(workload: Workload) -> float:
 
 
 def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:
-    """Expected max/mean expert load when routing is uniform at random: 1 + sqrt(2 ln E / Te); features.md A.4.7."""
+    """Expected max/mean expert load when routing is uniform at random: 1 + sqrt(2 ln E / Te); docs/formulas.md 4."""
     return 1.0 + sqrt(2.0 * log(experts) / tokens_per_expert) if experts > 1 else 1.0
 
 
 def expected_distinct(places: int, draws: int) -> float:
-    """Expected number of distinct places (ranks, nodes) k uniform draws hit: N (1 - (1 - 1/N)^k); features.md A.3.3."""
+    """Expected distinct places (ranks, nodes) that k uniform draws hit: N (1 - (1 - 1/N)^k); docs/formulas.md 3."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 

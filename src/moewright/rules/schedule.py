@@ -1,4 +1,4 @@
-"""The pipeline timetable: which forward and backward each pipeline rank runs, in order (features.md A.5.1, A.5.2).
+"""The pipeline timetable: which forward and backward each pipeline rank runs, in order (docs/formulas.md 5).
 
 The planner simulates these rows and the engine executes them; neither knows a schedule by name. A row's `chunk` is the
 virtual-pipeline index on its rank, so the row works on virtual stage chunk * pp + rank.

@@ -1,4 +1,4 @@
-"""Which layers stand on which virtual pipeline stage: the even split, and layout strings (features.md A.5.3).
+"""Which layers stand on which virtual pipeline stage: the even split, and layout strings (docs/formulas.md 5).
 
 Virtual stage i lies on pipeline rank i % pp as its chunk i // pp. Without a layout string, pp * vpp must divide either
 the layers, or the layers plus two: then embedding and loss count as a layer each and the first and the last stage hold

@@ -30,7 +30,7 @@ class Dispatcher(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Modules replayed in backward; FULL stands alone. See features.md A.9."""
+    """Modules replayed in backward; FULL stands alone. See docs/formulas.md 6."""
 
     FULL = "full"
     LAYERNORM = "layernorm"

@@ -88,7 +88,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSpec:
-    """How tokens choose experts; see features.md A.4 for the formulas."""
+    """How tokens choose experts; see docs/formulas.md 4 for the formulas."""
 
     top_k: int
     score: ScoreFunction = ScoreFunction.SOFTMAX

@@ -43,7 +43,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """Coefficients of the auxiliary losses (0: off); formulas in features.md A.4.3 and A.4.6."""
+    """Coefficients of the auxiliary losses (0: off); formulas in docs/formulas.md 4."""
 
     aux_coeff: float = 0.0
     z_coeff: float = 0.0

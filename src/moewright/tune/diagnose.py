@@ -12,7 +12,7 @@ from moewright.spec.run import RunRecord
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.steps import median_phases, median_step_s, settled
 
-# Thresholds of features.md C.2: exposed communication above about 15% of the step, memory within 10% of capacity.
+# Thresholds of docs/formulas.md 10: exposed communication above about 15% of the step, memory within 10% of capacity.
 COMMUNICATION_SHARE = 0.15
 HOST_SHARE = 0.10
 MEMORY_SHARE = 0.90

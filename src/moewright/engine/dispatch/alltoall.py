@@ -1,4 +1,4 @@
-"""The all-to-all dispatcher: every (token, expert) pair is one row sent to the expert's rank (features.md A.3.2)."""
+"""The all-to-all dispatcher: every (token, expert) pair is one row sent to the expert's rank (docs/formulas.md 3)."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class CausalAttention(_Booked):
 class SwiGlu(torch.autograd.Function):
     """silu(gate) * up * weight for x [R,2F] = (gate, up); `weight` [R] fp32 or None; keeps x and weight.
 
-    Weighting here, before the second linear, spares keeping the experts' outputs (features.md A.7.2).
+    Weighting here, before the second linear, spares keeping the experts' outputs (docs/formulas.md 7).
     """
 
     @staticmethod

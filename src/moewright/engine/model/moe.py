@@ -29,7 +29,7 @@ class Selected:
 
 
 def select(logits_TE: torch.Tensor, spec: RouterSpec) -> Selected:
-    """Top-k of the softmax over all experts; renormalised, that equals the softmax over the selected (A.4.1)."""
+    """Top-k of the softmax over all experts (docs/formulas.md 4); renormalised: the softmax over the selected."""
     scores = torch.softmax(logits_TE, -1)
     weights, experts = torch.topk(scores, spec.top_k, dim=-1)
     if spec.renormalize:
@@ -41,14 +41,14 @@ def select(logits_TE: torch.Tensor, spec: RouterSpec) -> Selected:
 
 
 def balance_loss(selected: Selected) -> torch.Tensor:
-    """E * sum_i f_i P_i over this rank's tokens: f the share of routed rows, P the mean score; 1 when even (A.4.3)."""
+    """E * sum_i f_i P_i over this rank's tokens: f the share of routed rows, P the mean score (docs/formulas.md 4)."""
     experts = selected.scores.shape[1]
     share = selected.counts.float() / selected.experts.numel()
     return experts * (share * selected.scores.mean(0)).sum()
 
 
 def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
-    """Mean squared log-sum-exp of the router logits (A.4.6)."""
+    """Mean squared log-sum-exp of the router logits (docs/formulas.md 4)."""
     return torch.logsumexp(logits_TE, -1).square().mean()
 
 

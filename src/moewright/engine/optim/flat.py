@@ -1,7 +1,7 @@
 """Flat buffers: weights, gradients and optimizer state of a bucket of parameters, each one long tensor.
 
 Weights live in a buffer of the compute dtype and the model's parameters are views into it; gradients accumulate in
-fp32; the fp32 master copy and the two moments cover only the shard that this rank owns (features.md A.2).
+fp32; the fp32 master copy and the two moments cover only the shard that this rank owns (docs/formulas.md 2).
 """
 
 from __future__ import annotations
