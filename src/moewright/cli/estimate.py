@@ -21,6 +21,7 @@ def estimate(
     global_batch: int | None = None,
     precision: Dtype | None = None,
     json: Annotated[Path | None, Parameter(name="--json")] = None,
+    trace: Path | None = None,
 ) -> int:
     """Predict memory by component and module, time by component, and whether one layout fits.
 
@@ -40,10 +41,13 @@ def estimate(
         Compute precision; bf16 when neither this nor a job says it.
     json
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
+    trace
+        Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
     from moewright.cli.jobs import read_asked
     from moewright.codec import parse_layout, write_json
     from moewright.report.console import console_for, print_estimate
+    from moewright.report.trace import write_trace
     from moewright.search.search import plan_of
 
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
@@ -56,4 +60,7 @@ def estimate(
     if json is not None:
         write_json(json, result)
         console.print(f"wrote {json}", soft_wrap=True)
+    if trace is not None:
+        write_trace(result, trace)
+        console.print(f"wrote {trace}", soft_wrap=True)
     return 0

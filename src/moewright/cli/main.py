@@ -11,7 +11,9 @@ from cyclopts import App, CycloptsError
 from moewright import __version__
 from moewright.cli.bench import bench_machine
 from moewright.cli.data import data_build
+from moewright.cli.diagnose import diagnose
 from moewright.cli.estimate import estimate
+from moewright.cli.export import export
 from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.train import train
@@ -61,6 +63,8 @@ def _app() -> App:
     app.command(estimate)
     app.command(train)
     app.command(report)
+    app.command(diagnose)
+    app.command(export)
     app.command(data)
     app.command(bench)
     data.command(data_build, name="build")

@@ -1,0 +1,42 @@
+"""Verbs that turn a plan or a run into something to read elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moewright.cli.main import main
+
+LAYOUT = "tp2,ep8,pp8,vpp4,mbs1,recompute=select"
+JOB = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048", "--layout", LAYOUT]
+
+
+def test_a_plan_becomes_a_megatron_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["estimate", *JOB, "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert main(["export", str(plan), "--to", "megatron"]) == 0
+    script = capsys.readouterr().out
+    for flag in ("--expert-model-parallel-size 8", "--expert-tensor-parallel-size 1", "--sequence-parallel"):
+        assert flag in script
+    assert main(["export", str(plan), "--to", "torchrun", "--job", "job.toml"]) == 0
+    assert "--nnodes 32 --nproc-per-node 8" in capsys.readouterr().out
+    assert main(["export", str(plan), "--to", "torchrun"]) == 2
+    assert "--job" in capsys.readouterr().err
+
+
+def test_a_timetable_becomes_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["estimate", *JOB, "--trace", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    # 128 micro-batches of 4 chunks on 8 ranks, each once forward and once backward
+    assert sum(event["ph"] == "X" for event in events) == 2 * 128 * 4 * 8
+
+
+def test_an_unknown_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "megatro"]) == 2
+    said = capsys.readouterr().err
+    assert "megatron" in said
+    assert said.count("\n") == 1
