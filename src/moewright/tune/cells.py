@@ -1,0 +1,183 @@
+"""What the cells of a table of measured runs say, as nouns: precision, optimizer, recompute, graphs, offload, stages.
+
+An empty cell is a fact the source does not state; readers here take the default and the caller lists the column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from moewright.intake import catalogue
+from moewright.rules import stages
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Device, Hardware
+from moewright.spec.layout import Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.model import ModelSpec
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import GIB, TERA
+from moewright.spec.workload import Dtype, OptimizerSpec
+
+# Names of parts that are not in the catalogue, and the part whose compute and wiring they share.
+_ALSO_CALLED = (("Hopper 80GB", "H100"),)
+# A fork's own words for what it replays: whole attention and the experts.
+_FORK_WORDS = (("attn", Recompute.CORE_ATTN), ("moe_expert", Recompute.MOE), ("experts", Recompute.MOE))
+_OVERLAPS = (
+    ("overlap_grad_reduce", Overlap.GRAD),
+    ("overlap_param_gather", Overlap.PARAM),
+    ("tp_comm_overlap", Overlap.TP),
+    ("overlap_moe_ep_comm", Overlap.EP),
+)
+OVERLAP_COLUMNS = tuple(column for column, _ in _OVERLAPS)
+
+
+def wrong(column: str, value: str, rule: str) -> BadInput:
+    """A cell that cannot be read, as what a caller raises."""
+    return BadInput(Reason(field=column, value=value[:60], rule=rule))
+
+
+def number(column: str, text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise wrong(column, text, "must be a number above 0")
+    return value
+
+
+def whole(column: str, text: str) -> int:
+    value = number(column, text)
+    if value != int(value):
+        raise wrong(column, text, "must be a whole number")
+    return int(value)
+
+
+def hardware(text: str, count: int) -> Hardware:
+    """`count` parts of that name; "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's part with this memory."""
+    base, _, inside = text.partition("(")
+    name = dict(_ALSO_CALLED).get(base.strip(), base.strip())
+    found = catalogue.hardware(f"{count}x{name}")
+    size = re.search(r"([\d.]+) GB\b", inside)
+    rate = re.search(r"([\d.]+) TB/s", inside)
+    device: Device = found.device
+    if size:
+        # Like the catalogue: the runtime shows 0.99 of the printed figure read as GiB.
+        said = Sourced(value=0.99 * float(size[1]) * GIB, kind=SourceKind.DATASHEET, source=text)
+        device = replace(device, memory_bytes=said)
+    if rate:
+        said = Sourced(value=float(rate[1]) * TERA, kind=SourceKind.DATASHEET, source=text)
+        device = replace(device, memory_Bps=said)
+    return replace(found, name=text, device=device) if inside else found
+
+
+def precision(text: str) -> Dtype:
+    """8-bit recipes (tensor-wise, block-wise, MX) are all FP8. Raises BadInput for 4-bit ones and for silence."""
+    folded = text.casefold()
+    if not folded:
+        raise wrong("precision", text, "is not stated")
+    if "fp4" in folded:
+        raise wrong("precision", text, "4-bit compute has no measured rates here")
+    if "fp8" in folded:
+        return Dtype.FP8
+    for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
+        if folded.startswith(dtype.value):
+            return dtype
+    raise wrong("precision", text, "is no known precision")
+
+
+def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
+    """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32 gradients."""
+    folded = text.casefold()
+    if folded and "adam" not in folded:
+        raise wrong("optimizer", text, "only Adam is modelled")
+    moments = Dtype.FP32
+    if ("precision-aware" in folded or "bf16 moments" in folded) and "fp32 states" not in folded:
+        moments = Dtype.BF16
+    grads = Dtype.BF16 if re.search(r"bf16 (main )?grads", folded) else Dtype.FP32
+    return OptimizerSpec(moment_dtype=moments), grads
+
+
+def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
+    """Megatron's two columns; selective without a list is its default, core_attn. Raises BadInput for other tools'
+    own policies."""
+    folded = granularity.casefold()
+    if folded in ("", "none"):
+        return ()
+    if folded == "full":
+        if "block" in modules:
+            raise wrong("recompute_modules", modules, "full recompute of a part of the layers is not modelled")
+        return (Recompute.FULL,)
+    if modules == "(empty list)":
+        return ()
+    words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()
+    found: set[Recompute] = set()
+    for word in words or ["core_attn"]:
+        known = dict(_FORK_WORDS).get(word) or next((one for one in Recompute if one.value == word), None)
+        if known is None:
+            raise wrong("recompute_modules", modules, "is no policy of modules that is modelled")
+        found.add(known)
+    return tuple(sorted(found))
+
+
+def graphs(text: str) -> tuple[Graphs, ...]:
+    """Scope of CUDA graphs; a Transformer Engine graph of the whole layer captures what such graphs can."""
+    _, _, scope = text.partition(":")
+    if "iteration" in scope:
+        return (Graphs.FULL,)
+    if "whole layer" in scope:
+        return tuple(sorted({Graphs.ATTN, Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS}))
+    words = scope.split()
+    return tuple(sorted(one for one in Graphs if one.value in words))
+
+
+def offloaded(text: str) -> tuple[Offload, ...]:
+    """What lives on the host. Raises BadInput where only a part does, or the source does not say what."""
+    if text in ("", "none") or text.startswith("paged stash"):
+        return ()
+    found: set[Offload] = set()
+    for piece in text.split(";"):
+        if "optimizer" in piece:
+            part = re.search(r"(\d+)%", piece)
+            if part and part[1] != "100":
+                raise wrong("offload", text, "a part of the optimizer on the host is not modelled")
+            found.add(Offload.OPTIMIZER)
+        elif "fused_group_mlp" in piece:
+            found |= {Offload.EXPERT_FC1, Offload.MOE_ACT}
+        else:
+            words = [one for one in Offload if one.value in piece.replace(":", " ").split()]
+            if not words:
+                raise wrong("offload", text, "the offloaded modules are not stated or not modelled")
+            found.update(words)
+    return tuple(sorted(found))
+
+
+def overlapped(of: Mapping[str, str]) -> tuple[Overlap, ...]:
+    return tuple(sorted(overlap for column, overlap in _OVERLAPS if of[column] == "true"))
+
+
+def stage_text(text: str, model: ModelSpec, pp: int) -> str:
+    """A layout string; "uneven: first 2, last 2 layers" is spelt out, the other stages sharing what is left evenly.
+
+    "" when the source has none or does not print it.
+    """
+    if not text.startswith("uneven"):
+        return "" if text.startswith("custom") else text
+    ends = {which: int(count) for which, count in re.findall(r"(first|last) (?:stage )?(\d+)", text)}
+    middle = pp - len(ends)
+    each, rest = divmod(model.layers - sum(ends.values()), middle)
+    if rest:
+        raise wrong("pp_layout", text, f"leaves {each * middle + rest} layers for {middle} equal stages")
+    counts = [ends.get("first", each), *[each] * (pp - 2), ends.get("last", each)]
+    body = "|".join(f"t*{count}" for count in counts)
+    return f"E{body}{'m' * model.mtp_layers}L"
+
+
+def spread(model: ModelSpec, layout: Layout) -> Layout:
+    """The layout with the layers spread over its stages where no even split exists and the source gives none."""
+    if layout.stages or not stages.stage_reasons(model, layout):
+        return layout
+    text = stages.layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)
+    return replace(layout, stages=text)
