@@ -97,7 +97,7 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
         "pp_layout": "uneven: last stage 5 layers",
         "source": "FP8-FLOW logs",
         "precision": "fp8-blockwise",
-        "recompute_modules": "layernorm moe_expert (names of their fork)",
+        "recompute_modules": "layernorm moe_act",
         "cuda_graph": "transformer_engine: attn moe_router moe_preprocess",
         "offload": "optimizer states (chunked)",
         "optimizer": "adam precision-aware, bf16 main grads",
@@ -106,7 +106,7 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
     (row,) = table(tmp_path, change).rows
     assert row.layout.stages == "Et*8|t*8|t*8|t*8|t*8|t*8|t*8|t*5L"
     assert row.model.mtp_layers == 0
-    assert row.layout.recompute == (Recompute.LAYERNORM, Recompute.MOE)
+    assert row.layout.recompute == (Recompute.LAYERNORM, Recompute.MOE_ACT)
     assert set(row.layout.graphs) == {Graphs.ATTN, Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS}
     assert row.layout.offload == (Offload.OPTIMIZER,)
     assert row.workload.precision is Dtype.FP8
