@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -45,9 +45,17 @@ _HANG_MARGIN_S = 3.0  # past the collective timeout, so that a rank that times o
 
 
 def launch(
-    worker: Worker, *, nproc: int, run_dir: Path, device: DeviceKind = DeviceKind.CPU, timeouts: Timeouts | None = None
+    worker: Worker,
+    *,
+    nproc: int,
+    run_dir: Path,
+    device: DeviceKind = DeviceKind.CPU,
+    timeouts: Timeouts | None = None,
+    first: Callable[[], None] = lambda: None,
 ) -> Exit:
     """Run `worker` on `nproc` ranks and return the job's exit code; holds `run_dir` locked meanwhile.
+
+    `first` is called once a job, when the lock is held and no rank has started.
 
     Ranks are forked for CPU (one thread each; the caller has not initialised CUDA) and spawned for CUDA, where
     `worker` must be importable. Under torchrun the worker runs in this process. Main thread only, Linux only.
@@ -57,12 +65,13 @@ def launch(
     timeouts = timeouts or Timeouts()
     env = torchrun()
     if env is not None:
-        return _run_here(worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts)
+        return _run_here(worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts, first=first)
     if nproc < 1:
         raise BadInput(Reason(field="nproc", value=str(nproc), rule="must be at least 1", nearest="1"))
     if sys.platform != "linux":
         raise BadInput(Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun"))
     with run_lock(run_dir), _folder(run_dir) as folder:
+        first()
         seats = [
             Seat(rank=rank, local_rank=rank, world=nproc, timeouts=timeouts, device=device, store_file=folder / "store")
             for rank in range(nproc)
@@ -74,7 +83,14 @@ def launch(
 
 
 def _run_here(
-    worker: Worker, env: TorchrunEnv, *, nproc: int, run_dir: Path, device: DeviceKind, timeouts: Timeouts
+    worker: Worker,
+    env: TorchrunEnv,
+    *,
+    nproc: int,
+    run_dir: Path,
+    device: DeviceKind,
+    timeouts: Timeouts,
+    first: Callable[[], None],
 ) -> Exit:
     """This process is a rank already: torchrun watches it."""
     if nproc != env.world:
@@ -86,6 +102,8 @@ def _run_here(
     )
     heart = Heart(None)
     with run_lock(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
+        if env.rank == 0:
+            first()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))

@@ -72,7 +72,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         reasons.append(_model_reason("train.precision", workload.precision, "bf16 or fp32"))
     for field, dtype in (
         ("train.grad_dtype", workload.grad_dtype),
-        ("train.optimizer.moment_dtype", workload.optimizer.moment_dtype),
+        ("train.moment_dtype", workload.optimizer.moment_dtype),
     ):
         if dtype is not Dtype.FP32:
             reasons.append(_model_reason(field, dtype, "fp32"))

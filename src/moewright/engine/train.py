@@ -17,29 +17,25 @@ from typing import Any
 import torch
 
 import moewright
-from moewright.codec import to_data
+from moewright.codec import to_data, write_json
 from moewright.engine import collectives
-from moewright.engine.allocator import keep_freed_memory
-from moewright.engine.books import Books
+from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, save
 from moewright.engine.data.build import read_corpus
 from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import Order, sampler_of, whole_batches
+from moewright.engine.env import torchrun
 from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
-from moewright.engine.mesh import build_mesh
-from moewright.engine.model.layers import slots_of
-from moewright.engine.model.transformer import Transformer, initial_value
-from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.schedule import learning_rate
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import JsonLines, Recorder, Screen, Sink, TensorBoard, finite, loads_of, write_ledger
-from moewright.engine.runtime import Runtime
 from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
 from moewright.engine.support import unsupported_layout, unsupported_model
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.legality import illegal
-from moewright.rules.stages import chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.ledger import Selection
@@ -48,21 +44,25 @@ from moewright.spec.run import EvalRecord, Session, StepRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Workload
 
+PLAN_FILE = "plan.json"
+
 
 def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     """Train `plan` in `run_dir`, continuing from its last checkpoint; returns the exit code of the job.
 
-    A run that has reached its steps is done at once, unless `extend` asks for as many again. Raises BadInput before
-    any process starts when the plan is not legal or asks for what the engine does not run.
+    A run that has reached its steps is done at once, unless `extend` asks for as many again. Raises BadInput, before
+    anything is written or started, when the plan is not legal, asks for what the engine or this machine cannot run,
+    or the data or the checkpoint are not those of this job. plan.json is written once the folder is this job's.
     """
     reasons = (
         *unsupported_model(plan.model, plan.workload),
         *illegal(plan.model, plan.workload, plan.layout),
         *unsupported_layout(plan.layout),
+        *_missing_devices(plan),
     )
     if reasons:
         raise BadInput(*reasons)
-    done = _steps_done(run_dir)
+    done = _steps_done(run_dir, _identity(plan, check_data(plan.model, plan.workload)))
     last_step = _last_step(plan.workload, done, extend)
     if done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
@@ -72,12 +72,32 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=plan.hardware.device.kind,
+        first=partial(write_json, run_dir / PLAN_FILE, plan),
     )
 
 
-def _steps_done(run_dir: Path) -> int:
+def _missing_devices(plan: Plan) -> tuple[Reason, ...]:
+    """A plan for GPUs needs one here for every rank that starts here."""
+    if plan.hardware.device.kind is not DeviceKind.CUDA:
+        return ()
+    env = torchrun()
+    wanted, found = plan.layout.world_size if env is None else env.local_rank + 1, torch.cuda.device_count()
+    if found >= wanted:
+        return ()
+    rule = f"needs {wanted} CUDA devices on this machine, which has {found}"
+    near = str(found) if found else "the .toml of `moewright bench machine`"
+    return (
+        Reason(field="train.nproc" if found else "train.hardware", value=plan.hardware.name, rule=rule, nearest=near),
+    )
+
+
+def _steps_done(run_dir: Path, identity: Mapping[str, Any]) -> int:
     checkpoint = latest(run_dir / "checkpoints")
-    return 0 if checkpoint is None else read_index(checkpoint).step
+    if checkpoint is None:
+        return 0
+    index = read_index(checkpoint)
+    refuse_mismatch(index.extra, identity)
+    return index.step
 
 
 def _last_step(workload: Workload, done: int, extend: bool) -> int:
@@ -89,11 +109,12 @@ def _last_step(workload: Workload, done: int, extend: bool) -> int:
 def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) -> Outcome:
     """One rank, from its first tensor to its last checkpoint."""
     work = plan.workload
-    device = _join(plan, seat)
+    device = join(seat)
     comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
     _agree_on_plan(plan, comm)
-    job, heldout = _build(plan, seat, device)
-    identity = _identity(plan, job.train_data.dataset.fingerprint)
+    train, heldout = _data(plan)
+    job = trainee(plan.model, work, plan.layout, train, rank=seat.rank, device=device, initial=initial_value)
+    identity = _identity(plan, train.dataset.fingerprint)
     first_step = _restore(job, run_dir, identity, comm) + 1
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
@@ -137,39 +158,8 @@ def _evaluate(job: Trainee, heldout: Data, step: int, seat: RankContext) -> Eval
     return EvalRecord(step=step, heldout_loss=finite(loss), unigram_entropy=entropy, tokens=targets)
 
 
-def _join(plan: Plan, seat: RankContext) -> torch.device:
-    """Meet the other ranks; returns this rank's device."""
-    if plan.hardware.device.kind is DeviceKind.CUDA:
-        device, backend = torch.device("cuda", seat.local_rank), "nccl"
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-        torch.set_num_threads(1)
-        keep_freed_memory()
-    if seat.world > 1:
-        collectives.start(
-            rank=seat.rank,
-            world_size=seat.world,
-            store=seat.store(),
-            backend=backend,
-            timeout_s=seat.timeouts.collective_s,
-        )
-    return device
-
-
-def _build(plan: Plan, seat: RankContext, device: torch.device) -> tuple[Trainee, Data]:
-    """This rank's mesh, model, optimizer and data."""
-    books = Books()
-    run = Runtime(
-        model=plan.model,
-        workload=plan.workload,
-        mesh=build_mesh(plan.layout, seat.rank, books),
-        books=books,
-        device=device,
-    )
-    (chunk,) = (c for c in chunks(plan.model, plan.layout) if c.pp_rank == run.mesh.coordinate("pp"))
-    model = Transformer(run, chunk)
-    optimizer = DistributedOptimizer(run, slots_of(model), partial(initial_value, run=run))
+def _data(plan: Plan) -> tuple[Data, Data]:
+    """Training and held-out data."""
     train, heldout = (
         Data(
             dataset=dataset,
@@ -186,7 +176,7 @@ def _build(plan: Plan, seat: RankContext, device: torch.device) -> tuple[Trainee
             (open_indexed(Path(plan.workload.data.heldout)), Order.SEQUENTIAL),
         )
     )
-    return Trainee(run=run, model=model, optimizer=optimizer, train_data=train), heldout
+    return train, heldout
 
 
 def _agree_on_plan(plan: Plan, comm: Coordinator) -> None:

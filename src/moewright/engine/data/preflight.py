@@ -1,0 +1,44 @@
+"""What a job's data must be before anything is measured, planned or started on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moewright.engine.data.build import CORPUS_FILE, read_corpus
+from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.sampler import Order, sampler_of
+from moewright.engine.data.tokenizer import load_tokenizer
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import DataSpec, Workload
+
+
+def check_data(model: ModelSpec, workload: Workload) -> str:
+    """The fingerprint of the training data, once all of the data will do for a run of this model.
+
+    Raises BadInput, naming the file: one is missing, damaged, too small for a global batch, or has a larger
+    vocabulary than the model.
+    """
+    data = workload.data
+    for key in ("train", "heldout"):
+        if not getattr(data, key):
+            rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
+            raise BadInput(Reason(field=f"data.{key}", rule=rule, nearest=f"out/{key}, from `moewright data build`"))
+    datasets = [open_indexed(Path(prefix)) for prefix in (data.train, data.heldout)]
+    for dataset, order in zip(datasets, (Order.SHUFFLED, Order.SEQUENTIAL), strict=True):
+        sampler_of(
+            dataset, seq_len=workload.seq_len, global_batch=workload.global_batch, seed=workload.seed, order=order
+        )
+    _check_vocabulary(data, model.vocab_size)
+    return datasets[0].fingerprint
+
+
+def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:
+    corpus_file = Path(data.heldout).parent / CORPUS_FILE
+    sizes = [(str(corpus_file), read_corpus(corpus_file.parent).vocab_size)]  # evaluation reads the entropy there
+    if data.tokenizer:
+        sizes.append((data.tokenizer, load_tokenizer(Path(data.tokenizer)).vocab_size))
+    for path, size in sizes:
+        if size > vocab_size:
+            rule = f"its vocabulary has {size} ids, more than the model's vocab_size {vocab_size}"
+            raise BadInput(Reason(field=path, rule=rule, nearest=f"a vocab_size of {size}"))
