@@ -52,7 +52,7 @@ def test_models_that_are_not(name: str, said: str) -> None:
 
 def test_a_folder_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}', encoding="utf-8")
-    with pytest.raises(BadInput, match="model_type=nonsense"):
+    with pytest.raises(BadInput, match='model_type="nonsense"'):
         catalogue.model(str(tmp_path))
 
 

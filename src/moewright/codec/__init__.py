@@ -1,6 +1,6 @@
 """Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way out."""
 
-from moewright.codec.data import Numbers, fingerprint, from_data, nearest, to_data
+from moewright.codec.data import Numbers, fingerprint, from_data, nearest, shown, to_data
 from moewright.codec.files import (
     json_data,
     parse_json,
@@ -30,6 +30,7 @@ __all__ = [
     "read_text",
     "read_toml",
     "record_line",
+    "shown",
     "to_data",
     "toml_data",
     "write_json",

@@ -36,7 +36,7 @@ class _Refused(Exception):
     def __init__(self, rule: str, value: object, nearest_value: str = "") -> None:
         super().__init__(rule)
         self.rule = rule
-        self.value = _shown(value)
+        self.value = shown(value)
         self.nearest = nearest_value
 
 
@@ -202,10 +202,11 @@ def _located(where: str, path: str) -> str:
     return f"{where}{'.' if ': ' in where else ': '}{path}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A refused value in a few letters, as JSON writes it."""
     if isinstance(value, int) and abs(value) >= INT_LIMIT:
         return "a huge integer"
     if isinstance(value, list | tuple | dict):  # may be nested without end
         return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
-    text = json.dumps(value) if isinstance(value, bool | str | None) else repr(value)
+    text = json.dumps(value) if isinstance(value, bool | str | None) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from moewright.codec.data import INT_LIMIT, nearest
+from moewright.codec.data import nearest
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
 
@@ -27,6 +27,8 @@ _SETS: tuple[tuple[str, type[StrEnum]], ...] = (
     ("graphs", Graphs),
 )
 KEYS = (*_NUMBERS, *(key for key, _ in _CHOICES), *(key for key, _ in _SETS), "layout")
+
+MAX_DIGITS = 18  # far beyond any size, below 2**63
 
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
@@ -56,10 +58,8 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     layout = Layout(world_size=world_size, **values)
     dense = layout.tp * layout.cp * layout.pp
     if dp is not None and dp * dense != world_size:
-        product = f"tp*cp*pp = {dense}" if dense > 1 else "nothing else"
         fits = world_size % dense == 0
-        rule = f"dp is what {world_size} ranks leave after {product}"
-        rule += "" if fits else f", which does not divide {world_size}"
+        rule = f"must be the {world_size} ranks over tp * cp * pp = {dense}" + ("" if fits else ", which do not divide")
         raise BadInput(Reason(field="dp", value=str(dp), rule=rule, nearest=str(layout.dp) if fits else ""))
     return layout
 
@@ -134,14 +134,14 @@ def _item(part: str) -> _Item:
     key, equals, value = (piece.strip() for piece in stripped.partition("="))
     if not equals and stripped.casefold() == "sp":
         return _Item(key="sp", value="1")
-    if not equals and (match := re.fullmatch(r"([A-Za-z_]+?)\s*(\d.*)", stripped)):
+    if not equals and (match := re.fullmatch(r"([A-Za-z_]+?)\s*(-?\d.*)", stripped)):
         key, value = match.groups()
     folded = key.casefold()
     if folded == "edp":
         raise BadInput(Reason(field="edp", value=value, rule="is derived from the other degrees; leave it out"))
     if folded not in KEYS:
         if not stripped:
-            raise BadInput(Reason(field="layout", value=repr(part), rule="has an empty place between commas"))
+            raise BadInput(Reason(field="layout", rule="has an empty place between commas", nearest="leave it out"))
         rule = f"is no layout key; keys are {' '.join(KEYS)}; a value with commas is quoted"
         raise BadInput(Reason(field=key or stripped, rule=rule, nearest=nearest(folded, KEYS)))
     if not equals and folded not in _NUMBERS:
@@ -167,10 +167,15 @@ def _value(item: _Item) -> Any:
 
 def _whole(item: _Item) -> int:
     lowest = 0 if item.key in ("zero", "vpp_group") else 1
-    if not re.fullmatch(r"-?[0-9]{1,18}", item.value):
-        raise BadInput(Reason(field=item.key, value=item.value, rule="must be a whole number", nearest=str(lowest)))
+    if not re.fullmatch(r"-?[0-9]+", item.value):
+        raise BadInput(
+            Reason(field=item.key, value=item.value[:60], rule="must be a whole number", nearest=str(lowest))
+        )
+    if len(item.value) > MAX_DIGITS:
+        rule = f"must have {MAX_DIGITS} digits at most"
+        raise BadInput(Reason(field=item.key, value=f"{item.value[:MAX_DIGITS]}...", rule=rule))
     number = int(item.value)
-    if number < lowest or number >= INT_LIMIT:
+    if number < lowest:
         raise BadInput(Reason(field=item.key, value=item.value, rule=f"must be at least {lowest}", nearest=str(lowest)))
     if item.key == "zero" and number not in (0, 1, 3):
         raise BadInput(

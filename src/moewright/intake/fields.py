@@ -53,7 +53,7 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             close = str(min(max(round(value), low), high)) if _is_number(value) else ""
-            raise self.refuse(name, "must be a whole number", close)
+            raise self.refuse(name, f"must be a whole number in {low}..{high}", close)
         if not low <= value <= high:
             rule = f"must be at most {bound}={high}" if bound and value > high else f"must be in {low}..{high}"
             raise self.refuse(name, rule, str(min(max(value, low), high)))
@@ -168,6 +168,8 @@ def _text(value: object) -> str:
         return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         return "a huge integer"
+    if isinstance(value, str):
+        return _clip(f'"{value}"')  # "4" is no number, and should not look like one
     words = {None: "null", True: "true", False: "false"}
     return _clip(words[value] if value is None or isinstance(value, bool) else str(value))
 

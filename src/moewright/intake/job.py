@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import from_data, given_fields, nearest, toml_data
+from moewright.codec import from_data, given_fields, nearest, shown, toml_data
 from moewright.intake import catalogue, hf, parts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
@@ -104,7 +104,7 @@ def _model(table: dict[str, Any], path: Path, where: str) -> ModelSpec:
         raise BadInput(Reason(field=f"{where}: model.{key}", rule="cannot stand beside model.config"))
     if not isinstance(config, str) or "\0" in config or not config:
         raise BadInput(Reason(field=f"{where}: model.config", rule="must be a path or the name of a model"))
-    beside = path.parent / config
+    beside = Path(_beside(path, config))
     if beside.exists() or beside.suffix == ".json":
         return hf.read_config(beside)
     return catalogue.model(config)
@@ -173,9 +173,9 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
     )
     for key, value, low, high in ranges:
         if not low <= value <= high:
-            close = f"{min(max(value, low), high):g}" if isinstance(value, float) else str(min(max(value, low), high))
-            rule = f"must be in {low:g}..{high:g}"
-            yield Reason(field=f"{where}: {key}", value=f"{value:g}", rule=rule, nearest=close)
+            close = f"{min(max(value, low), high):.12g}"
+            rule = f"must be in {low:.12g}..{high:.12g}"
+            yield Reason(field=f"{where}: {key}", value=f"{value:.12g}", rule=rule, nearest=close)
     for key, dtype in (("grad_dtype", workload.grad_dtype), ("moment_dtype", optimizer.moment_dtype)):
         if dtype is Dtype.FP16:
             rule = "fp16 has too little range to accumulate in"
@@ -205,13 +205,14 @@ def _layout(table: dict[str, Any], where: str) -> str:
 def _layout_value(key: str, value: Any, where: str) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "+".join(value) or "none"
-    if isinstance(value, bool):
+    if isinstance(value, bool) and key == "sp":
         return str(int(value))
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, str):
         return f"'{value}'" if key == "layout" and "'" not in value else value
-    raise BadInput(Reason(field=f"{where}: layout.{key[:60]}", rule="must be a number, text or a list of texts"))
+    rule = "must be a number, text or a list of texts"
+    raise BadInput(Reason(field=f"{where}: layout.{key[:60]}", value=shown(value), rule=rule))
 
 
 def _hardware(value: Any, path: Path, where: str) -> str:
@@ -239,7 +240,7 @@ def _beside(path: Path, value: str) -> str:
 
 def _whole(value: Any, where: str, *, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        close = str(min(max(value, 1), high)) if isinstance(value, int) else "1"
-        shown = str(value)[:40]
-        raise BadInput(Reason(field=where, value=shown, rule=f"must be a whole number in 1..{high}", nearest=close))
+        close = str(min(max(value, 1), high)) if isinstance(value, int) and not isinstance(value, bool) else "1"
+        rule = f"must be a whole number in 1..{high}"
+        raise BadInput(Reason(field=where, value=shown(value), rule=rule, nearest=close))
     return value
