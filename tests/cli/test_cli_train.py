@@ -10,9 +10,10 @@ import pytest
 
 import sample_run
 from moewright.cli.main import main
-from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_toml
+from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_json, write_toml
 from moewright.engine.support import unsupported_layout
 from moewright.search import search
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -48,7 +49,13 @@ class Stage:
 
     def run(self, plan: Plan, run_dir: Path, *, extend: bool) -> int:
         self.runs.append((plan, run_dir, extend))
+        write_json(run_dir / "plan.json", plan)
         return self.code
+
+    def check_data(self, model: ModelSpec, workload: Workload) -> str:
+        if "nowhere" in workload.data.train:
+            raise BadInput(Reason(field=f"{workload.data.train}.idx", rule="does not exist"))
+        return "fingerprint"
 
     def measure(self, *, nproc: int) -> Hardware:
         self.measured.append(nproc)
@@ -64,6 +71,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
     monkeypatch.setattr("moewright.search.search.search", stage.search)
     monkeypatch.setattr("moewright.engine.train.run", stage.run)
+    monkeypatch.setattr("moewright.engine.data.preflight.check_data", stage.check_data)
     monkeypatch.setattr("moewright.bench.machine.measure", stage.measure)
     monkeypatch.setattr("moewright.cli.report.write_run_report", stage.report)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -110,7 +118,7 @@ def test_a_changed_job_is_planned_anew(
     start()
     assert start("--set", change) == 0
     assert len(stage.searches) == 2
-    assert f"the job changed ({named}): planning again" in capsys.readouterr().out
+    assert f"plan.json is not of this job ({named}): planning again" in capsys.readouterr().out
 
 
 def test_other_hardware_is_planned_anew(stage: Stage, start: Start, tmp_path: Path) -> None:
@@ -164,7 +172,6 @@ def test_under_torchrun_one_rank_writes(
     assert start() == 0
     assert stage.runs[0][0].layout.world_size == 2
     assert stage.reports == []
-    assert not (tmp_path / "run" / "plan.json").exists()
     capsys.readouterr()
     assert start("--nproc", "4") == 2
     assert (
@@ -182,6 +189,8 @@ def test_under_torchrun_one_rank_writes(
         ("train.precision=fp8", "nearest legal value: bf16"),
         ("layout.eq=2", "nearest legal value: ep"),
         ("tarin.lr=1", "nearest legal value: train"),
+        ("data.train=nowhere", "nowhere.idx: does not exist"),
+        ("train.moment_dtype=bf16", "quickstart_2cpu_bf16.toml: train.moment_dtype=bf16: the engine does not run"),
         ("train.lr", "must be section.key=value"),
     ],
 )
@@ -198,10 +207,11 @@ def test_a_job_that_cannot_be_trained_writes_nothing(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("layout.ep=3", "ep=3"),
-        ("layout.tp=3", "tp=3"),
-        ("layout.zero=3", "zero=3"),
-        ("train.global_batch=3", "global_batch=3"),
+        ("layout.ep=3", ": layout.ep=3"),
+        ("layout.tp=3", ": layout.tp=3"),
+        ("layout.zero=3", ": layout.zero=3"),
+        ("train.global_batch=3", ": train.global_batch=3"),
+        ("layout.dp=3", ": layout.dp=3"),
     ],
 )
 def test_pins_that_leave_no_layout_are_named(
@@ -212,8 +222,30 @@ def test_pins_that_leave_no_layout_are_named(
     assert start("--set", change) == 2
     err = capsys.readouterr().err
     assert said in err
+    assert err.startswith(f"moewright: {RECIPE.name}: ")
     assert "nearest legal value" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_machine_is_not_measured_for_a_job_without_a_layout(
+    stage: Stage, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moewright.search.search.search", SEARCH)
+    (tmp_path / "machine.toml").unlink()
+    assert start("--nproc", "3") == 2
+    assert "layout.ep=2: etp * ep = 2 must divide the 3 ranks" in capsys.readouterr().err
+    assert start("--set", "data.train=nowhere") == 2
+    assert stage.measured == []
+
+
+def test_a_plan_edited_by_hand_is_planned_anew(
+    stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start()
+    path = tmp_path / "run" / "plan.json"
+    path.write_text(path.read_text().replace('"bucket_elements": 40000000', '"bucket_elements": 4000'))
+    assert start() == 0
+    assert "(optimizer, edited by hand): planning again" in capsys.readouterr().out
 
 
 def test_a_torn_plan_file_is_named(
@@ -222,4 +254,6 @@ def test_a_torn_plan_file_is_named(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.json").write_text('{"model": {')
     assert start() == 2
-    assert f"{tmp_path}/run/plan.json: is not JSON" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run/plan.json: is not JSON" in said
+    assert "nearest legal value: delete it to plan again" in said

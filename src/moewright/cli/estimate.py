@@ -44,15 +44,16 @@ def estimate(
     trace
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
-    from moewright.cli.jobs import read_asked
+    from moewright.cli.jobs import as_written, job_field, option_field, read_asked
     from moewright.codec import parse_layout, write_json
     from moewright.report.console import console_for, print_estimate
     from moewright.report.trace import write_trace
     from moewright.search.search import plan_of
 
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
-    result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
+    with as_written(option_field("--layout") if layout or not asked.fixed else job_field(Path(model))):
+        chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
+        result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)

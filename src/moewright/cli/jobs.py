@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +51,7 @@ def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | 
     if not on:
         raise BadInput(Reason(field="--on", rule="is needed with a model: count x device", nearest="--on 8xH100"))
     spec = catalogue.model(model)
-    hardware = catalogue.hardware(on)
+    hardware = _hardware(on)
     chosen = []
     if seq_len is None:
         seq_len = SEQ_LEN
@@ -68,6 +70,13 @@ def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | 
     return Asked(model=spec, workload=workload, hardware=hardware, fixed="", purpose=Purpose.PLAN, chosen=tuple(chosen))
 
 
+def _hardware(on: str) -> Hardware:
+    from moewright.intake import catalogue
+
+    with as_written(lambda field: "--on" if field == "hardware" else field):
+        return catalogue.hardware(on)
+
+
 def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
     from moewright.intake import catalogue
     from moewright.intake.job import read_job
@@ -77,11 +86,43 @@ def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | N
     return Asked(
         model=job.model,
         workload=job.workload,
-        hardware=catalogue.hardware(on or f"{job.nproc}x{job.hardware}"),
+        hardware=_hardware(on) if on else catalogue.hardware(f"{job.nproc}x{job.hardware}"),
         fixed=job.layout_text,
         purpose=Purpose.TRAIN,
         chosen=() if on else (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",),
     )
+
+
+@contextmanager
+def as_written(name: Callable[[str], str]) -> Iterator[None]:
+    """Let faults name their fields as the user wrote them: `name` turns "layout.ep" into that."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(*(replace(reason, field=name(reason.field)) for reason in error.reasons)) from None
+
+
+def job_field(job: Path) -> Callable[[str], str]:
+    """Fields as the keys of a job file: "job.toml: train.global_batch" for workload.global_batch."""
+    spelled = {"dp": "layout.dp", "layout.stages": "layout.layout", "layout.world_size": "train.nproc"}
+
+    def name(field: str) -> str:
+        key = spelled.get(field, field.replace("workload.", "train."))
+        return f"{job.name}: {key}" if key.split(".")[0] in ("model", "data", "layout", "train") else field
+
+    return name
+
+
+def option_field(option: str) -> Callable[[str], str]:
+    """Fields as options: "--global-batch" for workload.global_batch, "--layout ep" for ep where that is the option."""
+    spelled = {"layout": option, "layout.stages": f"{option} layout", "layout.world_size": "--on"}
+
+    def name(field: str) -> str:
+        if field.startswith("workload."):
+            return f"--{field.removeprefix('workload.').replace('_', '-')}"
+        return spelled.get(field, f"{option} {field.removeprefix('layout.')}")
+
+    return name
 
 
 def nothing_fits(
@@ -90,6 +131,7 @@ def nothing_fits(
     """Why a search came back empty: what is wrong with the pinned keys by themselves, else the commonest rejection."""
     from moewright.codec import given_fields, parse_layout
     from moewright.rules.legality import illegal
+    from moewright.search.search import DOES_NOT_FIT
 
     layout = parse_layout(fixed, world_size=hardware.count)
     reasons = (*illegal(model, workload, layout), *allowed(layout))
@@ -98,4 +140,5 @@ def nothing_fits(
         return BadInput(*sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in pinned))
     most = max(ranked.rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
     rule = f"no layout over {hardware.count} devices will do; most often: {most}"
-    return BadInput(Reason(field="layout", value=fixed, rule=rule))
+    close = "more devices, or a shorter sequence" if most == DOES_NOT_FIT else ""
+    return BadInput(Reason(field="layout", value=fixed, rule=rule, nearest=close))

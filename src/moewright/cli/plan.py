@@ -11,6 +11,8 @@ from cyclopts import Parameter
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import Dtype
 
+MAX_TOP = 100  # each is estimated in full
+
 
 def plan(
     model: str,
@@ -47,17 +49,21 @@ def plan(
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file.
     """
-    from moewright.cli.jobs import Purpose, nothing_fits, read_asked
-    from moewright.codec import write_json
+    from moewright.cli.jobs import Purpose, as_written, job_field, nothing_fits, option_field, read_asked
+    from moewright.codec import parse_layout, write_json
     from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_plans
     from moewright.search import explain, search
 
-    if top < 1:
-        raise BadInput(Reason(field="--top", value=str(top), rule="must be at least 1", nearest="1"))
+    if not 1 <= top <= MAX_TOP:
+        close = str(min(max(top, 1), MAX_TOP))
+        raise BadInput(Reason(field="--top", value=str(top), rule=f"must be in 1..{MAX_TOP}", nearest=close))
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    with as_written(option_field("--why-not")):
+        parse_layout(why_not, world_size=asked.hardware.count)
     allowed = unsupported_layout if asked.purpose is Purpose.TRAIN else search.everything
-    ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed)
+    with as_written(job_field(Path(model))):
+        ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed)
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)
@@ -71,9 +77,10 @@ def plan(
         for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
             console.print(line, soft_wrap=True)
     if not ranked.plans:
-        raise nothing_fits(
-            asked.model, asked.workload, asked.hardware, fixed=asked.fixed, allowed=allowed, ranked=ranked
-        )
+        with as_written(job_field(Path(model)) if asked.purpose is Purpose.TRAIN else option_field("layout")):
+            raise nothing_fits(
+                asked.model, asked.workload, asked.hardware, fixed=asked.fixed, allowed=allowed, ranked=ranked
+            )
     if json is not None:
         write_json(json, ranked.plans[0])
         console.print(f"wrote {json}", soft_wrap=True)

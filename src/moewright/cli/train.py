@@ -45,27 +45,32 @@ def train(
     extend
         When the run has done all its steps, do as many again.
     """
+    from moewright.cli.jobs import as_written, job_field
     from moewright.engine.env import torchrun
     from moewright.intake.job import read_job
+    from moewright.intake.parts import MAX_DEVICES
 
     launched = torchrun()
     asked = read_job(job, tuple(set_ or ()))
     world = nproc if nproc is not None else launched.world if launched else asked.nproc
-    if world < 1:
-        raise BadInput(Reason(field="--nproc", value=str(world), rule="must be at least 1", nearest="1"))
+    if not 1 <= world <= MAX_DEVICES:
+        close = str(min(max(world, 1), MAX_DEVICES))
+        raise BadInput(Reason(field="--nproc", value=str(world), rule=f"must be in 1..{MAX_DEVICES}", nearest=close))
     if launched and world != launched.world:
         rule = "is not the number of processes torchrun started"
         raise BadInput(Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world)))
     asked = replace(asked, nproc=world)
-    if reasons := _untrainable(asked):
-        raise BadInput(*reasons)
+    with as_written(job_field(job)):
+        _refuse_untrainable(asked)
     run_dir = out or Path("runs") / job.stem
     leads = launched is None or launched.rank == 0
-    plan = _plan(asked, run_dir, measure=launched is None, write=leads)
+    with as_written(job_field(job)):
+        plan = _plan(asked, run_dir, measure=launched is None, say=leads)
 
     from moewright.engine.train import run
 
-    code = int(run(plan, run_dir, extend=extend))
+    with as_written(job_field(job)):
+        code = int(run(plan, run_dir, extend=extend))
     if code == 0 and leads:
         from moewright.cli.report import write_run_report
 
@@ -73,37 +78,48 @@ def train(
     return code
 
 
-def _untrainable(job: Job) -> tuple[Reason, ...]:
-    """What no layout can mend; said before anything is written."""
+def _refuse_untrainable(job: Job) -> None:
+    """Raise BadInput for what no layout can mend, before anything is measured or written."""
+    from moewright.engine.data.preflight import check_data
     from moewright.engine.support import unsupported_model
 
     steps = job.workload.steps
     few = (Reason(field="train.steps", value=str(steps), rule="must be at least 1", nearest="1"),) if steps < 1 else ()
-    return (*few, *unsupported_model(job.model, job.workload))
+    if reasons := (*few, *unsupported_model(job.model, job.workload)):
+        raise BadInput(*reasons)
+    check_data(job.model, job.workload)
 
 
-def _plan(job: Job, run_dir: Path, *, measure: bool, write: bool) -> Plan:
+def _plan(job: Job, run_dir: Path, *, measure: bool, say: bool) -> Plan:
     """The run's own plan when it is of this very job; else a new one, the best that the engine runs."""
-    from moewright.codec import layout_text, read_json, write_json
-    from moewright.spec.plan import Plan
+    from moewright.codec import layout_text
 
     hardware = _hardware(job, measure=measure)
     path = run_dir / PLAN_FILE
     if path.exists():
-        kept = read_json(Plan, path)
+        kept = _read_plan(path)
         changed = _changed(kept, job, hardware)
         if not changed:
             return kept
         if "model" in changed and (run_dir / STEPS_FILE).exists():
             rule = f"holds a run of another model ({kept.model.name})"
             raise BadInput(Reason(field="--out", value=str(run_dir), rule=rule, nearest=f"{run_dir}-2"))
-        if write:
-            print(f"the job changed ({', '.join(changed)}): planning again")
+        if say:
+            print(f"{path} is not of this job ({', '.join(changed)}): planning again")
     plan = _search(job, hardware)
-    if write:
-        write_json(path, plan)
+    if say:
         print(f"planned {layout_text(plan.layout)} over {job.nproc} processes", flush=True)
     return plan
+
+
+def _read_plan(path: Path) -> Plan:
+    from moewright.codec import read_json
+    from moewright.spec.plan import Plan
+
+    try:
+        return read_json(Plan, path)
+    except BadInput as error:
+        raise BadInput(*(replace(reason, nearest="delete it to plan again") for reason in error.reasons)) from None
 
 
 def _hardware(job: Job, *, measure: bool) -> Hardware:
@@ -112,14 +128,27 @@ def _hardware(job: Job, *, measure: bool) -> Hardware:
 
     path = Path(job.hardware)
     if path.suffix == ".toml" and not path.exists() and measure:
+        _refuse_illegal(job)
         print(f"{path} is not there: measuring this machine")
         measure_to(path, nproc=job.nproc)
     return catalogue.hardware(f"{job.nproc}x{job.hardware}")
 
 
+def _refuse_illegal(job: Job) -> None:
+    """Raise BadInput when no layout of the job is legal, which any device tells as well as one yet to be measured."""
+    from moewright.intake import catalogue
+    from moewright.search.search import DOES_NOT_FIT
+
+    try:
+        _search(job, catalogue.hardware(f"{job.nproc}x{catalogue.hardware_names()[0]}"))
+    except BadInput as error:
+        if not any(DOES_NOT_FIT in reason.rule for reason in error.reasons):
+            raise
+
+
 def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
     """What of a kept plan is no longer what the job asks; () when it may be run as it is."""
-    from moewright.codec import given_fields, parse_layout
+    from moewright.codec import fingerprint, given_fields, parse_layout
 
     pinned = parse_layout(job.layout_text, world_size=job.nproc)
     old, new = kept.workload, job.workload
@@ -128,6 +157,8 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
     changed += [] if kept.hardware == hardware else ["hardware"]
     keys = sorted({"world_size", *given_fields(job.layout_text)})
     changed += [key for key in keys if getattr(kept.layout, key) != getattr(pinned, key)]
+    if kept.fingerprint != fingerprint(kept.model, kept.workload, kept.hardware, kept.layout):
+        changed.append("edited by hand")
     return tuple(changed)
 
 
