@@ -17,6 +17,7 @@ from moewright.cli.export import export
 from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.train import train
+from moewright.cli.verify import verify
 from moewright.spec.errors import BadInput
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -62,6 +63,7 @@ def _app() -> App:
     app.command(plan)
     app.command(estimate)
     app.command(train)
+    app.command(verify)
     app.command(report)
     app.command(diagnose)
     app.command(export)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import Protocol
 
 import torch
 
@@ -42,6 +44,14 @@ class Clock:
         return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in self._spent.items())
 
 
+class Batches(Protocol):
+    """Where micro-batches come from."""
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets [mbs, seq_len] of this rank, for the step counted from 0; targets < 0 are none."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
     """A mapped corpus and the order in which it is read."""
@@ -72,7 +82,7 @@ class Trainee:
     run: Runtime
     model: Transformer
     optimizer: DistributedOptimizer
-    train_data: Data
+    train_data: Batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +97,18 @@ class StepResult:
     counts: torch.Tensor
     loads: torch.Tensor
     phases: tuple[TimeRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """What is known once a step's gradients are reduced and before they are used; losses as in StepResult."""
+
+    loss: float
+    aux_loss: float
+    norm: float  # before clipping
+    finite: bool
+    stop: bool
+    counts: torch.Tensor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,7 +131,26 @@ def train_step(job: Trainee, *, step: int, lr: float, stop_asked: bool, counted:
 
 
 def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepResult:
-    run, clock, sums = job.run, Clock(), _Sums()
+    clock = Clock()
+    found = accumulate(job, clock, step=step, stop_asked=stop_asked)
+    apply(job, clock, found, lr=lr)
+    counts = found.counts
+    loads = all_reduce(counts.sum(0), job.run.mesh.group("dp_cp")) if counts.numel() else counts.sum(0)
+    return StepResult(
+        loss=found.loss,
+        aux_loss=found.aux_loss,
+        grad_norm=found.norm,
+        skipped=not found.finite,
+        stop=found.stop,
+        counts=counts,
+        loads=loads,
+        phases=clock.rows(),
+    )
+
+
+def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = False) -> Gradients:
+    """Forward and backward of every micro-batch of step `step` (from 1); gradients reduced, weights untouched."""
+    run, sums = job.run, _Sums()
     layout, books = run.mesh.layout, run.books
     count = micro_batches(run.workload, layout)
     with clock.phase(Phase.DATA):
@@ -137,31 +178,30 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         squared = job.optimizer.reduce()
         shared = torch.tensor([squared, float(stop_asked), sums.nll, sums.aux], dtype=torch.float64, device=run.device)
         squared, stops, nll, aux = all_reduce(shared, run.mesh.group("world")).tolist()
-    grad_norm = squared**0.5
-    skipped = not torch.isfinite(torch.tensor([grad_norm, nll])).all()
-    if not skipped:
-        with clock.phase(Phase.OPTIMIZER):
-            clip = run.workload.optimizer.clip_norm
-            scale = min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
-            job.optimizer.update(lr=lr, scale=scale)
-    with clock.phase(Phase.PARAM_GATHER):
-        job.optimizer.publish()
-    counts = torch.stack(sums.counts)
-    loads = all_reduce(counts.sum(0), run.mesh.group("dp_cp")) if counts.numel() else counts.sum(0)
-    return StepResult(
+    norm = squared**0.5
+    return Gradients(
         loss=nll / valid_targets,
         aux_loss=aux,
-        grad_norm=grad_norm,
-        skipped=bool(skipped),
+        norm=norm,
+        finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
-        counts=counts,
-        loads=loads,
-        phases=clock.rows(),
+        counts=torch.stack(sums.counts),
     )
 
 
+def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:
+    """Clip, update, and bring the new weights to every rank; nothing is updated when a gradient is not finite."""
+    if found.finite:
+        with clock.phase(Phase.OPTIMIZER):
+            clip = job.run.workload.optimizer.clip_norm
+            scale = min(1.0, clip / (found.norm + 1e-6)) if clip else 1.0
+            job.optimizer.update(lr=lr, scale=scale)
+    with clock.phase(Phase.PARAM_GATHER):
+        job.optimizer.publish()
+
+
 @torch.no_grad()
-def heldout_loss(job: Trainee, data: Data, batches: int, beat: Callable[[], None]) -> tuple[float, int]:
+def heldout_loss(job: Trainee, data: Batches, batches: int, beat: Callable[[], None]) -> tuple[float, int]:
     """Mean nats per target over the first `batches` global batches of `data`, and the number of targets.
 
     `beat` is called once a batch, so that a long evaluation is not taken for a hang.

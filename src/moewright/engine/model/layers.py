@@ -23,17 +23,19 @@ from moewright.engine.model.functions import (
     Rotary,
     SwiGlu,
 )
+from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
 from moewright.spec.model import QkNorm
 
 
 class Weight(nn.Module):
-    """A named tensor `weight` of `shape`, allocated on the meta device until the flat buffers own it."""
+    """This rank's part of a named tensor `weight` of `shape`, on the meta device until the flat buffers own it."""
 
-    def __init__(self, run: Runtime, *shape: int) -> None:
+    def __init__(self, run: Runtime, *shape: int, cuts: Cuts = ()) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=run.dtype, device="meta"))
+        self.placement = place(run.mesh, shape, cuts)
+        self.weight = nn.Parameter(torch.empty(self.placement.local, dtype=run.dtype, device="meta"))
 
 
 class Norm(Weight):
@@ -120,12 +122,12 @@ class Experts(nn.Module):
 
     ledger_module = Module.EXPERTS
 
-    def __init__(self, run: Runtime, local_experts: int, width: int) -> None:
+    def __init__(self, run: Runtime, experts: int, width: int) -> None:
         super().__init__()
         self._run = run
         hidden = run.model.hidden_size
-        self.gate_up = Weight(run, local_experts, 2, width, hidden)
-        self.down = Weight(run, local_experts, hidden, width)
+        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0),))
+        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0),))
 
     def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         books = self._run.books
@@ -156,10 +158,13 @@ class Head(Weight):
         super().__init__(run, run.model.vocab_size, run.model.hidden_size)
 
 
-def token_loss(run: Runtime, x_TH: torch.Tensor, w_VH: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood [T] in fp32 of hidden states under the output projection; 0 where target < 0."""
+def token_loss(
+    run: Runtime, x_TH: torch.Tensor, w_VH: torch.Tensor, targets_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative log-likelihood [T] in fp32 of hidden states under the output projection, 0 where target < 0; logits."""
     with run.books.within(Module.HEAD):
-        return CrossEntropy.apply(Linear.apply(x_TH, w_VH, run.books), targets_T)
+        logits_TV = Linear.apply(x_TH, w_VH, run.books)
+        return CrossEntropy.apply(logits_TV, targets_T), logits_TV.detach()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +178,10 @@ class Slot:
     @property
     def parameter(self) -> nn.Parameter:
         return self.owner.weight
+
+    @property
+    def placement(self) -> Placement:
+        return self.owner.placement
 
 
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:

@@ -63,7 +63,7 @@ class Moe(torch.nn.Module):
         group = run.mesh.group("ep")
         self._run, self._spec = run, spec
         self.router = Router(run, spec.experts)
-        self.experts = Experts(run, spec.experts // group.size, spec.ffn_size)
+        self.experts = Experts(run, spec.experts, spec.ffn_size)
         self.shared = Mlp(run, spec.shared_ffn_size, Module.SHARED_EXPERTS) if spec.shared_ffn_size else None
         self._dispatcher = AllToAll(group, spec.experts)
 

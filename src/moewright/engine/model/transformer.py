@@ -18,9 +18,13 @@ from moewright.spec.ledger import Module
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Of one micro-batch: nll [T] fp32 (0 where no target), auxiliary loss over layers, counts [MoE layers, E]."""
+    """Of one micro-batch: nll [T] fp32 (0 where no target), auxiliary loss over layers, counts [MoE layers, E].
+
+    `logits` [T,V] are those that backward keeps, detached.
+    """
 
     nll: torch.Tensor
+    logits: torch.Tensor
     aux: torch.Tensor
     counts: torch.Tensor
 
@@ -77,8 +81,9 @@ class Transformer(nn.Module):
         with books.within(Module.NORM):
             x_TH = self.final_norm(x_TH)
         weight = self.embedding.weight if self.head is None else self.head.weight
-        nll = token_loss(self._run, x_TH, weight, targets_BS.flatten())
-        return Output(nll=nll, aux=aux, counts=torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64))
+        nll, logits = token_loss(self._run, x_TH, weight, targets_BS.flatten())
+        counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
+        return Output(nll=nll, logits=logits, aux=aux, counts=counted)
 
 
 def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
@@ -87,16 +92,20 @@ def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
     Matrices are normal with the model's initializer_range; those that write into the residual stream are scaled by
     1 / sqrt(2 * layers) (GPT-2). Norm weights are 1.
     """
-    shape = tuple(slot.parameter.shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
+    at = slot.placement
+    if len(at.local) == 1:
+        return torch.ones(at.local)
     std = run.model.initializer_range
     if slot.name.endswith((".o.weight", ".down.weight")):
         std /= math.sqrt(2 * run.model.layers)
+    value = torch.zeros(at.local)
+    mine = tuple(slice(offset, offset + size) for offset, size in zip(at.offsets, at.inside, strict=True))
     if slot.module is not Module.EXPERTS:
-        return _normal(run, slot.name, shape, std)
-    first = run.mesh.coordinate("ep") * shape[0]
-    return torch.stack([_normal(run, f"{slot.name}[{first + i}]", shape[1:], std) for i in range(shape[0])])
+        value[tuple(map(slice, at.inside))] = _normal(run, slot.name, at.whole, std)[mine]
+        return value
+    for place, expert in enumerate(range(mine[0].start, mine[0].stop)):
+        value[place] = _normal(run, f"{slot.name}[{expert}]", at.whole[1:], std)[mine[1:]]
+    return value
 
 
 def _normal(run: Runtime, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.optim.adamw import adamw
 
 from moewright.engine.checkpoint import Piece
 from moewright.engine.model.layers import Slot
 from moewright.engine.optim.flat import FlatBucket, build_buckets
+from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Component, MemoryRow, Module
 
@@ -18,14 +18,20 @@ _NORM_ELEMENTS = 1 << 20
 
 
 class DistributedOptimizer:
-    """ZeRO-1 (or replicated, zero=0) AdamW over all parameters of this rank.
+    """ZeRO-1 (or replicated, zero=0) optimizer over all parameters of this rank; `rule` makes the update.
 
     Dense parameters are shared by the dense data-parallel group, experts by the expert one; both sum, since the loss
     is already divided by the global number of targets.
     """
 
-    def __init__(self, run: Runtime, slots: Sequence[Slot], initial: Callable[[Slot], torch.Tensor]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: Runtime,
+        slots: Sequence[Slot],
+        initial: Callable[[Slot], torch.Tensor],
+        rule: Update = adamw_update,
+    ) -> None:
+        self._run, self._rule = run, rule
         dense = [slot for slot in slots if slot.module is not Module.EXPERTS]
         experts = [slot for slot in slots if slot.module is Module.EXPERTS]
         self.buckets: list[FlatBucket] = []
@@ -73,31 +79,22 @@ class DistributedOptimizer:
         )
 
     def update(self, *, lr: float, scale: float) -> None:
-        """One AdamW update with gradients times `scale` (the clipping factor)."""
-        spec, done = self._run.workload.optimizer, float(self._updates)
+        """One update with gradients times `scale` (the clipping factor). Matrices decay, vectors do not."""
+        spec, done = self._run.workload.optimizer, int(self._updates)
         self._updates += 1
         for bucket, shard in zip(self.buckets, self._shards, strict=True):
             if scale != 1.0:
                 shard.mul_(scale)
             for decay in (True, False):
                 places = [part.place for part in bucket.parts if (part.slot.parameter.dim() > 1) == decay]
-                adamw(
-                    [bucket.master[p] for p in places],
-                    [shard[p] for p in places],
-                    [bucket.exp_avg[p] for p in places],
-                    [bucket.exp_avg_sq[p] for p in places],
-                    [],
-                    [torch.tensor(done, device=shard.device) for _ in places],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=spec.beta1,
-                    beta2=spec.beta2,
-                    lr=lr,
-                    weight_decay=spec.weight_decay if decay else 0.0,
-                    eps=spec.eps,
-                    maximize=False,
-                )
+                weight_decay = spec.weight_decay if decay else 0.0
+                self._rule(bucket, shard, places, spec, lr=lr, weight_decay=weight_decay, done=done)
         self._shards = []
+
+    def gradients(self) -> list[Piece]:
+        """The reduced gradients, "grad/" + name, before clipping; between `reduce` and `update`."""
+        pairs = zip(self.buckets, self._shards, strict=True)
+        return [piece for bucket, shard in pairs for piece in bucket.boxes_of("grad/", shard)]
 
     def publish(self) -> None:
         """Bring the updated weights to every rank."""
@@ -115,7 +112,7 @@ class DistributedOptimizer:
     def pieces(self) -> list[Piece]:
         """Everything a checkpoint must hold of parameters and their optimizer state, by global name."""
         updates = Piece(name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates)
-        return [updates, *(piece for bucket in self.buckets for piece in bucket.pieces(self._run))]
+        return [updates, *(piece for bucket in self.buckets for piece in bucket.pieces())]
 
     def resident(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the weight buffers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -73,27 +74,26 @@ class FlatBucket:
             rows += _by_module(Component.MOMENTS, moment, owned)
         return rows
 
-    def pieces(self, run: Runtime) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         """Master and moments as boxes of the global tensors."""
+        states = (("", self.master), ("optim/exp_avg/", self.exp_avg), ("optim/exp_avg_sq/", self.exp_avg_sq))
+        return [piece for prefix, flat in states for piece in self.boxes_of(prefix, flat)]
+
+    def boxes_of(self, prefix: str, flat: torch.Tensor) -> list[Piece]:
+        """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in none."""
         found: list[Piece] = []
         for part in self.parts:
-            local = tuple(part.slot.parameter.shape)
-            whole, offsets = list(local), [0] * len(local)
-            if part.slot.module is Module.EXPERTS:
-                whole[0] *= run.mesh.group("ep").size
-                offsets[0] = run.mesh.coordinate("ep") * local[0]
-            for prefix, flat in (
-                ("", self.master),
-                ("optim/exp_avg/", self.exp_avg),
-                ("optim/exp_avg_sq/", self.exp_avg_sq),
-            ):
+            at = part.slot.placement
+            # Only the first dim is ever padded, so what lies inside comes first.
+            last = min(part.last, prod(at.inside))
+            if part.first < last:
                 found += flat_pieces(
                     prefix + part.slot.name,
-                    global_shape=whole,
-                    offsets=offsets,
-                    local_shape=local,
+                    global_shape=at.whole,
+                    offsets=at.offsets,
+                    local_shape=at.inside,
                     start=part.first,
-                    flat=flat[part.place],
+                    flat=flat[part.start : part.start + last - part.first],
                 )
         return found
 

@@ -1,0 +1,66 @@
+"""What every job does on a rank before its first step: meet the others, and build its part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moewright.engine import collectives
+from moewright.engine.allocator import keep_freed_memory
+from moewright.engine.books import Books
+from moewright.engine.mesh import build_mesh
+from moewright.engine.model.layers import Slot, slots_of
+from moewright.engine.model.transformer import Transformer
+from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.optim.update import Update, adamw_update
+from moewright.engine.rank import RankContext
+from moewright.engine.runtime import Runtime
+from moewright.engine.step import Batches, Trainee
+from moewright.rules.stages import chunks
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+Initial = Callable[[Slot, Runtime], torch.Tensor]
+
+
+def join(seat: RankContext) -> torch.device:
+    """Meet the other ranks; returns this rank's device."""
+    if seat.seat.device is DeviceKind.CUDA:
+        device, backend = torch.device("cuda", seat.local_rank), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    if seat.world > 1:
+        collectives.start(
+            rank=seat.rank,
+            world_size=seat.world,
+            store=seat.store(),
+            backend=backend,
+            timeout_s=seat.timeouts.collective_s,
+        )
+    return device
+
+
+def trainee(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    batches: Batches,
+    *,
+    rank: int,
+    device: torch.device,
+    initial: Initial,
+    rule: Update = adamw_update,
+) -> Trainee:
+    """This rank's mesh, part of the model with its `initial` weights, and optimizer."""
+    books = Books()
+    run = Runtime(model=model, workload=workload, mesh=build_mesh(layout, rank, books), books=books, device=device)
+    (chunk,) = (c for c in chunks(model, layout) if c.pp_rank == run.mesh.coordinate("pp"))
+    part = Transformer(run, chunk)
+    optimizer = DistributedOptimizer(run, slots_of(part), lambda slot: initial(slot, run), rule)
+    return Trainee(run=run, model=part, optimizer=optimizer, train_data=batches)

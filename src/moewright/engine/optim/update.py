@@ -1,0 +1,72 @@
+"""Update rules: how a shard of a bucket's master weights takes its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch.optim.adamw import adamw
+
+from moewright.engine.optim.flat import FlatBucket
+from moewright.spec.workload import OptimizerSpec
+
+
+class Update(Protocol):
+    """One update of the elements at `places` of a bucket's shard; `done` updates were made before it."""
+
+    def __call__(
+        self,
+        bucket: FlatBucket,
+        grads: torch.Tensor,
+        places: Sequence[slice],
+        spec: OptimizerSpec,
+        *,
+        lr: float,
+        weight_decay: float,
+        done: int,
+    ) -> None: ...
+
+
+def adamw_update(
+    bucket: FlatBucket,
+    grads: torch.Tensor,
+    places: Sequence[slice],
+    spec: OptimizerSpec,
+    *,
+    lr: float,
+    weight_decay: float,
+    done: int,
+) -> None:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    adamw(
+        [bucket.master[p] for p in places],
+        [grads[p] for p in places],
+        [bucket.exp_avg[p] for p in places],
+        [bucket.exp_avg_sq[p] for p in places],
+        [],
+        [torch.tensor(float(done), device=grads.device) for _ in places],
+        fused=True,
+        amsgrad=False,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=spec.eps,
+        maximize=False,
+    )
+
+
+def sgd_update(
+    bucket: FlatBucket,
+    grads: torch.Tensor,
+    places: Sequence[slice],
+    spec: OptimizerSpec,
+    *,
+    lr: float,
+    weight_decay: float,
+    done: int,
+) -> None:
+    """w -= lr * (gradient + weight_decay * w). Its curve shows a wrong gradient scale, which AdamW's hides."""
+    for place in places:
+        bucket.master[place].mul_(1 - lr * weight_decay).sub_(grads[place], alpha=lr)

@@ -1,0 +1,209 @@
+"""Verify: run a Hugging Face checkpoint on given batches in a layout, and write what came out in its own names.
+
+It is the trainer's model, step and optimizer, in fp32, without auxiliary losses; its own are only the data, the first
+weights and, if asked, a plain SGD update. Whoever has another implementation can hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from moewright.engine import collectives
+from moewright.engine.build import join, trainee
+from moewright.engine.checkpoint import Coordinator, Piece, alone, load, read_index, save
+from moewright.engine.data.sampler import rows_of
+from moewright.engine.launch import launch
+from moewright.engine.model.layers import Slot
+from moewright.engine.optim.update import adamw_update, sgd_update
+from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.record import finite
+from moewright.engine.runtime import Runtime
+from moewright.engine.step import Clock, Trainee, accumulate, apply
+from moewright.engine.support import unsupported_layout, unsupported_model
+from moewright.engine.weights import in_their_names, open_weights, read_part, table_of
+from moewright.rules.legality import illegal, micro_batches
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
+
+_IGNORED = -100
+_GATHERED = ".verify"  # a checkpoint through which the ranks' parts become whole tensors
+
+
+class Rule(StrEnum):
+    SGD = "sgd"
+    ADAMW = "adamw"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is a model.safetensors."""
+
+    model: ModelSpec
+    weights: Path
+    batch: Path
+    layout: Layout
+    steps: int
+    rule: Rule
+    lr: float
+    optimizer: OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedBatches:
+    """Batches [N,B,T] in order, the first again after the last; targets are the labels one to the left."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = rows_here(run, micro_batch)
+        batch = step % len(self.inputs)
+        inputs, targets = (x[batch, rows.start : rows.stop].to(run.device) for x in (self.inputs, self.targets))
+        return inputs, targets
+
+
+def rows_here(run: Runtime, micro_batch: int) -> range:
+    """Rows of the global batch in a micro-batch of this rank."""
+    layout = run.mesh.layout
+    return rows_of(
+        global_batch=run.workload.global_batch,
+        dp=layout.dp,
+        dp_rank=run.mesh.coordinate("dp"),
+        mbs=layout.mbs,
+        micro_batch=micro_batch,
+    )
+
+
+def verify(job: Verification, out: Path) -> Exit:
+    """Write `out`/tensors.safetensors (logits, nll, grad/<their name> of the first batch) and `out`/curve.json.
+
+    Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not run by the engine.
+    """
+    batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
+    _, rows, length = batches.inputs.shape
+    work = Workload(
+        seq_len=length,
+        global_batch=rows,
+        steps=job.steps,
+        precision=Dtype.FP32,
+        optimizer=job.optimizer,
+        loss=LossSpec(),
+    )
+    reasons = (
+        *unsupported_model(job.model, work),
+        *illegal(job.model, work, job.layout),
+        *unsupported_layout(job.layout),
+    )
+    if reasons:
+        raise BadInput(*reasons)
+    table_of(job.model, job.weights)
+    return launch(partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out)
+
+
+def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
+    """input_ids and labels, both [N,B,T] integers; -100 in labels is no target. Raises BadInput."""
+    with open_weights(path) as file:
+        for name in ("input_ids", "labels"):
+            if name not in file.keys():  # noqa: SIM118
+                raise BadInput(Reason(field=f"{path}: {name}", rule="is missing"))
+        ids, labels = file.get_tensor("input_ids"), file.get_tensor("labels")
+    for name, tensor, low in (("input_ids", ids, 0), ("labels", labels, _IGNORED)):
+        where = f"{path}: {name}"
+        if tensor.is_floating_point() or tensor.dim() != 3 or tensor.shape != ids.shape or not tensor.numel():
+            rule = "must be integers [N, B, T], the same shape for input_ids and labels"
+            raise BadInput(Reason(field=where, value=f"{tensor.dtype} {list(tensor.shape)}", rule=rule))
+        wrong = (tensor >= vocab_size) | ((tensor < 0) & (tensor != low))
+        if wrong.any():
+            value = str(int(tensor[wrong][0]))
+            raise BadInput(Reason(field=where, value=value, rule=f"ids must be in 0..{vocab_size - 1}"))
+    targets = torch.full_like(ids, _IGNORED, dtype=torch.int64)
+    targets[:, :, :-1] = labels[:, :, 1:]
+    return FixedBatches(inputs=ids.long(), targets=targets)
+
+
+def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: Path, seat: RankContext) -> Outcome:
+    device = join(seat)
+    table = table_of(job.model, job.weights)
+    with open_weights(job.weights) as file:
+
+        def stored(slot: Slot, run: Runtime) -> torch.Tensor:
+            return read_part(file, table[slot.name], slot.placement)
+
+        rule = sgd_update if job.rule is Rule.SGD else adamw_update
+        here = trainee(job.model, work, job.layout, batches, rank=seat.rank, device=device, initial=stored, rule=rule)
+    pieces = _outputs(here, batches)
+    curve: list[tuple[float, float]] = []
+    for step in range(1, job.steps + 1):
+        seat.beat(step)
+        clock = Clock()
+        found = accumulate(here, clock, step=step)
+        if step == 1:
+            comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
+            whole = save(
+                out / _GATHERED, step=1, pieces=[*pieces, *here.optimizer.gradients()], extra={}, keep=1, comm=comm
+            )
+        apply(here, clock, found, lr=job.lr)
+        curve.append((finite(found.loss), finite(found.norm)))
+    if seat.rank == 0:
+        _write(job, whole, curve, out)
+    collectives.stop()
+    return Outcome.DONE
+
+
+@torch.no_grad()
+def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
+    """Logits and token losses of the first batch, this rank's rows and part of the vocabulary."""
+    run = here.run
+    rows, length, vocab = run.workload.global_batch, run.workload.seq_len, run.model.vocab_size
+    found = []
+    for number in range(micro_batches(run.workload, run.mesh.layout)):
+        out = here.model(*batches.micro_batch(run, 0, number))
+        first = rows_here(run, number).start
+        width = out.logits.shape[1]
+        start = run.mesh.coordinate("tp") * width
+        logits = out.logits.unflatten(0, (-1, length))[:, :, : max(0, vocab - start)]
+        nll = out.nll.unflatten(0, (-1, length))
+        found.append(
+            Piece(
+                name="logits",
+                global_shape=(rows, length, vocab),
+                offsets=(first, 0, start),
+                tensor=logits.float().contiguous(),
+            )
+        )
+        found.append(Piece(name="nll", global_shape=(rows, length), offsets=(first, 0), tensor=nll.contiguous()))
+    return found
+
+
+def _write(job: Verification, whole: Path, curve: Sequence[tuple[float, float]], out: Path) -> None:
+    """The gathered tensors in their names, and the curve; the gathering folder goes."""
+    tensors = {entry.name: torch.empty(entry.shape) for entry in read_index(whole).tensors}
+    load(
+        whole,
+        pieces=[
+            Piece(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
+            for name, t in tensors.items()
+        ],
+        comm=alone(),
+    )
+    given = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
+    for ours, parts in table_of(job.model, job.weights).items():
+        for name, grad in in_their_names(tensors[f"grad/{ours}"], parts):
+            given[f"grad/{name}"] = grad
+    part = out / "tensors.safetensors.part"
+    save_file(given, str(part))
+    part.rename(out / "tensors.safetensors")
+    losses, norms = zip(*curve, strict=True)
+    (out / "curve.json").write_text(json.dumps({"loss": losses, "grad_norm": norms}) + "\n", "utf-8")
+    shutil.rmtree(whole.parent)
