@@ -63,6 +63,10 @@ _CUDA = (
     _constant("communicator_bytes", 0.45 * GIB, SourceKind.ASSUMED, "one a group; NCCL issue 964 says 0.5-0.7"),
     _constant("communicator_bytes_sd", 0.2 * GIB, SourceKind.ASSUMED, MEMORY_FINDINGS),
     _constant("workspace_bytes", 1e8, SourceKind.ASSUMED, "library workspaces"),
+    _constant("stack_bytes", 0.0, SourceKind.ASSUMED, "what a software stack holds beside all of this; fitted a stack"),
+    _constant("logit_bytes", 6.0, SourceKind.ASSUMED, "bf16 logits and their fp32 softmax; 2 when fused in place"),
+    _constant("fp8_weight_copies_bytes", 2.0, SourceKind.FITTED, "row- and column-wise; 11 FP8-Flow pairs, median 1.6"),
+    _constant("fp8_input_bytes", 2.0, SourceKind.FITTED, "kept input of an 8-bit linear; FP8-Flow pairs save nothing"),
 )
 
 _CPU = (
@@ -100,6 +104,10 @@ _CPU = (
     _constant("communicator_bytes", 0.0, SourceKind.ASSUMED, "gloo keeps no staging buffers to speak of"),
     _constant("communicator_bytes_sd", 0.0, SourceKind.ASSUMED, "as above"),
     _constant("workspace_bytes", 0.0, SourceKind.ASSUMED, "library workspaces are small"),
+    _constant("stack_bytes", 0.0, SourceKind.ASSUMED, "as above"),
+    _constant("logit_bytes", 6.0, SourceKind.ASSUMED, "of fused stacks only"),
+    _constant("fp8_weight_copies_bytes", 0.0, SourceKind.ASSUMED, "no 8-bit compute on CPUs"),
+    _constant("fp8_input_bytes", 2.0, SourceKind.ASSUMED, "no 8-bit compute on CPUs"),
 )
 
 

@@ -3,8 +3,8 @@ between what is allocated and what the device has to hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import hypot
 
 from moewright.cost.constants import Constants
@@ -12,15 +12,17 @@ from moewright.cost.saved import Extras, saved_rows
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import Routed, chunk_layers, is_moe
 from moewright.cost.states import BucketSet, state_rows
-from moewright.rules import recompute, schedule
+from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, Workload
 
 _BF16_BYTES = 2
+# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16 bits.
+_LINEAR = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +57,20 @@ def held(
 ) -> Held:
     """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
     model, layout = size.model, size.layout
-    beside = extras(workload, size, chunks)
+    beside = extras(workload, constants, size, chunks)
     on_host = (Component.MASTER, Component.MOMENTS) if Offload.OPTIMIZER in layout.offload else ()
+    states = [row for row in state_rows(workload, layout, sets) if row.component not in on_host]
+    inputs = 1.0
+    if workload.precision is Dtype.FP8:
+        states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))
+        inputs = constants["fp8_input_bytes"] / recompute.activation_bytes(workload)
     allocated = [
-        *(row for row in state_rows(workload, layout, sets) if row.component not in on_host),
-        *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside),
+        *states,
+        *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside, inputs=inputs),
     ]
     resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
     total = sum(row.bytes for row in allocated) + resident
-    reserved = round(constants["reserved_share"] * total + constants["context_bytes"])
+    reserved = round(constants["reserved_share"] * total + constants["context_bytes"] + constants["stack_bytes"])
     groups = communicators(layout)
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
     allocated = [row for row in allocated if row.component is not Component.TRANSIENT]
@@ -79,18 +86,25 @@ def held(
     )
 
 
-def extras(workload: Workload, size: Sizes, chunks: Sequence[Chunk]) -> Extras:
-    """Head and backward working sets of each chunk.
+def with_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
+    """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all micro-batches."""
+    for row in states:
+        copied = row.component is Component.WEIGHTS and row.module in _LINEAR
+        yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
 
-    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit) in forward, or the logits' gradient, the head's
-    weight gradient and the gathered input in backward. The engine's own cross-entropy keeps the logits as a saved
-    activation and makes their gradient.
+
+def extras(workload: Workload, constants: Constants, size: Sizes, chunks: Sequence[Chunk]) -> Extras:
+    """Head and backward working sets of each chunk, and the fullest layer of each.
+
+    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in forward, or the logits'
+    gradient, the head's weight gradient and the gathered input in backward. The engine's own cross-entropy keeps the
+    logits as a saved activation and makes their gradient.
     """
     layout = size.layout
     logits = size.T * size.model.vocab_size // layout.tp
     head_input = size.c * size.T * size.model.hidden_size
     head_weight = _BF16_BYTES * size.model.vocab_size * size.model.hidden_size // layout.tp
-    fused_head = max(6 * logits, 2 * logits + head_weight + head_input)
+    fused_head = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
     head = fused_head if size.fused else size.c * logits + head_weight
     forward, backward = [], []
     for chunk in chunks:
@@ -113,7 +127,9 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
         gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
     replayed = 0
     if layout.recompute:
-        before = recompute.saved_by_layer(model, workload, layout, layer, load=1.0)
+        even = routing.routed_rows(model, workload, layout, 1.0)
+        load = size.R / even if even else 1.0
+        before = recompute.saved_by_layer(model, workload, layout, layer, load=load)
         after = recompute.kept(before, layout.recompute)
         replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
     return gradients + gathered + replayed

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from moewright.cost.stage import Routed, chunk_layers
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk
-from moewright.spec.layout import Layout, Offload
+from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
@@ -33,14 +33,25 @@ _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
 )
 
 
-def layer_bytes(model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float) -> dict[Module, int]:
-    """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module."""
+# Saved tensors that serve one 8-bit linear alone, so that its quantised form may stand for them (arXiv 2603.07685:
+# about 32 GB of linear inputs in a DeepSeek-V3 run). The router and flash attention read theirs in 16 bits.
+_QUANTISED = frozenset({(Module.ATTENTION, "input_norm_out"), (Module.EXPERTS, "permuted")})
+
+
+def layer_bytes(
+    model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float, inputs: float = 1.0
+) -> dict[Module, int]:
+    """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module.
+
+    `inputs`: what is kept of an input of an 8-bit linear, over its 16-bit size.
+    """
     moved = {_OFFLOADED[choice] for choice in layout.offload if choice in _OFFLOADED}
     rows = recompute.saved_by_layer(model, workload, layout, layer, load=load)
     sums: dict[Module, int] = {}
     for row in recompute.kept(rows, layout.recompute):
         if (row.module, row.name) not in moved:
-            sums[row.module] = sums.get(row.module, 0) + row.bytes
+            kept = round(row.bytes * inputs) if (row.module, row.name) in _QUANTISED else row.bytes
+            sums[row.module] = sums.get(row.module, 0) + kept
     return sums
 
 
@@ -83,11 +94,13 @@ def saved_rows(
     chunks: Sequence[Chunk],
     table: Sequence[schedule.Row],
     extras: Extras | None = None,
+    inputs: float = 1.0,
 ) -> tuple[MemoryRow, ...]:
     """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs `table`.
 
     What the head keeps is booked as logits. `extras` count towards the peak, and are booked as logits (forward) and
-    transient (backward).
+    transient (backward). Where expert communication overlaps, a forward runs layer by layer beside the backward of
+    another micro-batch, which frees a layer for each that it keeps: the two hold one layer more, not a chunk.
     """
     known: dict[tuple[int, tuple[float, ...]], ByModule] = {}
     logits_kept = extras is None or extras.logits_kept
@@ -96,31 +109,67 @@ def saved_rows(
         loads = tuple(rows.load(micro_batch, layer) for layer in chunk_layers(model, chunks[chunk]))
         key = chunk, loads
         if key not in known:
-            known[key] = _chunk_bytes(model, workload, layout, chunks[chunk], loads, logits_kept)
+            known[key] = _chunk_bytes(model, workload, layout, chunks[chunk], loads, logits_kept, inputs)
         return known[key]
 
-    live: dict[tuple[int, int], ByModule] = {}
-    total, peak_total = 0, -1
-    peak: tuple[ByModule, ...] = ()
-    beside = (0, 0)
-    for row in table:
+    walk = _Walk()
+    for row, after in zip(table, (*table[1:], None), strict=True):
         key = row.micro_batch, row.chunk
-        if row.kind is schedule.Kind.F:
-            live[key] = kept(*key)
-            total += sum(live[key].values())
-        extra = (0, 0)
-        if extras is not None:
-            forward = row.kind is schedule.Kind.F
-            extra = (extras.forward[row.chunk], 0) if forward else (0, extras.backward[row.chunk])
-        if total + sum(extra) > peak_total:
-            peak_total, peak, beside = total + sum(extra), tuple(live.values()), extra
-        if row.kind is schedule.Kind.B:
-            total -= sum(live.pop(key).values())
-    return _rows(peak, *beside)
+        forward, backward = (0, 0) if extras is None else (extras.forward[row.chunk], extras.backward[row.chunk])
+        if row.kind is schedule.Kind.F and after is not None and _paired(layout, after):
+            layers = max(1, len(chunk_layers(model, chunks[row.chunk])))
+            beside = 0 if extras is None else extras.backward[after.chunk]
+            transient = beside + sum(kept(*key).values()) // layers
+            walk.see(forward, transient)
+            walk.drop((after.micro_batch, after.chunk))
+            walk.keep(key, kept(*key))
+            walk.see(forward, transient)
+        elif row.kind is schedule.Kind.F:
+            walk.keep(key, kept(*key))
+            walk.see(forward, 0)
+        elif key in walk.live:
+            walk.see(0, backward)
+            walk.drop(key)
+    return _rows(walk.peak, *walk.beside)
+
+
+def _paired(layout: Layout, after: schedule.Row) -> bool:
+    """Whether a forward followed by `after` runs beside it."""
+    return Overlap.EP in layout.overlap and after.kind is schedule.Kind.B
+
+
+class _Walk:
+    """What is alive as the timetable goes by, and the fullest moment seen."""
+
+    __slots__ = ("_peak_bytes", "_total", "beside", "live", "peak")
+
+    def __init__(self) -> None:
+        self.live: dict[tuple[int, int], ByModule] = {}
+        self.peak: tuple[ByModule, ...] = ()
+        self.beside = (0, 0)
+        self._total, self._peak_bytes = 0, -1
+
+    def keep(self, key: tuple[int, int], chunk: ByModule) -> None:
+        self.live[key] = chunk
+        self._total += sum(chunk.values())
+
+    def drop(self, key: tuple[int, int]) -> None:
+        self._total -= sum(self.live.pop(key).values())
+
+    def see(self, logits: int, transient: int) -> None:
+        if self._total + logits + transient > self._peak_bytes:
+            self._peak_bytes = self._total + logits + transient
+            self.peak, self.beside = tuple(self.live.values()), (logits, transient)
 
 
 def _chunk_bytes(
-    model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, loads: tuple[float, ...], logits_kept: bool
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    chunk: Chunk,
+    loads: tuple[float, ...],
+    logits_kept: bool,
+    inputs: float,
 ) -> ByModule:
     sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
     kinds: dict[tuple[bool, bool, float], dict[Module, int]] = {}
@@ -128,7 +177,7 @@ def _chunk_bytes(
         mtp = layer > model.layers
         kind = (mtp, model.moe_layers[-1 if mtp else layer], load)
         if kind not in kinds:
-            kinds[kind] = layer_bytes(model, workload, layout, layer, load=load)
+            kinds[kind] = layer_bytes(model, workload, layout, layer, load=load, inputs=inputs)
         for module, nbytes in kinds[kind].items():
             sums[module] = sums.get(module, 0) + nbytes
     return sums
