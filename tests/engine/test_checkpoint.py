@@ -21,6 +21,7 @@ from moewright.engine.checkpoint import (
     load,
     read_index,
     refuse_mismatch,
+    resume_from,
     run_lock,
     save,
 )
@@ -239,6 +240,43 @@ def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -
     later = saved(directory, step=50)  # replaces the half-written one
     assert latest(directory) == later
     assert not (directory / ".saving-step-00000040").exists()
+
+
+def test_what_is_newer_than_the_newest_checkpoint_is_told(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    assert resume_from(directory) == (None, ())
+    good = saved(directory, step=30)
+    assert resume_from(directory) == (good, ())
+    (directory / ".saving-step-00000040").mkdir()
+    half = directory / "step-00000050"
+    half.mkdir()
+    (directory / "notes.txt").write_text("stray")
+    assert resume_from(directory) == (good, (half,))
+
+
+@pytest.mark.parametrize("name", ["model.pt", "step-00000003/.metadata", "step-00000003/model.pt", "step-00000003"])
+def test_what_is_offered_in_place_of_a_checkpoint_is_refused_unopened(tmp_path: Path, name: str) -> None:
+    directory, canary = tmp_path / "checkpoints", tmp_path / "canary"
+    path = directory / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(pickle.dumps(Canary(canary)))
+    with pytest.raises(BadInput, match="a checkpoint"):
+        resume_from(directory)
+    assert not canary.exists()
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    saved(directory, step=3).rename(directory / "step-00000009")
+    with pytest.raises(BadInput, match=r"holds step 3; nearest legal value: .*step-00000003"):
+        resume_from(directory)
+
+
+def test_a_checkpoint_that_lost_its_index_is_refused(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "checkpoints", step=3)
+    (checkpoint / "index.json").unlink()
+    with pytest.raises(BadInput, match=r"it has no index\.json but rank-00000"):
+        resume_from(checkpoint.parent)
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> None:

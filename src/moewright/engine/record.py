@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moewright.codec import to_data, write_json
+from moewright.codec import Numbers, parse_json, read_text, to_data, write_json
 from moewright.rules.routing import load_of_counts
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import EvalRecord, LayerLoad, Session, StepRecord
 
@@ -41,7 +42,8 @@ class JsonLines:
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         path = run_dir / STEPS_FILE
-        kept = [line for line in _whole_lines(path) if _step_of(line) < first_step]
+        lines = enumerate(_whole_lines(path), 1)
+        kept = [line for number, line in lines if _step_of(line, f"{path}:{number}") < first_step]
         path.write_text("".join(kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
@@ -66,12 +68,16 @@ def _whole_lines(path: Path) -> list[str]:
     """Lines that were written to the end; a killed process may have left half of one."""
     if not path.exists():
         return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _step_of(line: str) -> int:
-    record = json.loads(line)
-    return int(record.get("step", 0))
+def _step_of(line: str, where: str) -> int:
+    """The step that a line is about; sessions have none and are kept. Raises BadInput for what no run has written."""
+    record = parse_json(line, where=where, numbers=Numbers.MEASURED)
+    step = record.get("step", 0) if isinstance(record, dict) else None
+    if not isinstance(step, int):
+        raise BadInput(Reason(field=where, rule="is not the record of a step", nearest="delete the line"))
+    return step
 
 
 class Screen:

@@ -20,7 +20,7 @@ import moewright
 from moewright.codec import to_data, write_json
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
-from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, save
+from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, resume_from, save
 from moewright.engine.data.build import read_corpus
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.preflight import check_data
@@ -92,11 +92,14 @@ def _missing_devices(plan: Plan) -> tuple[Reason, ...]:
 
 
 def _steps_done(run_dir: Path, identity: Mapping[str, Any]) -> int:
-    checkpoint = latest(run_dir / "checkpoints")
+    """Updates that the last checkpoint stands for, once it is known to be of this very job."""
+    checkpoint, passed_over = resume_from(run_dir / "checkpoints")
     if checkpoint is None:
         return 0
     index = read_index(checkpoint)
     refuse_mismatch(index.extra, identity)
+    for path in passed_over:
+        print(f"{path} is not a committed checkpoint: going on from {checkpoint.name}", file=sys.stderr)
     return index.step
 
 

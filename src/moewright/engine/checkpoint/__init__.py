@@ -6,7 +6,7 @@ from moewright.engine.checkpoint.index import Index, read_index
 from moewright.engine.checkpoint.load import load, refuse_mismatch
 from moewright.engine.checkpoint.lock import run_lock
 from moewright.engine.checkpoint.piece import Piece, flat_pieces
-from moewright.engine.checkpoint.save import committed, latest, save
+from moewright.engine.checkpoint.save import committed, latest, resume_from, save
 
 __all__ = [
     "Coordinator",
@@ -20,6 +20,7 @@ __all__ = [
     "load",
     "read_index",
     "refuse_mismatch",
+    "resume_from",
     "run_lock",
     "save",
 ]

@@ -76,6 +76,31 @@ def latest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
+    """The newest committed checkpoint, and what lies there under a newer step's name without being one.
+
+    (None, ()) for a folder that has never held one. Raises BadInput when something else is offered as a checkpoint:
+    starting anew beside it would pass over what somebody meant to continue.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise BadInput(Reason(field=str(directory), rule="is a file, not a directory"))
+    entries = [path for path in directory.iterdir() if not path.name.startswith(".")] if directory.exists() else []
+    named = sorted(path for path in entries if _COMMITTED.fullmatch(path.name))
+    newest = latest(directory)
+    if newest is None:
+        if named:
+            read_index(named[-1])  # raises: it has no index
+        if entries:
+            rule = f"is not a checkpoint of moewright, and the only one in {directory}"
+            raise BadInput(Reason(field=str(min(entries)), rule=rule, nearest="an empty folder"))
+        return None, ()
+    step = read_index(newest).step
+    if f"step-{step:08d}" != newest.name:
+        rule = f"holds step {step}"
+        raise BadInput(Reason(field=str(newest), rule=rule, nearest=str(newest.with_name(f"step-{step:08d}"))))
+    return newest, tuple(path for path in named if path > newest)
+
+
 def _prepare(working: Path, final: Path, extra: Mapping[str, Any], need_bytes: int) -> str:
     """Make the working directory; "committed" when the step is there already."""
     directory = final.parent
