@@ -190,3 +190,23 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
         read_table(path)
     with pytest.raises(BadInput, match="No such file"):
         read_table(tmp_path / "none.csv")
+
+
+def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path) -> None:
+    moonlight = {"model": "Moonlight-16B-A3B", "num_gpus": "8", "pp": "1", "vpp": "", "dp": "4", "gbs": "8"}
+    bridge = {**moonlight, "source": "NVIDIA-NeMo/Megatron-Bridge skill", "recompute_modules": "moe_act"}
+    (row,) = table(tmp_path, bridge).rows
+    assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.BF16
+    (row,) = table(tmp_path, {**bridge, "optimizer": "adam"}).rows
+    assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.FP32
+    # 128 experts over 8 ranks are 16 a rank: 1 + 4/16; a model with selection bias keeps itself even.
+    (row,) = table(tmp_path, {"notes": "real data", "force_balance": ""}).rows
+    assert row.workload.load_factor == pytest.approx(1.25)
+    assert row.unknown == ("expert_load",)
+    (row,) = table(tmp_path, {**bridge, "force_balance": "false"}).rows
+    assert row.workload.load_factor == 1.0
+
+
+def test_a_forks_own_policies_are_not_guessed(tmp_path: Path) -> None:
+    (row,) = table(tmp_path, {"recompute_modules": "attn layernorm moe_expert (names of their fork)"}).skipped
+    assert "is no policy of modules that is modelled" in row.reason

@@ -18,7 +18,7 @@ from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Workload
 
 _BF16_BYTES = 2
 # Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16 bits.
@@ -61,7 +61,7 @@ def held(
     on_host = (Component.MASTER, Component.MOMENTS) if Offload.OPTIMIZER in layout.offload else ()
     states = [row for row in state_rows(workload, layout, sets) if row.component not in on_host]
     inputs = 1.0
-    if workload.precision is Dtype.FP8:
+    if workload.precision.nbytes == 1:
         states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))
         inputs = constants["fp8_input_bytes"] / recompute.activation_bytes(workload)
     allocated = [

@@ -21,8 +21,6 @@ from moewright.spec.workload import Dtype, OptimizerSpec
 
 # Names of parts that are not in the catalogue, and the part whose compute and wiring they share.
 _ALSO_CALLED = (("Hopper 80GB", "H100"),)
-# A fork's own words for what it replays: whole attention and the experts.
-_FORK_WORDS = (("attn", Recompute.CORE_ATTN), ("moe_expert", Recompute.MOE), ("experts", Recompute.MOE))
 _OVERLAPS = (
     ("overlap_grad_reduce", Overlap.GRAD),
     ("overlap_param_gather", Overlap.PARAM),
@@ -115,7 +113,7 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
     words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()
     found: set[Recompute] = set()
     for word in words or ["core_attn"]:
-        known = dict(_FORK_WORDS).get(word) or next((one for one in Recompute if one.value == word), None)
+        known = next((one for one in Recompute if one.value == word), None)
         if known is None:
             raise wrong("recompute_modules", modules, "is no policy of modules that is modelled")
         found.add(known)

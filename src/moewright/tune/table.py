@@ -25,6 +25,7 @@ from moewright.spec.units import GB, GIB
 from moewright.spec.workload import Routing, Workload
 from moewright.tune import cells as read
 from moewright.tune.speed import Speed, speed_of, without_mtp
+from moewright.tune.stacks import fill
 
 # Every column that is read; a table may leave any but the needed ones out, and may have more.
 COLUMNS = (
@@ -160,7 +161,9 @@ def _measured(given: Mapping[str, str]) -> Measured:
     if layout.stages and given["pp_layout"] in ("", "custom layout string"):
         unknown.append("pp_layout")
     gbs = _global_batch(given, layout, timed=timed)
-    workload = _workload(given, seq_len, gbs)
+    known = fill(given, model, _workload(given, seq_len, gbs), layout)
+    workload = known.workload
+    hardware = read.hardware(given["hardware"], devices)
     reasons = illegal(model, workload, layout)
     if reasons:
         raise BadInput(*reasons)
@@ -169,13 +172,13 @@ def _measured(given: Mapping[str, str]) -> Measured:
         cells=given,
         model=model,
         workload=workload,
-        hardware=read.hardware(given["hardware"], devices),
+        hardware=replace(hardware, constants=(*hardware.constants, *known.constants)),
         layout=layout,
         speed=speed_of(given, model, seq_len=seq_len, gbs=gbs, devices=devices),
         peak=_peak(given),
         oom=given["oom"] == "true",
         unknown=tuple(unknown),
-        notes=tuple(notes),
+        notes=(*notes, *known.notes),
     )
 
 
@@ -221,13 +224,12 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
 
 def _workload(given: Mapping[str, str], seq_len: int, gbs: int) -> Workload:
     optimizer, grad_dtype = read.optimizer(given["optimizer"])
-    natural = given["force_balance"] == "false" or "natural routing" in given["notes"]
     return Workload(
         seq_len=seq_len,
         global_batch=gbs,
         precision=read.precision(given["precision"]),
         grad_dtype=grad_dtype,
-        routing=Routing.LEARNED if natural else Routing.BALANCED,
+        routing=Routing.LEARNED if _is_natural(given) else Routing.BALANCED,
         optimizer=optimizer,
     )
 
@@ -247,7 +249,8 @@ def _unknown(given: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
     moe = model.moe is not None
     asked = ["recompute_granularity", "cuda_graph"]
     if moe:
-        asked.append("force_balance")
+        if not _is_natural(given):
+            asked.append("force_balance")
         if given["ep"] not in ("", "1") and not given["cuda_graph"]:
             asked.append("dispatcher")
     for column in asked:
@@ -255,13 +258,19 @@ def _unknown(given: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
             yield column
     if given["recompute_granularity"] == "selective" and not given["recompute_modules"]:
         yield "recompute_modules"
-    natural = given["force_balance"] == "false" or "natural routing" in given["notes"]
-    if moe and natural:
+    if moe and _is_natural(given):
         yield "expert_load"
     if given["hardware"].startswith("Hopper"):
         yield "hardware"
     if given["cuda_graph"].startswith("on "):
         yield "cuda_graph"
+
+
+def _is_natural(given: Mapping[str, str]) -> bool:
+    """Whether the router decides: switched so, or said in words."""
+    if given["force_balance"]:
+        return given["force_balance"] == "false"
+    return "natural routing" in given["notes"] or "real data" in given["notes"]
 
 
 def _peak(given: Mapping[str, str]) -> Peak | None:
