@@ -245,7 +245,7 @@ def test_a_plan_edited_by_hand_is_planned_anew(
     path = tmp_path / "run" / "plan.json"
     path.write_text(path.read_text().replace('"bucket_elements": 40000000', '"bucket_elements": 4000'))
     assert start() == 0
-    assert "(optimizer, edited by hand): planning again" in capsys.readouterr().out
+    assert "(optimizer, fingerprint): planning again" in capsys.readouterr().out
 
 
 def test_a_torn_plan_file_is_named(

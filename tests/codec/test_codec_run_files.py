@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.codec import read_run, record_line, write_json
+from moewright.codec import fingerprint, read_run, record_line, write_json
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware
 from moewright.spec.layout import Layout
@@ -40,6 +40,7 @@ PLAN = Plan(
     ),
     fingerprint="0" * 16,
 )  # fmt: skip
+PLAN = replace(PLAN, fingerprint=fingerprint(PLAN.model, PLAN.workload, PLAN.hardware, PLAN.layout))
 STEP = StepRecord(
     step=1, loss=2.0, aux_loss=0.0, lr=0.1, grad_norm=1.0, tokens=16, step_s=1.0, tokens_per_s_per_rank=16.0,
     tflops_per_rank=0.0, mfu=0.0, skipped=False, phases=(), loads=(),
@@ -118,3 +119,12 @@ def test_no_run_there(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(BadInput, match="no such"):
             read_run(path)
+
+
+def test_an_edited_plan_is_noted(tmp_path: Path) -> None:
+    _write(tmp_path, record_line(STEP))
+    assert read_run(tmp_path).notes == ()
+    write_json(tmp_path / "plan.json", replace(PLAN, layout=Layout(world_size=1, mbs=2)))
+    assert read_run(tmp_path).notes == (
+        "plan.json does not hold its own fingerprint: edited, or of another version of moewright",
+    )

@@ -18,10 +18,12 @@ import torch
 from test_layouts_equal import state, steps_of
 
 import tiny_jobs
+from moewright.codec import read_json
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.errors import BadInput
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec
 
@@ -179,6 +181,52 @@ def test_a_checkpoint_of_another_job_is_refused(
     with pytest.raises(BadInput) as refused:
         run(replace(plan, workload=replace(plan.workload, steps=4, **change)), tmp_path)
     assert named in str(refused.value)
+    assert read_json(Plan, tmp_path / "plan.json") == plan  # still that of the run
+
+
+def test_another_layout_leaves_no_ledger_of_the_last_one(data: DataSpec, tmp_path: Path) -> None:
+    assert run(make_plan(data, steps=2), tmp_path) is Exit.DONE
+    assert len(list((tmp_path / "ledger").glob("rank*.json"))) == 2
+    alone = tiny_jobs.plan(tiny_jobs.workload(data, steps=2), "mbs2", world_size=1)
+    assert run(alone, tmp_path, extend=True) is Exit.DONE
+    assert [path.name for path in (tmp_path / "ledger").glob("rank*.json")] == ["rank00000.json"]
+    assert read_json(Plan, tmp_path / "plan.json") == alone
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("[]", "is not a record"), ('{"kind": "x"}', "is not a record"), ("{", "is not JSON")]
+)
+def test_a_damaged_record_is_refused_before_the_first_step(
+    line: str, said: str, data: DataSpec, tmp_path: Path
+) -> None:
+    (tmp_path / "steps.jsonl").write_text(f"{line}\n")
+    with pytest.raises(BadInput) as refused:
+        run(make_plan(data, steps=2), tmp_path)
+    assert f"{tmp_path}/steps.jsonl:1: {said}" in str(refused.value)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_foreign_pickle_is_refused_before_anything_is_written(data: DataSpec, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000002" / ".metadata").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(BadInput) as refused:
+        run(make_plan(data, steps=4), tmp_path)
+    assert "is not a checkpoint: it has no index.json but .metadata" in str(refused.value)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(data)
+    device = replace(plan.hardware.device, kind=DeviceKind.CUDA)
+    plan = replace(plan, hardware=replace(plan.hardware, name="2x H100", device=device))
+    for found, said in ((0, "train.hardware=2x H100: needs 2 CUDA devices"), (1, "nearest legal value: 1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda found=found: found)
+        with pytest.raises(BadInput) as refused:
+            run(plan, tmp_path / "run")
+        assert said in str(refused.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_the_engine_cannot_run_is_refused_before_anything_starts(data: DataSpec, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
     keys = sorted({"world_size", *given_fields(job.layout_text)})
     changed += [key for key in keys if getattr(kept.layout, key) != getattr(pinned, key)]
     if kept.fingerprint != fingerprint(kept.model, kept.workload, kept.hardware, kept.layout):
-        changed.append("edited by hand")
+        changed.append("fingerprint")
     return tuple(changed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moewright.codec.data import Numbers, from_data, to_data
+from moewright.codec.data import Numbers, fingerprint, from_data, to_data
 from moewright.codec.files import parse_json, read_json, read_text
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
@@ -38,6 +38,8 @@ def read_run(directory: Path) -> RunRecord:
     steps: dict[int, StepRecord] = {}
     evals: dict[int, EvalRecord] = {}
     records, notes = _read_records(directory / "steps.jsonl")
+    if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
+        notes += ("plan.json does not hold its own fingerprint: edited, or of another version of moewright",)
     for record in records:
         match record:
             case Session(first_step=first):

@@ -20,6 +20,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import EvalRecord, LayerLoad, Session, StepRecord
 
 STEPS_FILE = "steps.jsonl"
+_KINDS = ("session", "step", "eval")
 
 
 class Sink(Protocol):
@@ -74,9 +75,10 @@ def _whole_lines(path: Path) -> list[str]:
 def _step_of(line: str, where: str) -> int:
     """The step that a line is about; sessions have none and are kept. Raises BadInput for what no run has written."""
     record = parse_json(line, where=where, numbers=Numbers.MEASURED)
-    step = record.get("step", 0) if isinstance(record, dict) else None
+    step = record.get("step", 0) if isinstance(record, dict) and record.get("kind") in _KINDS else None
     if not isinstance(step, int):
-        raise BadInput(Reason(field=where, rule="is not the record of a step", nearest="delete the line"))
+        rule = f"is not a record of one of {', '.join(_KINDS)}"
+        raise BadInput(Reason(field=where, rule=rule, nearest="delete the line"))
     return step
 
 

@@ -7,6 +7,7 @@ torchrun); each calls `_train_rank`, which builds its part of the model, restore
 from __future__ import annotations
 
 import datetime
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 import moewright
-from moewright.codec import to_data, write_json
+from moewright.codec import read_json, to_data, write_json
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, resume_from, save
@@ -72,8 +73,17 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=plan.hardware.device.kind,
-        first=partial(write_json, run_dir / PLAN_FILE, plan),
+        first=partial(_keep_plan, plan, run_dir),
     )
+
+
+def _keep_plan(plan: Plan, run_dir: Path) -> None:
+    """Write plan.json; ledgers that were counted under another plan go, for they are predicted from this file."""
+    path = run_dir / PLAN_FILE
+    if path.exists() and read_json(Plan, path) == plan:
+        return
+    shutil.rmtree(run_dir / "ledger", ignore_errors=True)
+    write_json(path, plan)
 
 
 def _missing_devices(plan: Plan) -> tuple[Reason, ...]:
