@@ -97,7 +97,9 @@ class Links:
         between = tokens * routing.expected_distinct(n, top_k) * (1 - 1 / n) * row_bytes / self._network_Bps
         fan_out = tokens * routing.expected_distinct(where.size, top_k) * row_bytes
         inside = fan_out / (self._fabric.domain_Bps.value * self.constants["dedup_domain_efficiency"])
-        return load * (inside + between) + self._latency(n == 1)
+        c = self.constants
+        moving = c["dedup_inside_time_scale"] * inside + c["dedup_between_time_scale"] * between
+        return load * moving + self._latency(n == 1)
 
 
 def _along(curve: Curve, payload_bytes: float) -> float:

@@ -34,7 +34,8 @@ class OpRow:
     """Work of one kind: `amount` (FLOPs, bytes or parameters, as its Op says) at the rate the curve has at `x`.
 
     `replay` names the recompute choices that run a forward row again in backward; `share` is the part of the usual
-    rate that it reaches.
+    rate that it reaches; `scale` names a constant that multiplies its time besides
+    that of its Op.
     """
 
     name: str
@@ -45,6 +46,7 @@ class OpRow:
     dtype: Dtype
     replay: tuple[Recompute, ...] = ()
     share: float = 1.0
+    scale: str = ""
 
 
 def interpolate(curve: Curve, x: float) -> float:
@@ -73,16 +75,29 @@ class Rates:
         self._hardware = hardware
         self.constants = Constants(hardware)
         self._curves = {(r.op, r.dtype): r.curve for r in hardware.device.rates}
-        self._scales = {op: self.constants[f"{op}_time_scale"] for op in Op}
+        self._scales = {(op, dtype): self._scale(op, dtype) for op in Op for dtype in Dtype}
         self._peaks = {p.dtype: p.rate.value for p in hardware.device.peaks}
+
+    def _scale(self, op: Op, dtype: Dtype) -> float:
+        """Experts' products have the factor of other GEMMs and one of their own."""
+        c = self.constants
+        if op not in (Op.GEMM, Op.GROUPED_GEMM):
+            return c[f"{op}_time_scale"]
+        gemm = c["gemm_8bit_time_scale" if dtype.eight_bit else "gemm_time_scale"]
+        if dtype is Dtype.MXFP8:
+            gemm *= c["gemm_mx_time_scale"]
+        return gemm * c["grouped_gemm_time_scale"] if op is Op.GROUPED_GEMM else gemm
 
     def peak(self, dtype: Dtype) -> float:
         """Dense peak, FLOP/s: that of the dtype, else of the widest listed kind."""
-        return self._peaks.get(dtype) or next(iter(self._peaks.values()))
+        known = Dtype.FP8 if dtype is Dtype.MXFP8 and dtype not in self._peaks else dtype
+        return self._peaks.get(known) or next(iter(self._peaks.values()))
 
     def curve(self, op: Op, dtype: Dtype) -> Curve | None:
-        """The curve for (op, dtype); memory-bound work falls back on the curve of any dtype."""
+        """The curve for (op, dtype); MXFP8 falls back on FP8, memory-bound work on the curve of any dtype."""
         found = self._curves.get((op, dtype))
+        if found is None and dtype is Dtype.MXFP8:
+            found = self._curves.get((op, Dtype.FP8))
         if found is None and op in (Op.ELEMENTWISE, Op.OPTIMIZER):
             found = next((c for (o, _), c in self._curves.items() if o is op), None)
         return found
@@ -117,7 +132,8 @@ class Rates:
         """Time of a row: its amount at the rate, times the correction between tables and whole training steps."""
         if not row.amount:
             return 0.0
-        return self._scales[row.op] * row.amount / (self.rate(row.op, row.dtype, row.x) * row.share)
+        scale = self._scales[row.op, row.dtype] * (self.constants[row.scale] if row.scale else 1.0)
+        return scale * row.amount / (self.rate(row.op, row.dtype, row.x) * row.share)
 
 
 def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:

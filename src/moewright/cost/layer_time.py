@@ -84,8 +84,7 @@ def exchange(links: Links, size: Sizes, *, moe: bool) -> Exchange:
     model, layout = size.model, size.layout
     shared = model.moe is not None and model.moe.shared_ffn_size > 0
     whole = size.c * size.T * model.hidden_size
-    tp_efficiency = links.constants["tp_efficiency"]
-    tp = links.seconds(Collective.REDUCE_SCATTER, links.span(layout, "tp"), whole, efficiency=tp_efficiency)
+    tp = tp_s(links, layout, whole)
     forward, backward = _dispatch(links, size) if moe else (0.0, 0.0)
     return Exchange(
         ep_forward=forward,
@@ -94,6 +93,17 @@ def exchange(links: Links, size: Sizes, *, moe: bool) -> Exchange:
         tp_blocks=(1 + shared if moe else 2) if layout.tp > 1 else 0,
         cp=_context(links, size),
     )
+
+
+def tp_s(links: Links, layout: Layout, whole_bytes: float) -> float:
+    """One gather or scatter of a tensor-parallel group, as far as no GEMM hides it."""
+    c = links.constants
+    if layout.tp == 1:
+        return 0.0
+    where = links.span(layout, "tp")
+    seconds = links.seconds(Collective.REDUCE_SCATTER, where, whole_bytes, efficiency=c["tp_efficiency"])
+    shown = 1 - c["tp_overlap_hidden"] if Overlap.TP in layout.overlap else 1.0
+    return c["tp_time_scale"] * shown * seconds
 
 
 def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
@@ -138,11 +148,24 @@ def host_s(links: Links, layout: Layout, model: ModelSpec, *, moe: bool) -> floa
     c = links.constants
     if Graphs.FULL in layout.graphs:
         return c["host_s_full_graph"]
-    seconds = c["host_s_layer_graphs"] if layout.graphs else c["host_s_per_layer_microbatch"]
+    seconds = c["host_s_per_layer_microbatch"]
+    if layout.graphs:
+        seconds *= 1 - _graphed(links, layout)
+    if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:
+        seconds *= c["dp_overlap_host"]
+    if layout.tp > 1:
+        seconds *= c["tp_host"]
     if not moe or model.moe is None:
         return seconds * c["host_dense_layer_share"]
     seconds += c["host_s_per_local_expert"] * model.moe.experts / layout.ep
     return seconds * (c["ep_overlap_host"] if Overlap.EP in layout.overlap else 1.0)
+
+
+def _graphed(links: Links, layout: Layout) -> float:
+    """Share of a layer's host time that its graphs take over."""
+    c = links.constants
+    attention = c["host_graphed_attention"] if Graphs.ATTN in layout.graphs else 0.0
+    return attention + (c["host_graphed_router"] if Graphs.MOE_ROUTER in layout.graphs else 0.0)
 
 
 def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved: Exchange, *, moe: bool) -> Times:
@@ -168,7 +191,7 @@ def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved:
     sync = 0.0
     if moe and layout.ep > 1:
         sync = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
-    p = c["host_exponent"] if size.steady else 1.0
+    p = _exponent(links, size, layout)
     device = device_s(priced.forward, moved.ep_forward, 2 * tp, moved.cp)
     forward_s = _joint(p, device, host / 3) + sync
     _put(exposed, TimePart.HOST, forward_s - device)
@@ -177,6 +200,13 @@ def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved:
     host_back = 2 * host / 3 + c["host_s_per_recompute_module"] * len(_small(layout))
     _put(exposed, TimePart.HOST, _joint(p, device + light, host_back) + sync - device - light)
     return Times(exposed=exposed, hidden=hidden, forward_s=forward_s)
+
+
+def _exponent(links: Links, size: Sizes, layout: Layout) -> float:
+    """How far host and device run side by side: less where 1F1B waits for every transfer, not at all in one pass."""
+    if not size.steady:
+        return 1.0
+    return links.constants["host_exponent_synced" if layout.pp > 1 and layout.vpp == 1 else "host_exponent"]
 
 
 def _small(layout: Layout) -> tuple[Recompute, ...]:
@@ -240,12 +270,7 @@ def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int) -> 
     _sum_parts(exposed, priced.backward)
     if size.layout.tp > 1:
         whole = size.c * size.T * size.model.hidden_size
-        one = links.seconds(
-            Collective.REDUCE_SCATTER,
-            links.span(size.layout, "tp"),
-            whole,
-            efficiency=links.constants["tp_efficiency"],
-        )
+        one = tp_s(links, size.layout, whole)
         _put(exposed, TimePart.TP_COMM, gathers * one)
         forward_s += gathers * one / 2
     return Times(exposed=exposed, hidden={}, forward_s=forward_s)

@@ -120,15 +120,24 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
         elements = size.T * (spec.q_width + spec.kv_width) / tp
         # One pass more than the rotation's own when fused into it.
         yield light(RMS_NORM, "qk_norm", size, elements / 2 if size.fused else elements)
+    if size.eight_bit:
+        yield _quantise(size, "quantise", 1.5 * (t * h + size.T * spec.out_width / tp))
     if moe and size.model.moe is not None:
         yield from _moe_rows(size)
     else:
+        if size.eight_bit:
+            yield _quantise(size, "mlp.quantise", t * h + size.T * size.model.dense_ffn_size / tp)
         yield _activation(size, "mlp.activation", size.T * size.model.dense_ffn_size / tp, Recompute.MLP)
 
 
 def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
     spec, h, layout = size.model.moe, size.model.hidden_size, size.layout
     assert spec is not None
+    if size.eight_bit:
+        yield _quantise(size, "experts.quantise", size.R * (h + spec.ffn_size / layout.etp), MOE)
+        if spec.shared_ffn_size:
+            shared = size.t * h + size.T * spec.shared_ffn_size / layout.tp
+            yield _quantise(size, "shared.quantise", shared, Recompute.SHARED_EXPERTS, MOE)
     yield _activation(size, "experts.activation", size.R * spec.ffn_size / layout.etp, Recompute.MOE_ACT, MOE)
     if spec.shared_ffn_size:
         shared = size.T * spec.shared_ffn_size / layout.tp
@@ -140,6 +149,12 @@ def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
     # A plain all-to-all hands over rows ordered by source: they are sorted by expert, and back, on arrival too.
     if layout.dispatcher not in DEDUP and (size.fused or layout.ep > 1):
         yield light(REORDER, "sort_received", size, 2 * size.R * h, MOE)
+
+
+def _quantise(size: Sizes, name: str, elements: float, *replay: Recompute) -> tuple[OpRow, OpRow]:
+    """Operands of 8-bit GEMMs: read in 16 bits, written in 8; 3 bytes an element (time_model_findings, section 2)."""
+    amount = 3 * elements
+    return moved(name, size, amount, *replay), moved(name, size, _FUSED_BACKWARD * amount)
 
 
 def _activation(size: Sizes, name: str, elements: float, *replay: Recompute) -> tuple[OpRow, OpRow]:

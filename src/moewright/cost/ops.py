@@ -6,7 +6,7 @@ Symbols are those of sizes.Sizes, with h the hidden size and f the expert width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moewright.cost.compute import OpRow
 from moewright.cost.light import FULL, MOE, layer_rows, moved
@@ -69,9 +69,7 @@ def _row(
 
 def _scaled(row: OpRow, factor: float) -> OpRow:
     """The backward of a forward row: `factor` times the work, in calls of the same size."""
-    return OpRow(
-        name=row.name, part=row.part, op=row.op, amount=row.amount * factor, x=row.x, dtype=row.dtype, share=row.share
-    )
+    return replace(row, amount=row.amount * factor, replay=())
 
 
 def _projections(size: Sizes) -> Iterator[OpRow]:
@@ -113,7 +111,7 @@ def _moe_gemms(size: Sizes) -> Iterator[OpRow]:
         op=Op.GEMM,
         amount=work,
         x=work,
-        dtype=size.dtype if size.fused else Dtype.FP32,
+        dtype=size.wide if size.fused else Dtype.FP32,
         replay=(FULL, MOE),
         share=size.router_share,
     )
@@ -129,7 +127,8 @@ def _expert_gemms(size: Sizes) -> Iterator[OpRow]:
     per_expert = size.R * size.layout.ep / spec.experts
     for name, n in (("gate_up", wide), ("down", 1)):
         work = 2.0 * size.R * n * spec.ffn_size / size.layout.etp * h
-        yield _row(f"experts.{name}", TimePart.EXPERTS, Op.GROUPED_GEMM, work, per_expert, size.dtype, (FULL, MOE))
+        row = _row(f"experts.{name}", TimePart.EXPERTS, Op.GROUPED_GEMM, work, per_expert, size.dtype, (FULL, MOE))
+        yield replace(row, scale="biased_expert_time_scale" if spec.expert_bias else "")
 
 
 def expert_numel(model: ModelSpec, layout: Layout) -> int:
@@ -144,7 +143,8 @@ def _weight_reads(size: Sizes, moe: bool) -> Iterator[OpRow]:
     """Expert weights are read once a pass; a rate measured by rows per expert has that inside, so CUDA only."""
     if moe and size.fused:
         read_bytes = size.c * expert_numel(size.model, size.layout)
-        yield moved("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
+        row = moved("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
+        yield replace(row, scale="weight_traffic_time_scale")
 
 
 def summed_bytes(size: Sizes) -> float:
@@ -160,7 +160,8 @@ def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
     if size.fused:
         if moe:
             sum_bytes = 8 * expert_numel(size.model, size.layout)
-            yield moved("experts.gradient_sum", size, sum_bytes, part=TimePart.EXPERTS)
+            row = moved("experts.gradient_sum", size, sum_bytes, part=TimePart.EXPERTS)
+            yield replace(row, scale="weight_traffic_time_scale")
         return
     cut, whole = flops.attention_weights(size.model)
     numel = cut // size.layout.tp + whole

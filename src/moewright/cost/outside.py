@@ -34,8 +34,9 @@ def head_ops(size: Sizes) -> LayerOps:
     norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
     pieces = max(1.0, size.T / _LOSS_ROWS)
     loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=pieces)
-    forward = (gemm("head.logits", size, size.T, vocab, h, _HEAD), norm, loss)
-    backward = [_twice(forward[0]), norm_back, loss_back]
+    logits = replace(gemm("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide)
+    forward = (logits, norm, loss)
+    backward = [_twice(logits), norm_back, loss_back]
     if not size.fused:
         backward.append(moved("head.gradient_sum", size, summed_bytes(size) * h * vocab, part=_HEAD, calls=2))
     return LayerOps(forward=forward, backward=tuple(backward))

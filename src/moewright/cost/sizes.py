@@ -40,6 +40,16 @@ class Sizes:
         return self.m > _FEW_MICRO_BATCHES
 
     @property
+    def wide(self) -> Dtype:
+        """What the router and the head multiply in: 8-bit recipes leave them in 16 bits."""
+        return Dtype.BF16 if self.eight_bit else self.dtype
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether linear layers multiply in 8 bits, so that their operands are converted first."""
+        return self.dtype.eight_bit
+
+    @property
     def fused(self) -> bool:
         """Whether chains of elementwise work are one kernel (CUDA stacks) or one pass an operation (eager CPU)."""
         return self.kind is DeviceKind.CUDA

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from moewright.cost.comm import Links
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.layer_time import Parts, Times, add, exchange, layer_time, outside_time, price
-from moewright.cost.ops import layer_ops
+from moewright.cost.ops import LayerOps, layer_ops
 from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import is_moe
@@ -82,9 +82,28 @@ def kinds_of(size: Sizes) -> dict[LayerKind, int]:
 
 def all_rows(size: Sizes) -> tuple[OpRow, ...]:
     """Every row that enters an estimate but the optimizer's."""
-    ops = [layer_ops(size, layer=layer, moe=kind[0]) for kind, layer in kinds_of(size).items()]
-    ops += [embedding_ops(size), head_ops(size), *([mtp_ops(size)] if size.model.mtp_layers else [])]
+    work = work_of(size)
+    ops = [*work.layers.values(), work.embedding, work.head, *([work.mtp] if size.model.mtp_layers else [])]
     return tuple(row for one in ops for row in (*one.forward, *one.backward))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Rows of everything that a stage can hold."""
+
+    layers: Mapping[LayerKind, LayerOps]
+    embedding: LayerOps
+    head: LayerOps
+    mtp: LayerOps
+
+
+def work_of(size: Sizes) -> Work:
+    return Work(
+        layers={kind: layer_ops(size, layer=layer, moe=kind[0]) for kind, layer in kinds_of(size).items()},
+        embedding=embedding_ops(size),
+        head=head_ops(size),
+        mtp=mtp_ops(size),
+    )
 
 
 class Pricer:
@@ -92,14 +111,13 @@ class Pricer:
 
     __slots__ = ("_embedding", "_head", "_links", "_mtp", "_priced", "_transfer_bytes", "size")
 
-    def __init__(self, rates: Rates, links: Links, size: Sizes) -> None:
+    def __init__(self, rates: Rates, links: Links, size: Sizes, work: Work | None = None) -> None:
         self.size, self._links = size, links
-        self._priced = {
-            kind: price(rates, layer_ops(size, layer=layer, moe=kind[0])) for kind, layer in kinds_of(size).items()
-        }
-        self._embedding = outside_time(links, size, price(rates, embedding_ops(size)), gathers=2)
-        self._head = outside_time(links, size, price(rates, head_ops(size)), gathers=3)
-        mtp = add([(self._head, 1.0), (outside_time(links, size, price(rates, mtp_ops(size)), gathers=5), 1.0)])
+        work = work or work_of(size)
+        self._priced = {kind: price(rates, ops) for kind, ops in work.layers.items()}
+        self._embedding = outside_time(links, size, price(rates, work.embedding), gathers=2)
+        self._head = outside_time(links, size, price(rates, work.head), gathers=3)
+        mtp = add([(self._head, 1.0), (outside_time(links, size, price(rates, work.mtp), gathers=5), 1.0)])
         self._mtp = add([(mtp, 1.0), (self._embedding, 1.0)])
         self._transfer_bytes = size.c * size.t * size.model.hidden_size
 

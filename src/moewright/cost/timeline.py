@@ -10,15 +10,15 @@ def pipeline_s(stage_s: Sequence[float], *, vpp: int, micro_batches: int, transf
 
     stage_s: forward + backward of one micro-batch on each pipeline rank, all its chunks, without transfers;
     transfer_s: one activation to the next stage.
-    1F1B exposes every transfer (four a micro-batch and rank: two sent, two received); the interleaved table posts them
-    a step ahead, so only those of the fill and drain remain.
+    1F1B exposes two transfers a micro-batch, an activation and a gradient: what a rank sends and what it receives go
+    both ways at once. The interleaved table posts them a step ahead, so only those of the fill and drain remain.
     1F1B: sum of S + (m - 1) max S, with S the slowest stage setting the pace; interleaved: m max S + (pp - 1)/v mean S.
     """
     ranks = len(stage_s)
     if ranks == 1:
         return micro_batches * stage_s[0]
     if vpp == 1:
-        total = sum(stage_s) + 4 * transfer_s * ranks
-        return total + (micro_batches - 1) * (max(stage_s) + 4 * transfer_s)
+        total = sum(stage_s) + 2 * transfer_s * ranks
+        return total + (micro_batches - 1) * (max(stage_s) + 2 * transfer_s)
     fill = (ranks - 1) / vpp * sum(stage_s) / ranks
     return micro_batches * max(stage_s) + fill + 2 * ranks * transfer_s

@@ -83,7 +83,7 @@ def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Save
 
 def activation_bytes(workload: Workload) -> int:
     """Bytes of a kept activation; 8-bit recipes keep bf16 activations."""
-    return 2 if workload.precision is Dtype.FP8 else workload.precision.nbytes
+    return 2 if workload.precision.eight_bit else workload.precision.nbytes
 
 
 def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:

@@ -106,7 +106,7 @@ class Scout:
             roomy: set[Pipe] = set()
             for choice in options:
                 working: Working | None = None
-                priced: dict[tuple[int, bool, bool], Pieces] = {}
+                priced: dict[tuple[int, bool, bool, bool], Pieces] = {}
                 for pipe, states in pipes:
                     if pipe in roomy:
                         self.dominated += 1
@@ -127,7 +127,8 @@ class Scout:
                     near = self._links.span(layout, "pp").inside > 1
                     size = self._size(layout)
                     like = int(size.steady) if size.fused else size.m
-                    key = like, layout.pp > 1, near
+                    # Without virtual stages the host waits for transfers.
+                    key = like, layout.pp > 1, layout.vpp > 1, near
                     if key not in priced:
                         if like not in pricers:
                             pricers[like] = Pricer(self._rates, self._links, size)

@@ -10,11 +10,16 @@ class Dtype(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
-    FP8 = "fp8"
+    FP8 = "fp8"  # a scale a tensor, or a block of 128
+    MXFP8 = "mxfp8"  # a scale for each 32 elements
 
     @property
     def nbytes(self) -> int:
-        return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[self.value]
+        return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}[self.value]
+
+    @property
+    def eight_bit(self) -> bool:
+        return self in (Dtype.FP8, Dtype.MXFP8)
 
 
 class Routing(StrEnum):
