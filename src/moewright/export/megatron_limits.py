@@ -126,7 +126,9 @@ def _overlap(layout: Layout) -> Iterator[Reason]:
 
 def _precision(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if workload.precision.eight_bit:
-        yield _no("workload.precision", workload.precision, "wants an FP8 recipe, which a workload does not hold", Dtype.BF16)
+        yield _no(
+            "workload.precision", workload.precision, "wants an FP8 recipe, which a workload does not hold", Dtype.BF16
+        )
     if workload.precision is Dtype.FP16 and layout.ep > 1:
         yield _no("workload.precision", Dtype.FP16, "has no expert parallelism in fp16", Dtype.BF16)
     if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):

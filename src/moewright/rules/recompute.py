@@ -18,7 +18,7 @@ from moewright.rules import routing
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Workload
 
 FP32_BYTES = 4
 INT64_BYTES = 8
