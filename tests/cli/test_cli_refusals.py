@@ -123,6 +123,23 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("plan Qwen3-30B-A3B --on 8xH100 --top 1 | true", 141, ""),
+        ("plan Qwen3-30B-A3B --on 8xH100 --top 1 >&-", 0, ""),
+        ("plan Qwen3-30B-A3 --on 8xH100 2>&-", 2, ""),
+        ("plan Qwen3-30B-A3 --on 8xH100 2>/dev/full", 2, ""),
+        ("plan Qwen3-30B-A3B --on 8xH100 --top 1 >/dev/full", 1, "moewright: system: No space left on device\n"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_no_traceback(ending: str, code: int, said: str) -> None:
+    program = f"""moewright() {{ {sys.executable} -c 'from moewright.cli.main import run; run()' "$@"; }}
+    moewright {ending}; exit ${{PIPESTATUS[0]}}"""
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
 def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
     program = (
         "import sys\n"
@@ -139,9 +156,14 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
     assert min(times) < 0.5
 
 
-def test_help_names_every_verb_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_verb_once_and_each_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     verbs = [line[2:14].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")]
-    assert [verb for verb in verbs if verb and not verb.startswith("-")] == [
-        "bench", "data", "estimate", "plan", "report", "train",
-    ]  # fmt: skip
+    verbs = [verb for verb in verbs if verb and not verb.startswith("-")]
+    assert verbs == sorted(set(verbs))
+    assert {"bench", "data", "estimate", "plan", "report", "train"} <= set(verbs)
+    for verb in verbs:
+        assert main([verb, "--help"]) == 0
+        page = capsys.readouterr().out
+        assert f"Usage: moewright {verb}" in page
+        assert "\x1b" not in page

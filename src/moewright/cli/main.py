@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cyclopts import App, CycloptsError
 
@@ -26,6 +27,9 @@ _ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")
 
 def run() -> None:
     """Entry point of the `moewright` program."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed; unwritten files must not get its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     sys.exit(main(sys.argv[1:]))
 
 
@@ -75,7 +79,8 @@ def _app() -> App:
 
 
 def _say(text: str, code: int) -> int:
-    print(f"moewright: {' '.join(text.split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody can be told, but the code still says it
+        print(f"moewright: {' '.join(text.split())}", file=sys.stderr, flush=True)
     return code
 
 

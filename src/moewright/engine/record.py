@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -82,12 +82,38 @@ def _step_of(line: str, where: str) -> int:
     return step
 
 
+class _Quiet:
+    """A text stream that falls silent when its reader leaves or its disk is full: a display must not end a run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self._terminal = stream.isatty()
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def _attempt(self, action: Callable[[TextIO], object]) -> None:
+        try:
+            if self._stream is not None:
+                action(self._stream)
+        except (OSError, ValueError):  # ValueError: closed
+            self._stream = None
+
+
 class Screen:
     """A progress bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
         self._last = last_step
-        console = Console(file=stream)
+        console = Console(file=cast(TextIO, _Quiet(stream)))
         self._bar: Progress | None = None
         self._console = console
         if console.is_terminal:

@@ -22,9 +22,15 @@ FLOP_UNITS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller, as every other stream does; rich would end the program with code 1."""
+        raise BrokenPipeError
+
+
 def console_for(stream: TextIO) -> Console:
     """A console on `stream`: the terminal's own width and colours, or plain text of 120 columns."""
-    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False)
+    return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False)
 
 
 def print_plans(

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import io
+from typing import TextIO, cast
+
+import pytest
+
+import sample_run
+from moewright.engine.record import Screen
+
+
+class Leaving(io.StringIO):
+    """A reader that leaves after some writes, as `head` does."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+        self.left = 2
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
+def test_a_screen_nobody_reads_does_not_end_a_run(error: OSError) -> None:
+    stream = Leaving(error)
+    screen = Screen(first_step=1, last_step=8, stream=cast(TextIO, stream))
+    for step in sample_run.record(steps=8).steps:
+        screen.step(step)
+    screen.close()
+    assert stream.getvalue().startswith("step 1/8  loss")
+    assert "step 8/8" not in stream.getvalue()
