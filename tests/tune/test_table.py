@@ -197,7 +197,7 @@ def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path
     bridge = {**moonlight, "source": "NVIDIA-NeMo/Megatron-Bridge skill", "recompute_modules": "moe_act"}
     (row,) = table(tmp_path, bridge).rows
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.BF16
-    (row,) = table(tmp_path, {**bridge, "optimizer": "adam"}).rows
+    (row,) = table(tmp_path, {**bridge, "optimizer": "adam, main grads fp32"}).rows
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.FP32
     # 128 experts over 8 ranks are 16 a rank: 1 + 4/16; a model with selection bias keeps itself even.
     (row,) = table(tmp_path, {"notes": "real data", "force_balance": ""}).rows

@@ -60,7 +60,7 @@ def held(
     beside = extras(workload, constants, size, chunks)
     on_host = (Component.MASTER, Component.MOMENTS) if Offload.OPTIMIZER in layout.offload else ()
     states = [row for row in state_rows(workload, layout, sets) if row.component not in on_host]
-    inputs = 1.0
+    inputs: float | None = None
     if workload.precision.nbytes == 1:
         states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))
         inputs = constants["fp8_input_bytes"] / recompute.activation_bytes(workload)

@@ -33,26 +33,40 @@ _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
 )
 
 
-# Saved tensors that serve one 8-bit linear alone, so that its quantised form may stand for them (arXiv 2603.07685:
-# about 32 GB of linear inputs in a DeepSeek-V3 run). The router and flash attention read theirs in 16 bits.
-_QUANTISED = frozenset({(Module.ATTENTION, "input_norm_out"), (Module.EXPERTS, "permuted")})
+# Inputs of 8-bit linears, kept quantised alone; `attention_out` is kept by flash attention too, in 16 bits, and the
+# router reads its input in 16 bits. (arXiv 2603.07685: 16 of 131 GB less in a DeepSeek-V3 run.)
+_QUANTISED = frozenset(
+    {
+        *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
+        *((Module.DENSE_MLP, name) for name in ("post_norm_out", "activation")),
+        *((Module.EXPERTS, name) for name in ("permuted", "activation")),
+        (Module.SHARED_EXPERTS, "activation"),
+    }
+)
+_QUANTISED_BESIDE = frozenset({(Module.ATTENTION, "attention_out")})
 
 
 def layer_bytes(
-    model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float, inputs: float = 1.0
+    model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float, inputs: float | None = None
 ) -> dict[Module, int]:
     """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module.
 
-    `inputs`: what is kept of an input of an 8-bit linear, over its 16-bit size.
+    `inputs`: the quantised input of an 8-bit linear over its 16-bit size; None where linears are not 8-bit.
     """
     moved = {_OFFLOADED[choice] for choice in layout.offload if choice in _OFFLOADED}
     rows = recompute.saved_by_layer(model, workload, layout, layer, load=load)
     sums: dict[Module, int] = {}
     for row in recompute.kept(rows, layout.recompute):
         if (row.module, row.name) not in moved:
-            kept = round(row.bytes * inputs) if (row.module, row.name) in _QUANTISED else row.bytes
-            sums[row.module] = sums.get(row.module, 0) + kept
+            sums[row.module] = sums.get(row.module, 0) + _quantised(row, inputs)
     return sums
+
+
+def _quantised(row: recompute.Saved, inputs: float | None) -> int:
+    if inputs is None:
+        return row.bytes
+    share = inputs if (row.module, row.name) in _QUANTISED else 1.0
+    return round(row.bytes * (share + (inputs if (row.module, row.name) in _QUANTISED_BESIDE else 0.0)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +108,7 @@ def saved_rows(
     chunks: Sequence[Chunk],
     table: Sequence[schedule.Row],
     extras: Extras | None = None,
-    inputs: float = 1.0,
+    inputs: float | None = None,
 ) -> tuple[MemoryRow, ...]:
     """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs `table`.
 
@@ -169,7 +183,7 @@ def _chunk_bytes(
     chunk: Chunk,
     loads: tuple[float, ...],
     logits_kept: bool,
-    inputs: float,
+    inputs: float | None,
 ) -> ByModule:
     sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
     kinds: dict[tuple[bool, bool, float], dict[Module, int]] = {}

@@ -20,7 +20,8 @@ from moewright.spec.workload import Dtype, Routing, Workload
 _HEAT = 4.0
 _BRIDGE = "Megatron-Bridge"
 _FP8_FLOW = "FP8-FLOW"
-_FUSED_LOSS = "Megatron-Bridge recipes at HEAD: cross_entropy_fusion_impl=te works in place on bf16 logits"
+_FUSED_LOSS = "Megatron-Bridge recipes: cross_entropy_fusion_impl=te works in place on bf16 logits"
+_FP8_WEIGHTS = "Megatron-Bridge mixed_precision.py: fp8_param_gather, so 8-bit weights stand for the 16-bit ones"
 _FLOW_BYTES = "median of measured less predicted whole-device peaks, FP8-Flow rows with full recompute"
 
 
@@ -39,11 +40,16 @@ def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout:
     notes: list[str] = []
     if _BRIDGE in cells["source"]:
         constants.append(_constant("logit_bytes", 2.0, _FUSED_LOSS))
-        if not cells["optimizer"]:
-            moments = Dtype.BF16 if model.attention.kind is AttentionKind.MLA else Dtype.FP32
-            optimizer = replace(workload.optimizer, moment_dtype=moments)
-            workload = replace(workload, grad_dtype=Dtype.BF16, optimizer=optimizer)
-            notes.append(f"bf16 gradients and {moments} moments, as Megatron-Bridge's H100 recipes at HEAD have them")
+        if "blockwise" not in cells["precision"]:
+            # Blackwell multiplies tensor-scaled 8-bit weights in either order: no transposed copy.
+            once = "current" in cells["precision"] and cells["hardware"].lstrip("G").startswith("B")
+            constants.append(_constant("fp8_weight_copies_bytes", -1.0 if once else 0.0, _FP8_WEIGHTS))
+        if "grads fp32" not in cells["optimizer"]:
+            workload = replace(workload, grad_dtype=Dtype.BF16)
+            notes.append("bf16 gradients, as Megatron-Bridge's performance recipes reduce them")
+        if not cells["optimizer"] and model.attention.kind is AttentionKind.MLA:
+            workload = replace(workload, optimizer=replace(workload.optimizer, moment_dtype=Dtype.BF16))
+            notes.append("bf16 moments, as in Megatron-Bridge's recipes of MLA models")
     if _FP8_FLOW in cells["source"]:
         constants.append(_constant("stack_bytes", 8 * GB, _FLOW_BYTES))
     if workload.routing is Routing.LEARNED and model.moe and layout.ep > 1 and not model.moe.router.selection_bias:
