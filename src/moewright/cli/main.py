@@ -15,6 +15,7 @@ from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
 from moewright.cli.estimate import estimate
 from moewright.cli.export import export
+from moewright.cli.fit import fit
 from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.train import train
@@ -66,6 +67,7 @@ def _app() -> App:
     bench = App(name="bench", help="Measure this machine.")
     app.command(plan)
     app.command(estimate)
+    app.command(fit)
     app.command(train)
     app.command(verify)
     app.command(report)

@@ -141,13 +141,23 @@ class Fit:
 
     def estimated(self, site: str) -> tuple[Estimated, ...]:
         """Every free constant on a site, the best known first."""
+        return self._estimated(site, self._covariance)
+
+    def after(self, run: Run, site: str) -> tuple[Estimated, ...]:
+        """What `estimated` would say of the uncertainty if this run were measured too."""
+        gradient = self.gradient(run)
+        seen = self._covariance @ gradient
+        covariance = self._covariance - np.outer(seen, seen) / (NOISE**2 + float(gradient @ seen))
+        return self._estimated(site, covariance)
+
+    def _estimated(self, site: str, covariance: Vector) -> tuple[Estimated, ...]:
         priors = self._priors.get(site) or tuple(one.prior for one in self.free)
         values = _values(self.free, self._parts, priors, self._theta, site)
         found = []
         for j, (one, prior, value) in enumerate(zip(self.free, priors, values, strict=True)):
             mine = np.array([1.0 if k == j and where in ("", site) else 0.0 for k, where in self._parts])
             prior_sd = sqrt(float((mine * self._spreads**2).sum()))
-            sd = sqrt(float(mine @ self._covariance @ mine))
+            sd = sqrt(float(mine @ covariance @ mine))
             found.append(Estimated(name=one.name, prior=prior, value=value, prior_sd=prior_sd, sd=sd))
         return tuple(sorted(found, key=lambda one: one.sd / one.prior_sd))
 

@@ -1,0 +1,65 @@
+"""`moewright fit`: the constants of the time model from a table of one's own runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")]) -> int:
+    """Refit the constants of a hardware to measured runs, and write a hardware file with them.
+
+    Parameters
+    ----------
+    table
+        A CSV of measured runs with the columns that `validate` reads; three rows will do.
+    on
+        The hardware, as "H800" or "runs/machine.toml"; rows measured on other parts are left out.
+    out
+        The hardware file to write; name it in --on from then on.
+    """
+    from statistics import fmean
+
+    from moewright.codec import write_toml
+    from moewright.intake import catalogue
+    from moewright.report.console import console_for
+    from moewright.tune.fit import Centre, leave_out
+    from moewright.tune.fit import fit as fit_runs
+    from moewright.tune.runs import enough, errors, fitted_hardware, next_run, runs_of, unfit
+    from moewright.tune.table import read_table
+
+    hardware = catalogue.hardware(on)
+    read = read_table(table)
+    left = {row.id: unfit(row) for row in read.rows}
+    left |= {row.id: f"was measured on {row.hardware.name}" for row in read.rows if row.hardware.name != hardware.name}
+    rows = [row for row in read.rows if not left[row.id]]
+    runs = runs_of(rows, hardware)
+    enough(runs, where=str(table))
+    found = fit_runs(runs, centre=Centre.HARDWARE)
+    fitted, learnt = fitted_hardware(hardware, found, source=table.name)
+
+    console = console_for(sys.stdout)
+    for row_id, reason in [(one.id, one.reason) for one in read.skipped] + [(i, why) for i, why in left.items() if why]:
+        console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
+    before = errors(runs, [run.prepared.step_s(()) for run in runs])
+    after = errors(runs, [run.prepared.step_s(found.constants(run.hardware)) for run in runs])
+    held = errors(runs, leave_out(runs, lambda run: run.id, centre=Centre.HARDWARE))
+    for name, values in (("before", before), ("after", after), ("each run left out of its fit", held)):
+        worst = max(values, key=abs)
+        mean = fmean(abs(value) for value in values)
+        console.print(f"error {name}: mean {mean:.1%}, worst {worst:+.1%} ({len(runs)} runs)", highlight=False)
+    for one in learnt:
+        spread = f"+-{one.sd:.0%}, was +-{one.prior_sd:.0%}"
+        console.print(f"{one.name}: {one.prior:.4g} -> {one.value:.4g} ({spread})", highlight=False)
+    unseen = len(found.free) - len(learnt)
+    console.print(f"{unseen} constants keep their value: these runs say too little of them", highlight=False)
+    if (ask := next_run(found, rows, hardware)) is not None:
+        told = f"{ask.constant} from +-{ask.sd:.0%} to +-{ask.sd_after:.0%}"
+        line = f"next, measure {ask.model} in {ask.layout}: uncertain by {ask.spread:.0%}; it takes {told}"
+        console.print(line, soft_wrap=True, highlight=False)
+    write_toml(out, fitted)
+    console.print(f"wrote {out}", soft_wrap=True)
+    return 0
