@@ -19,6 +19,7 @@ from moewright.cli.fit import fit
 from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.train import train
+from moewright.cli.validate import validate
 from moewright.cli.verify import verify
 from moewright.spec.errors import BadInput
 
@@ -67,6 +68,7 @@ def _app() -> App:
     bench = App(name="bench", help="Measure this machine.")
     app.command(plan)
     app.command(estimate)
+    app.command(validate)
     app.command(fit)
     app.command(train)
     app.command(verify)

@@ -79,7 +79,7 @@ def precision(text: str) -> Dtype:
     if "fp4" in folded:
         raise wrong("precision", text, "4-bit compute has no measured rates here")
     if "fp8" in folded:
-        return Dtype.FP8
+        return Dtype.MXFP8 if "mxfp8" in folded else Dtype.FP8
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
         if folded.startswith(dtype.value):
             return dtype

@@ -133,6 +133,19 @@ class Fit:
     def theta(self) -> Vector:
         return self._theta
 
+    def of_runs(self, places: Sequence[int]) -> Fit:
+        """This fit as the start of another on some of its runs, given by their places."""
+        return Fit(
+            free=self.free,
+            runs=self.runs,
+            parts=self._parts,
+            spreads=self._spreads,
+            priors=self._priors,
+            theta=self._theta,
+            covariance=self._covariance,
+            jacobian=self.jacobian[list(places)],
+        )
+
     def constants(self, hardware: Hardware) -> tuple[Constant, ...]:
         """What the fit says of every free constant on this hardware."""
         priors = self._priors.get(hardware.name) or tuple(one.prior for one in self.free)
@@ -230,16 +243,7 @@ def leave_out(
     for left in dict.fromkeys(key(run) for run in runs):
         inside = [i for i, run in enumerate(runs) if key(run) == left]
         others = [i for i, run in enumerate(runs) if key(run) != left]
-        start = Fit(
-            free=free,
-            runs=whole.runs,
-            parts=whole._parts,
-            spreads=whole._spreads,
-            priors=whole._priors,
-            theta=whole.theta,
-            covariance=whole._covariance,
-            jacobian=whole.jacobian[others],
-        )
+        start = whole.of_runs(others)
         found = fit([runs[i] for i in others], free=free, centre=centre, start=start)
         for i in inside:
             predicted[i] = runs[i].prepared.step_s(found.constants(runs[i].hardware))
