@@ -167,3 +167,13 @@ def test_help_names_every_verb_once_and_each_explains_itself(capsys: pytest.Capt
         page = capsys.readouterr().out
         assert f"Usage: moewright {verb}" in page
         assert "\x1b" not in page
+
+
+def test_more_processes_than_the_machine_survives_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for count in ("0", "100000"):
+        assert main(["bench", "machine", "--nproc", count, "--out", "never.toml"]) == 2
+        said = capsys.readouterr().err
+        assert f"nproc={count}: must be in 1.." in said
+        assert said.count("\n") == 1

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from moewright.bench.cases import Case, Probe, all_cases
-from moewright.bench.team import Clock, clock_for, cores, run_team
+from moewright.bench.team import Clock, clock_for, run_team
+from moewright.engine.launch import cores, refuse_crowd
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Collective,
@@ -91,8 +92,7 @@ def device_name() -> str:
 
 
 def _kind(nproc: int) -> DeviceKind:
-    if nproc < 1:
-        raise BadInput(Reason(field="nproc", value=str(nproc), rule="must be at least 1", nearest="1"))
+    refuse_crowd(nproc)
     if not torch.cuda.is_available():
         return DeviceKind.CPU
     gpus = torch.cuda.device_count()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from moewright.bench.cases import Call, Case, all_cases
 from moewright.engine.allocator import keep_freed_memory
+from moewright.engine.launch import cores
 from moewright.spec.hardware import Collective, DeviceKind
 
 SLICE_S = 0.2  # on one case, when the budget allows
@@ -47,11 +48,6 @@ class Assignment:
 def clock_for(kind: DeviceKind, ranks: int) -> Clock:
     """Ranks that have a core each are timed by their CPU time; ranks that share cores must wait for each other."""
     return Clock.THREAD if kind is DeviceKind.CPU and ranks <= cores() else Clock.WALL
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[float | None, ...]:

@@ -28,10 +28,7 @@ def bench_machine(
     force
         Measure again even so.
     """
-    from moewright.spec.errors import BadInput, Reason
 
-    if nproc < 1:
-        raise BadInput(Reason(field="--nproc", value=str(nproc), rule="must be at least 1", nearest="1"))
     if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):
         print(f"{out} is of this machine already; --force measures again")
         return 0

@@ -39,9 +39,23 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 _POLL_S = 0.2
+_RANKS_A_CORE = 8
 _SETTLE_S = 0.7  # after the first failure: time for its cause to show, when that was a consequence
 _GRACE_S = 1.0  # between SIGTERM and SIGKILL for the ranks that are left
 _HANG_MARGIN_S = 3.0  # past the collective timeout, so that a rank that times out by itself is heard first
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_crowd(nproc: int) -> None:
+    """Raise BadInput for more processes than a machine survives: each holds a torch and takes a share of a core."""
+    most = _RANKS_A_CORE * cores()
+    if not 1 <= nproc <= most:
+        rule = f"must be in 1..{most} on a machine of {cores()} cores"
+        raise BadInput(Reason(field="nproc", value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most))))
 
 
 def launch(
@@ -66,8 +80,7 @@ def launch(
     env = torchrun()
     if env is not None:
         return _run_here(worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts, first=first)
-    if nproc < 1:
-        raise BadInput(Reason(field="nproc", value=str(nproc), rule="must be at least 1", nearest="1"))
+    refuse_crowd(nproc)
     if sys.platform != "linux":
         raise BadInput(Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun"))
     with run_lock(run_dir), _folder(run_dir) as folder:
