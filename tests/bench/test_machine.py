@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -103,7 +104,9 @@ def test_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nproc_is_checked() -> None:
-    with pytest.raises(BadInput, match="nproc=0: must be at least 1; nearest legal value: 1"):
+    with pytest.raises(
+        BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest legal value: 1"
+    ):
         measure(nproc=0)
 
 
@@ -164,6 +167,25 @@ def test_a_broken_rank_ends_the_team_by_name(how: str, words: str, monkeypatch: 
 
 
 @pytest.mark.spawn
+def test_a_killed_bench_leaves_no_process(tmp_path: Path) -> None:
+    """It is killed when its two ranks have started; they would measure on for as long as their budget lasts."""
+    bench = multiprocessing.get_context("fork").Process(
+        target=run_team, args=(CPU,), kwargs={"ranks": 2, "budget_s": 20}
+    )
+    bench.start()
+    assert bench.pid is not None
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    deadline_s = time.monotonic() + 10
+    while len(ranks := children.read_text().split()) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(bench.pid, signal.SIGKILL)
+    bench.join()
+    time.sleep(0.5)
+    assert not [rank for rank in ranks if Path("/proc", rank).exists()]
+
+
 def test_this_machine() -> None:
     """A short real run: every kind of work and every collective is there, with figures of a possible size."""
     started = time.monotonic()

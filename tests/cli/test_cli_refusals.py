@@ -48,7 +48,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "tp2,dp8"), "nearest legal value: 4"),
         (("data", "build"), "--out"),
         (("data", "build", "--out", "x", "--tokenizer", "bep"), "bpe"),
-        (("bench", "machine", "--nproc", "0"), "--nproc=0: must be at least 1"),
+        (("bench", "machine", "--out", "/proc/x.toml"), "/proc/x.toml: cannot be written"),
+        (("bench", "machine", "--out", "m.json"), "--out=m.json: a hardware file is TOML"),
+        (("bench", "machine", "--nproc", "0"), "--nproc=0: must be in 1.."),
         (("report", "nowhere"), "no such run folder"),
         (("train", "nowhere.toml"), "no such file"),
         (
@@ -175,5 +177,5 @@ def test_more_processes_than_the_machine_survives_are_refused(
     for count in ("0", "100000"):
         assert main(["bench", "machine", "--nproc", count, "--out", "never.toml"]) == 2
         said = capsys.readouterr().err
-        assert f"nproc={count}: must be in 1.." in said
+        assert f"--nproc={count}: must be in 1.." in said
         assert said.count("\n") == 1

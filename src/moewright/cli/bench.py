@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from moewright.spec.errors import BadInput, Reason
+
 GIGA = 10**9
 
 
@@ -29,6 +31,9 @@ def bench_machine(
         Measure again even so.
     """
 
+    from moewright.engine.launch import refuse_crowd
+
+    refuse_crowd(nproc, field="--nproc")
     if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):
         print(f"{out} is of this machine already; --force measures again")
         return 0
@@ -37,10 +42,16 @@ def bench_machine(
 
 
 def measure_to(path: Path, *, nproc: int) -> None:
-    """Measure with `nproc` processes and write the hardware file."""
+    """Measure with `nproc` processes and write the hardware file. A path it cannot go to is refused first."""
     from moewright.bench.machine import measure
-    from moewright.codec import write_toml
+    from moewright.codec import write_text, write_toml
 
+    if path.suffix != ".toml":
+        rule = "a hardware file is TOML, and is known by its name"
+        raise BadInput(Reason(field="--out", value=str(path), rule=rule, nearest=str(path.with_suffix(".toml"))))
+    if not path.exists():
+        write_text(path, "")  # refuses what cannot be written now rather than when all is measured
+        path.unlink()
     started = time.monotonic()
     hardware = measure(nproc=nproc)
     write_toml(path, hardware)

@@ -50,12 +50,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def refuse_crowd(nproc: int) -> None:
+def refuse_crowd(nproc: int, *, field: str = "nproc") -> None:
     """Raise BadInput for more processes than a machine survives: each holds a torch and takes a share of a core."""
     most = _RANKS_A_CORE * cores()
     if not 1 <= nproc <= most:
         rule = f"must be in 1..{most} on a machine of {cores()} cores"
-        raise BadInput(Reason(field="nproc", value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most))))
+        raise BadInput(Reason(field=field, value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most))))
 
 
 def launch(
