@@ -210,3 +210,26 @@ def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path
 def test_a_forks_own_policies_are_not_guessed(tmp_path: Path) -> None:
     (row,) = table(tmp_path, {"recompute_modules": "attn layernorm moe_expert (names of their fork)"}).skipped
     assert "is no policy of modules that is modelled" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"time_per_iter_s": "fast"}, "time_per_iter_s=fast: must be a number above 0"),
+        ({"time_per_iter_s": "", "tflops_per_gpu": "n/a"}, "tflops_per_gpu=n/a: must be a number above 0"),
+        ({"dispatcher": "pigeon"}, "dispatcher=pigeon: must be one of allgather, alltoall"),
+        ({"capacity_factor": "-1"}, "capacity_factor=-1: must be a number above 0"),
+        ({"num_gpus": "many"}, "num_gpus=many: must be a number above 0"),
+        ({"pp_layout": "E|oops|L"}, "layout.stages"),
+        ({"peak_memory_gb": "nan"}, "peak_memory_gb=nan: must be a number above 0"),
+    ],
+)
+def test_a_cell_that_cannot_be_read_skips_its_row(tmp_path: Path, change: dict[str, str], reason: str) -> None:
+    (row,) = table(tmp_path, change).skipped
+    assert reason in row.reason
+
+
+def test_rows_without_an_id_of_their_own_are_told_apart_by_line(tmp_path: Path) -> None:
+    found = table(tmp_path, {}, {}, {"id": ""})
+    assert found.order == ("a-1", "a-1@line3", "@line4")
+    assert [row.id for row in found.rows] == list(found.order)

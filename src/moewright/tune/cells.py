@@ -13,7 +13,7 @@ from moewright.intake import catalogue
 from moewright.rules import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Device, Hardware
-from moewright.spec.layout import Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB, TERA
@@ -118,6 +118,13 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
             raise wrong("recompute_modules", modules, "is no policy of modules that is modelled")
         found.add(known)
     return tuple(sorted(found))
+
+
+def dispatcher(text: str) -> Dispatcher:
+    """Megatron's plain all-to-all when the cell is empty."""
+    if text and text not in tuple(Dispatcher):
+        raise wrong("dispatcher", text, f"must be one of {', '.join(Dispatcher)}")
+    return Dispatcher(text) if text else Dispatcher.ALL_TO_ALL
 
 
 def graphs(text: str) -> tuple[Graphs, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from moewright.rules import flops
 from moewright.spec.model import ModelSpec
 from moewright.spec.units import TERA
+from moewright.tune.cells import number
 
 _FULL_ATTENTION = ("24.07", "llama README", "examples/llama")
 _WITHOUT_MTP = ("FP8-FLOW", "AutoModel")
@@ -41,34 +42,38 @@ def without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> boo
         return "m" not in said
     if "MTP" in cells["notes"] or not (cells["tflops_per_gpu"] and cells["tokens_per_s_per_gpu"]):
         return False
-    implied = float(cells["tflops_per_gpu"]) * TERA / float(cells["tokens_per_s_per_gpu"])
+    implied = _figure(cells, "tflops_per_gpu") * TERA / _figure(cells, "tokens_per_s_per_gpu")
     bare = flops.model_flops_per_token(replace(model, mtp_layers=0), seq_len)
     full = flops.model_flops_per_token(model, seq_len)
     return abs(implied - bare) < abs(implied - full)
 
 
 def speed_of(cells: Mapping[str, str], model: ModelSpec, *, seq_len: int, gbs: int, devices: int) -> Speed | None:
-    """The speed of a row; None when it prints none that can be turned into tokens/s."""
+    """The speed of a row; None when it prints none that can be turned into tokens/s. Raises BadInput for no number."""
     if cells["time_per_iter_s"]:
-        rate = gbs * seq_len / float(cells["time_per_iter_s"]) / devices
+        rate = gbs * seq_len / _figure(cells, "time_per_iter_s") / devices
         return Speed(tokens_per_s_per_device=rate, origin="time of a step")
     turned = _from_flops(cells, _flops_per_token(cells, model, seq_len))
     if not cells["tokens_per_s_per_gpu"]:
         return turned
-    printed = Speed(tokens_per_s_per_device=float(cells["tokens_per_s_per_gpu"]), origin="tokens/s")
+    printed = Speed(tokens_per_s_per_device=_figure(cells, "tokens_per_s_per_gpu"), origin="tokens/s")
     if turned is None or cells["date_release"] not in _ROUNDED:
         return printed
     close = abs(turned.tokens_per_s_per_device / printed.tokens_per_s_per_device - 1) < _SAME
     return replace(turned, origin=turned.origin + "; the printed tokens/s are rounded") if close else printed
 
 
+def _figure(cells: Mapping[str, str], column: str) -> float:
+    return number(column, cells[column])
+
+
 def _from_flops(cells: Mapping[str, str], per_token: int) -> Speed | None:
     if not per_token or not (cells["tflops_per_gpu"] or cells["mfu_pct"]):
         return None
     if cells["tflops_per_gpu"]:
-        rate, origin = float(cells["tflops_per_gpu"]) * TERA, f"TFLOP/s at {per_token / 1e9:.2f} GFLOP a token"
+        rate, origin = _figure(cells, "tflops_per_gpu") * TERA, f"TFLOP/s at {per_token / 1e9:.2f} GFLOP a token"
     else:
-        rate, origin = float(cells["mfu_pct"]) / 100 * _MFU_OF, "MFU of 989.5 TFLOP/s"
+        rate, origin = _figure(cells, "mfu_pct") / 100 * _MFU_OF, "MFU of 989.5 TFLOP/s"
     return Speed(tokens_per_s_per_device=rate / per_token, origin=origin)
 
 

@@ -19,7 +19,7 @@ from moewright.rules.legality import illegal
 from moewright.rules.stages import parse_stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Dispatcher, Layout, Overlap, Schedule
+from moewright.spec.layout import Layout, Overlap, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.units import GB, GIB
 from moewright.spec.workload import Routing, Workload
@@ -103,7 +103,8 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows in the order of the file; `order` holds all ids. `contradictions` are pairs that say the same layout."""
+    """Rows in the order of the file; `order` holds all ids, made unique by their line where the file repeats one.
+    `contradictions` are pairs that say the same layout."""
 
     order: tuple[str, ...]
     rows: tuple[Measured, ...]
@@ -127,8 +128,10 @@ def read_table(path: Path) -> Table:
     rows: list[Measured] = []
     skipped: list[Skipped] = []
     order: list[str] = []
-    for line in lines:
+    for place, line in enumerate(lines, 2):
         given = {column: (line.get(column) or "").strip() for column in {*COLUMNS, *filter(None, line)}}
+        if not given["id"] or given["id"] in order:
+            given["id"] = f"{given['id']}@line{place}"
         order.append(given["id"])
         try:
             rows.append(_measured(given))
@@ -209,8 +212,8 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
         schedule=Schedule.INTERLEAVED if pp > 1 and vpp > 1 else Schedule.ONE_F_ONE_B,
         recompute=read.recomputed(given["recompute_granularity"], given["recompute_modules"]),
         offload=read.offloaded(given["offload"]),
-        dispatcher=Dispatcher(given["dispatcher"]) if model.moe and given["dispatcher"] else Dispatcher.ALL_TO_ALL,
-        capacity=float(given["capacity_factor"] or 0),
+        dispatcher=read.dispatcher(given["dispatcher"] if model.moe else ""),
+        capacity=read.number("capacity_factor", given["capacity_factor"]) if given["capacity_factor"] else 0.0,
         overlap=tuple(one for one in read.overlapped(given) if one is not Overlap.TP or tp > 1),
         graphs=read.graphs(given["cuda_graph"]),
         stages=stages,
