@@ -105,7 +105,7 @@ def test_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nproc_is_checked() -> None:
     with pytest.raises(
-        BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest legal value: 1"
+        BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest .* 1"
     ):
         measure(nproc=0)
 
@@ -167,7 +167,15 @@ def test_a_broken_rank_ends_the_team_by_name(how: str, words: str, monkeypatch: 
 
 
 @pytest.mark.spawn
-def test_a_killed_bench_leaves_no_process(tmp_path: Path) -> None:
+def lives(pid: str) -> bool:
+    """Whether there is such a process that is not merely waiting for its parent to ask for its exit code."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_bench_leaves_no_process() -> None:
     """It is killed when its two ranks have started; they would measure on for as long as their budget lasts."""
     bench = multiprocessing.get_context("fork").Process(
         target=run_team, args=(CPU,), kwargs={"ranks": 2, "budget_s": 20}
@@ -182,8 +190,10 @@ def test_a_killed_bench_leaves_no_process(tmp_path: Path) -> None:
     time.sleep(0.3)
     os.kill(bench.pid, signal.SIGKILL)
     bench.join()
-    time.sleep(0.5)
-    assert not [rank for rank in ranks if Path("/proc", rank).exists()]
+    deadline_s = time.monotonic() + 5
+    while any(lives(rank) for rank in ranks):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_this_machine() -> None:

@@ -263,7 +263,7 @@ def test_a_wrong_torchrun_environment_is_refused(
 
 
 def test_nothing_starts_without_a_rank_or_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="nproc=0: must be at least 1"):
+    with pytest.raises(BadInput, match="nproc=0: must be in 1"):
         launch(toy, nproc=0, run_dir=tmp_path / "run")
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be used as a run directory"):
