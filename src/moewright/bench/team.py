@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from moewright.bench.cases import Call, Case, all_cases
 from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.launch import cores
+from moewright.engine.rank import die_with_parent
 from moewright.spec.hardware import Collective, DeviceKind
 
 SLICE_S = 0.2  # on one case, when the budget allows
@@ -59,7 +61,8 @@ def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[float | 
     deadline = time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="moewright-bench-") as folder:
         told = Assignment(kind=kind, ranks=ranks, clock=clock_for(kind, ranks), deadline=deadline, folder=folder)
-        team = [start.Process(target=_rank_main, args=(rank, told), daemon=True) for rank in range(ranks)]
+        arguments = [(rank, told, os.getpid()) for rank in range(ranks)]
+        team = [start.Process(target=_rank_main, args=each, daemon=True) for each in arguments]
         try:
             for process in team:
                 process.start()
@@ -91,9 +94,11 @@ def _raise_first_failure(codes: Sequence[int | None], folder: Path) -> None:
         raise RuntimeError(f"ranks {hung} of the benchmark hung: {GRACE_S:g} s past its budget")
 
 
-def _rank_main(rank: int, told: Assignment) -> None:
+def _rank_main(rank: int, told: Assignment, parent: int) -> None:
     folder = Path(told.folder)
     try:
+        if sys.platform == "linux":  # a parent that is killed cannot end its daemons
+            die_with_parent(parent)
         seconds = _measure_all(rank, told)
         (folder / f"{rank}.json").write_text(json.dumps(seconds))
     except BaseException:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moewright.spec.errors import BadInput, Reason
 
+MAX_WORLD, MAX_PORT = 1_000_000, 65535
 _KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,7 +30,11 @@ def torchrun() -> TorchrunEnv | None:
             raise BadInput(
                 Reason(field=key, rule="is not set, but RANK and WORLD_SIZE are", nearest="start by torchrun")
             )
-    numbers = {key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    numbers = {key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    for key, high in (("WORLD_SIZE", MAX_WORLD), ("MASTER_PORT", MAX_PORT)):
+        if not 1 <= numbers[key] <= high:
+            close = str(min(max(numbers[key], 1), high))
+            raise BadInput(Reason(field=key, value=given[key][:60], rule=f"must be in 1..{high}", nearest=close))
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise BadInput(
             Reason(
@@ -44,5 +49,6 @@ def torchrun() -> TorchrunEnv | None:
 
 def _whole(key: str, text: str) -> int:
     if not text.isdecimal():
-        raise BadInput(Reason(field=key, value=text, rule="must be a whole number", nearest="0"))
+        close = "29500" if key == "MASTER_PORT" else "0"
+        raise BadInput(Reason(field=key, value=text[:60], rule="must be a whole number", nearest=close))
     return int(text)

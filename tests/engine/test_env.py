@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from moewright.engine.env import torchrun
+from moewright.spec.errors import BadInput
+
+GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def variables(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for key, value in (GIVEN | changes).items():
+        monkeypatch.setenv(key, value)
+
+
+def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables(monkeypatch)
+    env = torchrun()
+    assert env is not None
+    assert (env.rank, env.world, env.local_rank) == (1, 2, 1)
+    monkeypatch.delenv("RANK")
+    assert torchrun() is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("RANK", "2", "RANK=2: must be below WORLD_SIZE=2; nearest legal value: 1"),
+        ("RANK", "-1", "RANK=-1: must be a whole number"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE=0: must be in 1..1000000; nearest legal value: 1"),
+        ("LOCAL_RANK", "one", "LOCAL_RANK=one: must be a whole number"),
+        ("MASTER_PORT", "", "MASTER_PORT: must be a whole number; nearest legal value: 29500"),
+        ("MASTER_PORT", "99999", "MASTER_PORT=99999: must be in 1..65535; nearest legal value: 65535"),
+    ],
+)
+def test_what_it_cannot_have_set_is_refused(monkeypatch: pytest.MonkeyPatch, key: str, value: str, said: str) -> None:
+    variables(monkeypatch, **{key: value})
+    with pytest.raises(BadInput) as refused:
+        torchrun()
+    assert said in str(refused.value)
+
+
+def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables(monkeypatch)
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(BadInput, match="MASTER_PORT: is not set"):
+        torchrun()
