@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from moewright.codec import read_json
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
+from moewright.rules.inventory import count
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
@@ -213,6 +215,18 @@ def test_a_foreign_pickle_is_refused_before_anything_is_written(data: DataSpec, 
         run(make_plan(data, steps=4), tmp_path)
     assert "is not a checkpoint: it has no index.json but .metadata" in str(refused.value)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_anything_is_written(
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = 12 * count(tiny_jobs.MODEL).total
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 1))
+    with pytest.raises(BadInput) as refused:
+        run(make_plan(data), tmp_path / "deep" / "run")
+    assert f"({need} bytes), {need - 1} bytes are free" in str(refused.value)
+    assert not (tmp_path / "deep").exists()
 
 
 def test_a_plan_for_gpus_is_refused_where_there_are_too_few(

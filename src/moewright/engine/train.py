@@ -21,7 +21,16 @@ import moewright
 from moewright.codec import read_json, to_data, write_json
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
-from moewright.engine.checkpoint import Coordinator, latest, load, read_index, refuse_mismatch, resume_from, save
+from moewright.engine.checkpoint import (
+    Coordinator,
+    latest,
+    load,
+    read_index,
+    refuse_mismatch,
+    require_space,
+    resume_from,
+    save,
+)
 from moewright.engine.data.build import read_corpus
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.preflight import check_data
@@ -36,6 +45,7 @@ from moewright.engine.record import JsonLines, Recorder, Screen, Sink, TensorBoa
 from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
 from moewright.engine.support import unsupported_layout, unsupported_model
 from moewright.rules.flops import model_flops_per_token
+from moewright.rules.inventory import count
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
@@ -46,6 +56,7 @@ from moewright.spec.units import TERA
 from moewright.spec.workload import Workload
 
 PLAN_FILE = "plan.json"
+_STATE_BYTES = 3 * 4  # of a checkpoint, a parameter: master weight and two moments in fp32
 
 
 def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
@@ -68,6 +79,7 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     if done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return Exit.DONE
+    require_space(run_dir, _STATE_BYTES * count(plan.model).total)
     return launch(
         partial(_train_rank, plan, run_dir, last_step),
         nproc=plan.layout.world_size,

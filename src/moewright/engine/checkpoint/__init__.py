@@ -1,6 +1,7 @@
 """Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no pickle either way."""
 
 from moewright.engine.checkpoint.coordinator import Coordinator, alone
+from moewright.engine.checkpoint.files import require_space
 from moewright.engine.checkpoint.geometry import boxes
 from moewright.engine.checkpoint.index import Index, read_index
 from moewright.engine.checkpoint.load import load, refuse_mismatch
@@ -20,6 +21,7 @@ __all__ = [
     "load",
     "read_index",
     "refuse_mismatch",
+    "require_space",
     "resume_from",
     "run_lock",
     "save",

@@ -129,8 +129,9 @@ class PayloadReader:
 
 
 def require_space(directory: Path, need_bytes: int) -> None:
-    """Raise BadInput when the file system has less than `need_bytes` free."""
-    free_bytes = shutil.disk_usage(directory).free
+    """Raise BadInput when the file system of `directory`, which may yet be made, has less than `need_bytes` free."""
+    there = next((path for path in (directory, *directory.absolute().parents) if path.is_dir()), Path("/"))
+    free_bytes = shutil.disk_usage(there).free
     if free_bytes < need_bytes:
         raise _full(directory, need_bytes, free_bytes)
 
