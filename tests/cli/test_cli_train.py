@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,8 @@ class Stage:
     def search(
         self, model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, top: int, allowed: object
     ) -> SimpleNamespace:
-        assert allowed is unsupported_layout
+        assert isinstance(allowed, partial)
+        assert allowed.func is unsupported_layout
         self.searches.append(fixed)
         layout = parse_layout(fixed, world_size=hardware.count)
         plan = Plan(
@@ -210,7 +212,7 @@ def test_a_job_that_cannot_be_trained_writes_nothing(
         ("layout.ep=3", ": layout.ep=3"),
         ("layout.tp=3", ": layout.tp=3"),
         ("layout.zero=3", ": layout.zero=3"),
-        ("train.global_batch=3", ": train.global_batch=3"),
+        ("layout.mbs=3", ": layout.mbs=3"),
         ("layout.dp=3", ": layout.dp=3"),
     ],
 )

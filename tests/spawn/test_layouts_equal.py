@@ -19,6 +19,7 @@ from moewright.engine.checkpoint import Piece, alone, latest, load, read_index
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger
+from moewright.spec.model import QkNorm
 from moewright.spec.workload import DataSpec, OptimizerSpec
 
 pytestmark = pytest.mark.spawn
@@ -31,6 +32,15 @@ LAYOUTS = [
     (4, "ep4,mbs2"),
     (4, "ep4,zero0"),
     (8, "ep8"),
+    (2, "tp2,mbs4"),
+    (2, "tp2,ep2,zero0"),
+    (2, "etp2,mbs2"),
+    (4, "tp2,mbs2"),
+    (4, "tp2,etp4"),  # ETP beyond TP, EP 1
+    (4, "tp2,ep4,mbs2"),  # EP beyond DP and across TP
+    (4, "etp2,ep2"),  # ETP without TP
+    (4, "tp2,etp2,ep2,zero0"),
+    (8, "tp2,ep4,mbs2"),
 ]
 
 
@@ -91,6 +101,43 @@ def test_equals_one_process(
     first = [steps_of(path)[0] for path in (here, reference_run)]
     assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
     assert [load["counts"] for load in first[0]["loads"]] == [load["counts"] for load in first[1]["loads"]]
+
+
+def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_path: Path) -> None:
+    """q/k norms over all heads, a shared expert and a vocabulary that TP does not divide, resumed on another layout.
+
+    Two steps on four ranks, then two on one rank, against four steps on one rank.
+    """
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    attention = replace(base.attention, heads=8, kv_heads=4, qk_norm=QkNorm.FULL)
+    model = replace(
+        base,
+        attention=attention,
+        vocab_size=tiny_jobs.VOCABULARY + 1,
+        tie_embeddings=True,
+        moe=replace(base.moe, shared_ffn_size=24),
+    )
+
+    def run_to(steps: int, layout: str, world_size: int, run_dir: Path) -> Path:
+        work = tiny_jobs.workload(data, steps=steps)
+        optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=4)
+        work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
+        assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+        return run_dir
+
+    one = run_to(4, "mbs2", 1, tmp_path / "one")
+    moved = run_to(2, "tp4,etp2,ep2,mbs2", 4, tmp_path / "moved")
+    wanted, found = state(one, 1), state(moved, 1)
+    for name, reference in wanted.items():
+        if name.startswith("optim/exp_avg/"):
+            error = (found[name] - reference).norm() / reference.norm()
+            assert error <= 3e-5, (name, float(error))
+    run_to(4, "mbs2", 1, moved)
+    for ours, theirs in zip(steps_of(moved), steps_of(one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from moewright.cost.ledger import predict
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.model import QkNorm
+from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec
 from moewright.tune.compare import Section, Status, compare
 
@@ -33,17 +35,42 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (4, "ep2", Dtype.FP32, LossSpec(z_coeff=0.001)),
         (4, "ep4,mbs2", Dtype.BF16, LossSpec()),
         (8, "ep8", Dtype.FP32, LossSpec(aux_coeff=0.01)),
+        (2, "tp2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (2, "tp2,ep2,zero0", Dtype.FP32, LossSpec(z_coeff=0.001)),
+        (2, "etp2", Dtype.BF16, LossSpec()),
+        (4, "tp2,ep2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01, z_coeff=0.001)),
+        (4, "tp2,etp2,ep2", Dtype.FP32, LossSpec()),
+        (4, "etp4,mbs2", Dtype.FP32, LossSpec(aux_coeff=0.01)),
+        (8, "tp2,ep4,etp2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
     ],
 )
 def test_predicted_equals_counted(
     world_size: int, layout: str, precision: Dtype, loss: LossSpec, data: DataSpec, tmp_path: Path
 ) -> None:
     work = tiny_jobs.workload(data, steps=2, precision=precision, loss=loss)
-    work = replace(work, optimizer=replace(work.optimizer, bucket_elements=5000))
-    plan = tiny_jobs.plan(work, layout, world_size=world_size)
+    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
+
+
+def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_path: Path) -> None:
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    model = replace(
+        base,
+        attention=replace(base.attention, qk_norm=QkNorm.FULL),
+        vocab_size=tiny_jobs.VOCABULARY + 1,
+        moe=replace(base.moe, shared_ffn_size=24),
+    )
+    work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.plan(work, "tp2,etp2,mbs2", world_size=2, model=model), tmp_path)
+
+
+def assert_equal(plan: Plan, tmp_path: Path) -> None:
+    """Run a plan with several buckets and hold every rank's ledger against its prediction."""
+    workload = replace(plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000))
+    plan = replace(plan, workload=workload)
     assert run(plan, tmp_path) is Exit.DONE
     selection = read_json(Selection, tmp_path / "ledger" / "selection.json")
-    for rank in range(world_size):
+    for rank in range(plan.layout.world_size):
         counted = read_json(Ledger, tmp_path / "ledger" / f"rank{rank:05d}.json")
         comparison = compare(predict(plan, rank=rank, selection=selection), counted)
         wrong = [

@@ -171,6 +171,10 @@ LAYOUTS = [
     ("mixtral", 4, "ep2,mbs2,zero0"),
     ("olmoe", 2, "ep2"),
     ("qwen3", 2, "mbs4"),
+    ("qwen3_moe", 4, "tp2,ep2,mbs2"),
+    ("mixtral", 4, "tp2,etp4"),
+    ("olmoe", 2, "tp2,ep2"),
+    ("qwen3", 2, "tp2,zero0"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,8 @@ def plan(
     asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
     with as_written(option_field("--why-not")):
         parse_layout(why_not, world_size=asked.hardware.count)
-    allowed = unsupported_layout if asked.purpose is Purpose.TRAIN else search.everything
+    runs_here = partial(unsupported_layout, model=asked.model, workload=asked.workload)
+    allowed = runs_here if asked.purpose is Purpose.TRAIN else search.everything
     with as_written(job_field(Path(model))):
         ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed)
     console = console_for(sys.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -168,7 +169,8 @@ def _search(job: Job, hardware: Hardware) -> Plan:
     from moewright.search.search import search
 
     fixed = job.layout_text
-    ranked = search(job.model, job.workload, hardware, fixed=fixed, top=1, allowed=unsupported_layout)
+    allowed = partial(unsupported_layout, model=job.model, workload=job.workload)
+    ranked = search(job.model, job.workload, hardware, fixed=fixed, top=1, allowed=allowed)
     if not ranked.plans:
-        raise nothing_fits(job.model, job.workload, hardware, fixed=fixed, allowed=unsupported_layout, ranked=ranked)
+        raise nothing_fits(job.model, job.workload, hardware, fixed=fixed, allowed=allowed, ranked=ranked)
     return ranked.plans[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moewright.cost.stage import Routed, chunk_layers
-from moewright.rules import recompute, routing, schedule
+from moewright.rules import recompute, routing, schedule, shards
 from moewright.rules.stages import Chunk
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -94,7 +94,9 @@ def outside_bytes(
     passes = chunk.mtp + chunk.loss
     if passes:
         sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
-        logits = c * T * model.vocab_size // layout.tp if logits_kept else 0
+        # A cut vocabulary leaves each token's log of the partition sum too, which no rank can find alone.
+        logits = c * T * shards.even_part(model.vocab_size, layout.tp) + (FP32_BYTES * T if layout.tp > 1 else 0)
+        logits = logits if logits_kept else 0
         sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits + INT64_BYTES * T)
     return sums
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moewright.rules import grid, routing, stages
@@ -30,11 +30,17 @@ def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the balanced count."""
+    """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the balanced count.
+
+    `sent_here` of the rows come over the rank's own EP group; the ranks of its ETP group share theirs, the largest part
+    being `widest`.
+    """
 
     layers: tuple[int, ...]
     even: int
     rows: tuple[tuple[int, ...], ...]  # [micro_batch][index into layers]
+    sent_here: tuple[tuple[int, ...], ...]
+    widest: tuple[tuple[int, ...], ...]
 
     def load(self, micro_batch: int, layer: int) -> float:
         """Rows over the mean; 1 for a layer without experts."""
@@ -67,23 +73,37 @@ def routed(
     even = routing.routed_rows(model, workload, layout, 1.0)
     if selection is None:
         each = routing.routed_rows(model, workload, layout, load)
-        return Routed(layers=layers, even=even, rows=((each,) * len(layers),) * micro_batches)
+        whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
+        return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part)
     _check(model, layout, micro_batches, selection)
     every = [*(i for i, moe in enumerate(model.moe_layers) if moe), *range(model.layers + 1, max((0, *layers)) + 1)]
-    sources = _sources(layout, rank, selection)
-    rows = tuple(
-        tuple(_received(model, layout, rank, [of_batch[every.index(i)][s] for s in sources]) for i in layers)
-        for of_batch in selection.counts
+    parts = [
+        tuple(
+            tuple(
+                routing.rank_rows(model, layout, [of_batch[every.index(i)][s] for s in sources], rank) for i in layers
+            )
+            for of_batch in selection.counts
+        )
+        for sources in (_sources(layout, peer, selection) for peer in grid.group_ranks(layout, "etp", rank))
+    ]
+    return Routed(
+        layers=layers,
+        even=even,
+        rows=_over(sum, parts),
+        sent_here=parts[grid.coordinate(layout, rank, "etp")],
+        widest=_over(max, parts),
     )
-    return Routed(layers=layers, even=even, rows=rows)
 
 
-def _received(model: ModelSpec, layout: Layout, rank: int, by_source: Sequence[Sequence[int]]) -> int:
-    return routing.rank_rows(model, layout, by_source, rank)
+def _over(
+    join: Callable[[Iterable[int]], int], parts: Sequence[tuple[tuple[int, ...], ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Join the ETP ranks' parts, [micro_batch][layer] each, into one of the same shape."""
+    return tuple(tuple(join(same) for same in zip(*of_batch, strict=True)) for of_batch in zip(*parts, strict=True))
 
 
 def _sources(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]:
-    """Places in `selection` of the ranks that send to `rank`: its ETP x EP group.
+    """Places in `selection` of the ranks that send to `rank`: its EP group.
 
     A selection lists the ranks of one pipeline stage in order; without sequence parallelism the ranks of a TP group
     hold the same tokens and are listed once.
@@ -91,7 +111,7 @@ def _sources(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]
     listed = len(selection.counts[0][0])
     stage = layout.world_size // layout.pp
     repeats = stage // listed
-    group = grid.group_ranks(layout, "etp_ep", rank)
+    group = grid.group_ranks(layout, "ep", rank)
     return tuple(dict.fromkeys(member % stage // repeats for member in group))
 
 

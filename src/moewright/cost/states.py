@@ -19,7 +19,7 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSet:
-    """The buckets of a rank's dense or expert parameters, and the group and slice they are reduced over."""
+    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the rank's."""
 
     group: str
     group_size: int
@@ -35,11 +35,11 @@ class BucketSet:
 
 
 def bucket_sets(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
-    """Dense over dp_cp, then experts over edp; a set without parameters is left out."""
+    """By the group that reduces them (rules.shards), in that order; a set without parameters is left out."""
     held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
     found = []
-    for group, expert in (("dp_cp", False), ("edp", True)):
-        params = [param for param in reversed(held) if param.expert is expert]
+    for group in shards.GRADIENT_GROUPS:
+        params = [param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group]
         if params:
             found.append(_bucket_set(params, workload, layout, rank, group))
     return tuple(found)

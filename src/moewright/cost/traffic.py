@@ -11,7 +11,7 @@ from moewright.rules.recompute import activation_bytes
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import CommRow
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import ModelSpec, QkNorm
 from moewright.spec.workload import Workload
 
 INT64_BYTES = 8
@@ -27,7 +27,7 @@ def comm_rows(
     """Sorted rows; groups of one rank make no call."""
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
-        *_step(model, rows),
+        *_step(model, workload, rows),
         *_expert(model, workload, layout, rows),
         *_gradients(workload, layout, sets, len(rows.rows)),
         *_tensor(model, workload, layout, rank, len(rows.rows)),
@@ -42,12 +42,17 @@ def comm_rows(
     )
 
 
-def _step(model: ModelSpec, rows: Routed) -> Iterator[_Call]:
-    """Valid targets (int64), the four statistics, and the expert counts for the record."""
+def _step(model: ModelSpec, workload: Workload, rows: Routed) -> Iterator[_Call]:
+    """Valid targets (int64), the four statistics, and the expert counts for the record; with a balance loss those of
+    each micro-batch and layer too, over the ranks that share its tokens.
+    """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
     if model.moe is not None and rows.layers:
-        yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES * len(rows.layers) * model.moe.experts, 1
+        counts = INT64_BYTES * len(rows.layers) * model.moe.experts
+        yield Collective.ALL_REDUCE, "tp_cp_dp", counts, 1
+        if workload.loss.aux_coeff:
+            yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * counts, len(rows.rows) * len(rows.layers)
 
 
 def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
@@ -58,17 +63,19 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     sent = routing.micro_batch_tokens(workload, layout) * k
     passes = len(rows.rows) * len(rows.layers)
     out = passes * sent * (c * h + FP32_BYTES)
-    back = rows.total * c * h // layout.etp
+    received = sum(map(sum, rows.sent_here))
+    back = received * c * h
     counts = passes * INT64_BYTES * model.moe.experts
-    probs_back = rows.total * FP32_BYTES // layout.etp
+    probs_back = received * FP32_BYTES
     yield Collective.ALL_TO_ALL, "ep", counts + out + back, 4 * passes
     yield Collective.ALL_TO_ALL, "ep", passes * sent * c * h + back + probs_back, 3 * passes
     if Recompute.FULL in layout.recompute or Recompute.MOE in layout.recompute:
         yield Collective.ALL_TO_ALL, "ep", counts + out + back, 4 * passes
-    # ETP ranks gather each other's rows and reduce-scatter the results, and the transposed pair in backward.
-    gathered = rows.total * c * h
-    yield Collective.ALL_GATHER, "etp", 2 * gathered // layout.etp, 2 * passes
-    yield Collective.REDUCE_SCATTER, "etp", 2 * gathered, 2 * passes
+    # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and reduce-scatter the
+    # results; in backward the transposed.
+    widest = sum(map(sum, rows.widest))
+    yield Collective.ALL_GATHER, "etp", counts + widest * (2 * c * h + FP32_BYTES), 4 * passes
+    yield Collective.REDUCE_SCATTER, "etp", layout.etp * widest * (2 * c * h + FP32_BYTES), 3 * passes
 
 
 def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], micro_batches: int) -> Iterator[_Call]:
@@ -88,11 +95,13 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
 
 def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
     """Sequence parallelism: attention and each dense MLP gather their input (again for its weight gradient) and
-    reduce-scatter their output, with the transposed pair in backward; the head gathers, the embedding scatters.
+    reduce-scatter their output, with the transposed pair in backward; the head gathers, the embedding scatters. The
+    loss all-reduces the top of the logits, then their sum and the target's; norms of queries and keys over all heads
+    their mean square, and a mean again in backward.
     """
     c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
     whole = c * T * model.hidden_size
-    gathers = scatters = 0
+    gathers = scatters = means = losses = 0
     for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
         layers = chunk_layers(model, chunk)
         shared = model.moe is not None and model.moe.shared_ffn_size > 0
@@ -101,8 +110,12 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
         heads = chunk.loss + chunk.mtp
         gathers += (3 + replayed) * blocks + 2 * heads + chunk.embedding
         scatters += (2 + replayed) * blocks + heads + chunk.embedding
+        losses += heads
+        means += len(layers) * (4 + 2 * replayed) if model.attention.qk_norm is QkNorm.FULL else 0
     yield Collective.ALL_GATHER, "tp", micro_batches * gathers * whole // layout.tp, micro_batches * gathers
     yield Collective.REDUCE_SCATTER, "tp", micro_batches * scatters * whole, micro_batches * scatters
+    reduced = FP32_BYTES * T * (means + 3 * losses)
+    yield Collective.ALL_REDUCE, "tp", micro_batches * reduced, micro_batches * (means + 2 * losses)
 
 
 def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:

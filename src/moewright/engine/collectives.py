@@ -91,6 +91,46 @@ def all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> torch.T
     return out
 
 
+def gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Every rank's [n, ...], one after the other: [size * n, ...]."""
+    if group.size == 1:
+        return tensor
+    return all_gather(tensor.new_empty((group.size * len(tensor), *tensor.shape[1:])), tensor.contiguous(), group)
+
+
+def scatter_sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Slice i, on rank i, of the sum over ranks: [size * n, ...] -> [n, ...]; the transpose of `gather`."""
+    if group.size == 1:
+        return tensor
+    return reduce_scatter(tensor.new_empty((len(tensor) // group.size, *tensor.shape[1:])), tensor.contiguous(), group)
+
+
+class Gather(torch.autograd.Function):
+    """`gather` with its transpose in backward: the gathered copies are used by different weights."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return scatter_sum(grad, ctx.group), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """`scatter_sum` with its transpose in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return scatter_sum(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather(grad, ctx.group), None
+
+
 def all_to_all(tensor: torch.Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
     """Send `send[i]` leading rows to rank i and get `receive[i]` from it; differentiable; splits may be uneven or 0."""
     if group.size == 1:

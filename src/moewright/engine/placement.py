@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moewright.engine.mesh import Mesh
 from moewright.rules.grid import axis_size
+from moewright.rules.shards import even_part
 
 Cuts = tuple[tuple[str, int], ...]  # (mesh axis, tensor dim) pairs; an axis that is not named holds a full copy
 
@@ -30,6 +31,6 @@ def place(mesh: Mesh, whole: tuple[int, ...], cuts: Cuts) -> Placement:
     """Equal parts of each cut dim, the last ones padded where the axis does not divide it."""
     local, offsets = list(whole), [0] * len(whole)
     for axis, dim in cuts:
-        local[dim] = -(-whole[dim] // axis_size(mesh.layout, axis))
+        local[dim] = even_part(whole[dim], axis_size(mesh.layout, axis))
         offsets[dim] = mesh.coordinate(axis) * local[dim]
     return Placement(whole=whole, offsets=tuple(offsets), local=tuple(local), cuts=cuts)

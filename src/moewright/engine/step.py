@@ -135,7 +135,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
     found = accumulate(job, clock, step=step, stop_asked=stop_asked)
     apply(job, clock, found, lr=lr)
     counts = found.counts
-    loads = all_reduce(counts.sum(0), job.run.mesh.group("dp_cp")) if counts.numel() else counts.sum(0)
+    loads = all_reduce(counts.sum(0), job.run.mesh.group("tp_cp_dp")) if counts.numel() else counts.sum(0)
     return StepResult(
         loss=found.loss,
         aux_loss=found.aux_loss,
@@ -176,7 +176,8 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
     execute(timetable(layout, count)[run.mesh.coordinate("pp")], forward=forward, backward=backward)
     with clock.phase(Phase.GRAD_REDUCE):
         squared = job.optimizer.reduce()
-        shared = torch.tensor([squared, float(stop_asked), sums.nll, sums.aux], dtype=torch.float64, device=run.device)
+        own_nll = sums.nll if run.mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
+        shared = torch.tensor([squared, float(stop_asked), own_nll, sums.aux], dtype=torch.float64, device=run.device)
         squared, stops, nll, aux = all_reduce(shared, run.mesh.group("world")).tolist()
     norm = squared**0.5
     return Gradients(

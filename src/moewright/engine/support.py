@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Dispatcher, Layout, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind, ScoreFunction
 from moewright.spec.workload import Dtype, Workload
 
+_GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
 
-def unsupported_layout(layout: Layout) -> tuple[Reason, ...]:
-    """The choices of a layout that the engine cannot run yet."""
+
+def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
+    """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("tp", layout.tp, (1,)),
+        ("sp", str(layout.sp).lower(), (str(layout.tp > 1).lower(),)),
         ("cp", layout.cp, (1,)),
         ("pp", layout.pp, (1,)),
         ("vpp", layout.vpp, (1,)),
-        ("etp", layout.etp, (1,)),
         ("zero", layout.zero, (1, 0)),
         ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL,)),
@@ -26,7 +29,7 @@ def unsupported_layout(layout: Layout) -> tuple[Reason, ...]:
         ("graphs", "+".join(layout.graphs), ("",)),
         ("layout", layout.stages, ("",)),
     )
-    return tuple(
+    choices = [
         Reason(
             field=f"layout.{key}",
             value=str(value),
@@ -35,7 +38,22 @@ def unsupported_layout(layout: Layout) -> tuple[Reason, ...]:
         )
         for key, value, legal in runs
         if value not in legal
-    )
+    ]
+    return (*choices, *_too_fine(layout, model, workload))
+
+
+def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Cuts that would leave a rank less than one key head, or expert rows that grouped GEMM cannot address."""
+    kv_heads = model.attention.kv_heads
+    if model.attention.kind is AttentionKind.GQA and layout.tp > kv_heads:
+        rule = f"the engine does not yet copy the {kv_heads} key heads over more ranks than they are"
+        yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(kv_heads))
+    if model.moe is None or layout.etp == 1:
+        return
+    step = _GROUPED_ROW_BYTES // workload.precision.nbytes
+    if model.moe.ffn_size // layout.etp % step:
+        rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
+        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
 
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:

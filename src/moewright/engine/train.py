@@ -69,7 +69,7 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     reasons = (
         *unsupported_model(plan.model, plan.workload),
         *illegal(plan.model, plan.workload, plan.layout),
-        *unsupported_layout(plan.layout),
+        *unsupported_layout(plan.layout, model=plan.model, workload=plan.workload),
         *_missing_devices(plan),
     )
     if reasons:

@@ -103,7 +103,7 @@ def verify(job: Verification, out: Path) -> Exit:
     reasons = (
         *unsupported_model(job.model, work),
         *illegal(job.model, work, job.layout),
-        *unsupported_layout(job.layout),
+        *unsupported_layout(job.layout, model=job.model, workload=work),
     )
     if reasons:
         raise BadInput(*reasons)

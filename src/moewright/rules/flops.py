@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from moewright.rules.shards import even_part
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -107,7 +108,7 @@ def _forward(model: ModelSpec, layout: Layout, share: Share, seq_len: int) -> It
         for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], tokens, seq_len):
             yield op, module if module is Module.ROUTER else Module.MTP, flops
     passes = share.mtp + (1 if share.head else 0)
-    yield FlopOp.GEMM, Module.HEAD, passes * 2 * tokens * h * model.vocab_size // tp
+    yield FlopOp.GEMM, Module.HEAD, passes * 2 * tokens * h * even_part(model.vocab_size, tp)
     if model.moe and share.routed_rows:
         matrices = 3 if model.gated else 2
         per_row = 2 * matrices * h * model.moe.ffn_size // layout.etp

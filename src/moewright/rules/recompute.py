@@ -145,9 +145,10 @@ def _moe(model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: 
     yield _row(Module.EXPERTS, "fc1", c * R * wide * f // etp, moe)
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
-    # Each sort keeps its order and the inverse: by expert on this side, and by local expert where rows come mixed.
-    mixed = R if layout.ep > 1 and model.moe.experts > layout.ep else 0
-    yield _row(Module.EXPERTS, "indices", 2 * INT64_BYTES * (sent + mixed), moe)
+    # Each sort keeps its order and the inverse: by expert on this side, and by local expert where rows come mixed. Rows
+    # that ETP ranks gathered are picked out of their padding in that order: the places are kept, they have no inverse.
+    mixed = 2 * R if layout.ep > 1 and model.moe.experts > layout.ep else 0
+    yield _row(Module.EXPERTS, "indices", INT64_BYTES * (2 * sent + (R if etp > 1 else mixed)), moe)
     yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (model.moe.experts // layout.ep), moe)
     yield from _shared(model, size)
 

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moewright.rules import grid, stages
 from moewright.rules.inventory import EMBEDDING_LAYER, Param, parameters
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+
+# Groups whose ranks hold a parameter in copies, and therefore sum its gradients and share its optimizer state.
+GRADIENT_GROUPS = ("dp_cp", "tp_cp_dp", "edp")
+
+
+def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
+    """The group of GRADIENT_GROUPS over which a parameter cut like that (axis, dim) is replicated.
+
+    What TP does not cut (norms, router) sees other tokens or heads on each TP rank, so TP ranks sum too.
+    """
+    axes = {axis for axis, _ in cuts}
+    if not axes.isdisjoint(("ep", "etp")):
+        return "edp"
+    return "dp_cp" if layout.tp == 1 or "tp" in axes else "tp_cp_dp"
+
+
+def even_part(extent: int, parts: int) -> int:
+    """What a rank holds of a dim cut in equal parts; padding makes the last ones as large as the rest."""
+    return -(-extent // parts)
 
 
 def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
     """Shape of one rank's shard. A legal layout divides evenly; otherwise the shape of the largest shard."""
     shape = list(param.shape)
     for axis, dim in param.shard:
-        shape[dim] = -(-shape[dim] // grid.axis_size(layout, axis))
+        shape[dim] = even_part(shape[dim], grid.axis_size(layout, axis))
     return tuple(shape)
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.collectives import Group, all_to_all
+from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
 from moewright.engine.dispatch.seam import Route, Routed
-from moewright.engine.model.functions import Gather, Reorder, Spread
+from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots
 
 
 class AllToAll:
-    """Dispatch over an expert-parallel group; alone in its group it only sorts. Dropless, uneven splits."""
+    """Dispatch over an expert-parallel group; alone in its group it only sorts. Dropless, uneven splits.
 
-    def __init__(self, group: Group, experts: int) -> None:
+    Where experts are cut over an expert-tensor-parallel group, its ranks gather the rows that each received, and the
+    sums of their partial outputs go back to where the rows came from.
+    """
+
+    def __init__(self, group: Group, slices: Group, experts: int) -> None:
         self._group = group
+        self._slices = slices
         self._experts = experts
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[Routed, Route]:
-        """Sort (token, slot) pairs by expert and agree with the group on how many rows go where."""
+        """Sort (token, slot) pairs by expert and agree with the groups on how many rows go where."""
         top_k = experts_Tk.shape[1]
         order = torch.argsort(experts_Tk.flatten(), stable=True)
         inverse = torch.empty_like(order)
@@ -27,10 +32,14 @@ class AllToAll:
         counts = torch.bincount(experts_Tk.flatten(), minlength=self._experts)
         size, local = self._group.size, self._experts // self._group.size
         received = all_to_all(counts, self._group, send=[local] * size, receive=[local] * size).view(size, local)
+        held = gather(received, self._slices).view(-1, size, local)
         # The one wait for the device in a layer: split sizes must be known on the host.
         sizes = torch.stack((counts.view(size, local).sum(1), received.sum(1))).tolist()
-        regroup = ungroup = None
-        if size > 1 and local > 1:
+        widest = int(held.sum((1, 2)).max()) if self._slices.size > 1 else sum(sizes[1])
+        regroup = ungroup = places = None
+        if self._slices.size > 1:
+            places = _places(held, widest)
+        elif size > 1 and local > 1:
             expert_of_row = torch.arange(local, device=order.device).repeat(size).repeat_interleave(received.flatten())
             regroup = torch.argsort(expert_of_row, stable=True)
             ungroup = torch.empty_like(regroup)
@@ -43,7 +52,9 @@ class AllToAll:
             receive=tuple(sizes[1]),
             regroup=regroup,
             ungroup=ungroup,
-            ends=received.sum(0).cumsum(0).to(torch.int32),
+            ends=held.sum((0, 1)).cumsum(0).to(torch.int32),
+            places=places,
+            widest=widest,
         )
         rows = Spread.apply(x_TH, order, inverse, top_k)
         weights = Reorder.apply(weights_Tk.flatten(), order, inverse)
@@ -51,13 +62,18 @@ class AllToAll:
 
     def dispatch(self, routed: Routed, route: Route) -> Routed:
         """Rows and weights to the ranks of their experts."""
-        return Routed(
-            rows=all_to_all(routed.rows, self._group, send=route.send, receive=route.receive),
-            weights=all_to_all(routed.weights, self._group, send=route.send, receive=route.receive),
-        )
+        rows = all_to_all(routed.rows, self._group, send=route.send, receive=route.receive)
+        weights = all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
+        if route.places is not None:
+            rows, weights = (Gather.apply(_padded(x, route.widest), self._slices) for x in (rows, weights))
+        return Routed(rows=rows, weights=weights)
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
         """Received rows come by source rank; order them by local expert."""
+        if route.places is not None:
+            return Routed(
+                rows=Select.apply(routed.rows, route.places), weights=Select.apply(routed.weights, route.places)
+            )
         if route.regroup is None:
             return routed
         return Routed(
@@ -67,12 +83,31 @@ class AllToAll:
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """Back to the order of the source ranks."""
+        if route.places is not None:
+            return Place.apply(rows, route.places, route.widest * self._slices.size)
         return rows if route.regroup is None else Reorder.apply(rows, route.ungroup, route.regroup)
 
     def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        """Rows back to the ranks of their tokens."""
+        """Rows back to the ranks of their tokens, the parts of cut experts summed."""
+        if route.places is not None:
+            rows = ScatterSum.apply(rows, self._slices)[: sum(route.receive)]
         return all_to_all(rows, self._group, send=route.receive, receive=route.send)
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """Sum the k rows of each token: [T*k,H] -> [T,H]."""
-        return Gather.apply(rows, route.order, route.inverse, route.top_k)
+        return SumSlots.apply(rows, route.order, route.inverse, route.top_k)
+
+
+def _places(held: torch.Tensor, widest: int) -> torch.Tensor:
+    """Rows of the gathered parts that are no padding, by local expert; `held` [parts, sources, E_local] counts rows."""
+    parts, sources, local = held.shape
+    padding = widest - held.sum((1, 2))
+    lengths = torch.cat((held.flatten(1), padding[:, None]), 1)
+    experts = torch.cat((torch.arange(local, device=held.device).repeat(sources), held.new_full((1,), local)))
+    expert_of_row = experts.repeat(parts).repeat_interleave(lengths.flatten())
+    return torch.argsort(expert_of_row, stable=True)[: int(held.sum())].clone()
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x with rows of zeros after it."""
+    return torch.cat((x, x.new_zeros((rows - len(x), *x.shape[1:]))))

@@ -1,7 +1,7 @@
 """The seam between router and experts: dispatch (pre, comm, post) and combine (pre, comm, post).
 
 Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced.
-Shapes: T tokens of this rank, k experts a token, H hidden, R rows received, E_local experts held here.
+Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the experts here, E_local experts held here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ class Route:
     `order` [T*k] sorts (token, slot) pairs by expert, `inverse` undoes it; `send` and `receive` count rows a rank of
     the expert group; `regroup` sorts received rows by local expert, None when they already are; `ends` [E_local] int32
     are the running ends of the local experts' rows.
+
+    Where experts are cut over ETP, its ranks gather each other's received rows, each padded to `widest` rows, and
+    `places` [R] are the rows that are none of the padding, sorted by local expert.
     """
 
     top_k: int
@@ -37,6 +40,8 @@ class Route:
     regroup: torch.Tensor | None
     ungroup: torch.Tensor | None
     ends: torch.Tensor
+    places: torch.Tensor | None
+    widest: int
 
 
 class Dispatcher(Protocol):

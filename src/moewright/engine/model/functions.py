@@ -3,8 +3,7 @@
 Each is an own autograd Function so that the saved tensors are the same on every device, and so that the FLOPs of
 backward are booked to the module whose forward made them.
 
-Shapes: T tokens, K in, N out, R routed rows, E local experts, F expert width, V vocabulary, B batch, S sequence,
-H query heads, G key heads, D head dim.
+Shapes: T tokens, K width, R routed rows, F expert width, B batch, S sequence, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 
 from moewright.engine.books import Books
-from moewright.engine.kernels import attention, attention_backward, grouped_matmul, matmul
+from moewright.engine.collectives import Group, all_reduce
+from moewright.engine.kernels import attention, attention_backward
 
-_LOSS_ROWS = 512  # rows of logits widened to fp32 at a time
 
-
-class _Booked(torch.autograd.Function):
+class Booked(torch.autograd.Function):
     """Remembers the module of the forward; `backward` of a subclass runs inside it."""
 
     @staticmethod
@@ -27,75 +25,37 @@ class _Booked(torch.autograd.Function):
         ctx.books, ctx.module = books, books.module
 
 
-class Linear(_Booked):
-    """y [T,N] = x [T,K] w^T, w [N,K]; keeps x."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, books: Books) -> torch.Tensor:
-        _Booked.remember(ctx, books)
-        ctx.save_for_backward(x_TK, w_NK)
-        return matmul(x_TK, w_NK.T)
-
-    @staticmethod
-    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x_TK, w_NK = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
-            return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None
-
-
-class RouterLinear(_Booked):
-    """Router logits [T,E] in fp32 from activations and weights of the compute dtype; keeps x as it came."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_EK: torch.Tensor, books: Books) -> torch.Tensor:
-        _Booked.remember(ctx, books)
-        ctx.save_for_backward(x_TK, w_EK)
-        return torch.mm(x_TK.float(), w_EK.float().T)
-
-    @staticmethod
-    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x_TK, w_EK = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
-            grad_x, grad_w = torch.mm(g_TE, w_EK.float()), torch.mm(g_TE.T, x_TK.float())
-        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None
-
-
-class GroupedLinear(_Booked):
-    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the groups; keeps x."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Books) -> torch.Tensor:
-        _Booked.remember(ctx, books)
-        ctx.save_for_backward(x_RK, w_ENK, ends_E)
-        return grouped_matmul(x_RK, w_ENK.mT, ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        x_RK, w_ENK, ends_E = ctx.saved_tensors
-        g_RN = g_RN.contiguous()
-        with ctx.books.within(ctx.module):
-            return grouped_matmul(g_RN, w_ENK, ends_E), grouped_matmul(g_RN.T, x_RK, ends_E), None, None
-
-
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and one fp32 number a row."""
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and one fp32 number a row.
+
+    With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is over all of it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, across: Group | None = None
+    ) -> torch.Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        scale = torch.rsqrt(_mean(wide.square(), across) + eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.across = across
         return (wide.mul_(scale) if wide is not x else wide * scale).to(x.dtype) * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
         normed = x.float() * scale
         wide = grad.float()
         grad_weight = (wide * normed).flatten(0, -2).sum(0)
         wide = wide * weight.float()
-        grad_x = (wide - normed * (wide * normed).mean(-1, keepdim=True)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_x = (wide - normed * _mean(wide * normed, ctx.across)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+def _mean(x: torch.Tensor, across: Group | None) -> torch.Tensor:
+    """Over the last dim, which is kept as 1, and over the ranks that hold its parts."""
+    mean = x.mean(-1, keepdim=True)
+    return mean if across is None else all_reduce(mean, across).div_(across.size)
 
 
 class Rotary(torch.autograd.Function):
@@ -121,12 +81,12 @@ def _rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSHD.dtype)
 
 
-class CausalAttention(_Booked):
+class CausalAttention(Booked):
     """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D]; keeps q, k, v, the output and LSE."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, books: Books) -> torch.Tensor:
-        _Booked.remember(ctx, books)
+        Booked.remember(ctx, books)
         out, rest = attention(q, k, v)
         ctx.save_for_backward(q, k, v, out, *rest)
         return out
@@ -173,7 +133,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Spread(torch.autograd.Function):
-    """Copy each token to its routed rows: x [T,K] -> [T*k,K]; the transpose of Gather. Keeps `inverse`.
+    """Copy each token to its routed rows: x [T,K] -> [T*k,K]; the transpose of SumSlots. Keeps `inverse`.
 
     Row i holds token order[i] // top_k; `inverse` is the inverse permutation of `order`.
     """
@@ -190,7 +150,7 @@ class Spread(torch.autograd.Function):
         return _gather(grad, inverse, ctx.top_k), None, None, None
 
 
-class Gather(torch.autograd.Function):
+class SumSlots(torch.autograd.Function):
     """Sum each token's routed rows: [T*k,K] -> [T,K]; the transpose of Spread. Keeps `order`."""
 
     @staticmethod
@@ -228,46 +188,34 @@ class Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-class Embed(torch.autograd.Function):
-    """Rows of w [V,K] by token id; the gradient is summed in fp32, since frequent tokens sum thousands of rows."""
+class Select(torch.autograd.Function):
+    """x.index_select(0, places), each place at most once; the transpose of Place. Keeps `places`."""
 
     @staticmethod
-    def forward(ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(ids_T)
-        ctx.like = (w_VK.shape, w_VK.dtype)
-        return w_VK.index_select(0, ids_T)
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        (ids_T,) = ctx.saved_tensors
-        shape, dtype = ctx.like
-        summed = torch.zeros(shape, dtype=torch.float32, device=grad.device)
-        return None, summed.index_add_(0, ids_T, grad.float()).to(dtype)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _spread_out(grad, places, ctx.rows), None
 
 
-class CrossEntropy(torch.autograd.Function):
-    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is negative. Keeps logits.
-
-    Softmax is taken in fp32 over a few rows at a time, so no fp32 copy of all logits ever exists.
-    """
+class Place(torch.autograd.Function):
+    """Row i of x to row places[i] of `rows` rows, the others zero; the transpose of Select. Keeps `places`."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits_TV, targets_T)
-        parts = []
-        for rows, targets in zip(logits_TV.split(_LOSS_ROWS), targets_T.split(_LOSS_ROWS), strict=True):
-            log_probs = torch.log_softmax(rows.float(), -1)
-            parts.append(-log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0])
-        return torch.cat(parts).masked_fill_(targets_T < 0, 0.0)
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return _spread_out(x, places, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits_TV, targets_T = ctx.saved_tensors
-        grad_T = grad_T.masked_fill(targets_T < 0, 0.0)
-        out = torch.empty_like(logits_TV)
-        pieces = (x.split(_LOSS_ROWS) for x in (logits_TV, targets_T, grad_T, out))
-        for rows, targets, grad, part in zip(*pieces, strict=True):
-            probs = torch.softmax(rows.float(), -1)
-            probs.scatter_add_(1, targets.clamp(min=0)[:, None], probs.new_full((len(targets), 1), -1.0))
-            part.copy_(probs.mul_(grad[:, None]))
-        return out, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+def _spread_out(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, places, x)

@@ -3,7 +3,7 @@
 Parameter names follow rules.inventory, so that a state means the same in any layout. Each class that owns parameters
 says which module of the ledger they belong to.
 
-Shapes: T = B*S tokens, H hidden, D head dim.
+Shapes: T = B*S tokens, t = T / tp those of this rank between blocks, H hidden, D head dim.
 """
 
 from __future__ import annotations
@@ -13,16 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moewright.engine.model.functions import (
-    CausalAttention,
-    CrossEntropy,
-    Embed,
-    GroupedLinear,
-    Linear,
-    RmsNorm,
-    Rotary,
-    SwiGlu,
-)
+from moewright.engine.model import vocabulary
+from moewright.engine.model.functions import CausalAttention, RmsNorm, Rotary, SwiGlu
+from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
@@ -39,16 +32,17 @@ class Weight(nn.Module):
 
 
 class Norm(Weight):
-    """RMSNorm over the last dim."""
+    """RMSNorm over the last dim, which may be cut over TP."""
 
     ledger_module = Module.NORM
 
-    def __init__(self, run: Runtime, width: int) -> None:
-        super().__init__(run, width)
+    def __init__(self, run: Runtime, width: int, cuts: Cuts = ()) -> None:
+        super().__init__(run, width, cuts=cuts)
         self._eps = run.model.norm_eps
+        self._across = run.mesh.group("tp") if cuts and run.mesh.layout.tp > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return RmsNorm.apply(x, self.weight, self._eps)
+        return RmsNorm.apply(x, self.weight, self._eps, self._across)
 
 
 class RotaryTable:
@@ -67,58 +61,60 @@ class RotaryTable:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with optional q/k norm and rotary positions: [T,H] -> [T,H]."""
+    """Grouped-query attention with optional q/k norm and rotary positions, heads cut over TP: [t,H] -> [t,H]."""
 
     ledger_module = Module.ATTENTION
 
     def __init__(self, run: Runtime, rotary: RotaryTable) -> None:
         super().__init__()
-        spec, hidden = run.model.attention, run.model.hidden_size
+        spec, hidden, rows = run.model.attention, run.model.hidden_size, (("tp", 0),)
         self._spec, self._run, self._rotary = spec, run, rotary
-        self.q = Weight(run, spec.q_width, hidden)
-        self.k = Weight(run, spec.kv_width, hidden)
-        self.v = Weight(run, spec.kv_width, hidden)
-        self._norm_width = {QkNorm.PER_HEAD: spec.head_dim, QkNorm.FULL: 0}.get(spec.qk_norm)
-        if self._norm_width is not None:
-            self.q_norm = Norm(run, self._norm_width or spec.q_width)
-            self.k_norm = Norm(run, self._norm_width or spec.kv_width)
-        self.o = Weight(run, hidden, spec.out_width)
+        self.q = Weight(run, spec.q_width, hidden, cuts=rows)
+        self.k = Weight(run, spec.kv_width, hidden, cuts=rows)
+        self.v = Weight(run, spec.kv_width, hidden, cuts=rows)
+        # PER_HEAD norms each head over head_dim; FULL norms all heads together.
+        if spec.qk_norm is QkNorm.PER_HEAD:
+            self.q_norm, self.k_norm = Norm(run, spec.head_dim), Norm(run, spec.head_dim)
+        elif spec.qk_norm is QkNorm.FULL:
+            self.q_norm, self.k_norm = Norm(run, spec.q_width, rows), Norm(run, spec.kv_width, rows)
+        self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
-    def forward(self, x_TH: torch.Tensor, batch: int) -> torch.Tensor:
-        spec, books = self._spec, self._run.books
+    def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
+        spec, books, tp = self._spec, self._run.books, self._run.mesh.group("tp")
         with books.within(Module.ATTENTION):
-            q, k, v = (Linear.apply(x_TH, w.weight, books) for w in (self.q, self.k, self.v))
-            if self._norm_width is not None:
-                # PER_HEAD norms each head over head_dim; FULL norms all heads together.
+            q, k, v = ColumnLinear.apply(x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight)
+            if spec.qk_norm is not QkNorm.NONE:
                 q, k = (
                     norm(y.unflatten(1, (-1, norm.weight.shape[0]))) for norm, y in ((self.q_norm, q), (self.k_norm, k))
                 )
-            q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads, spec.head_dim))
-            k_BSGD = self._rotary.apply(k.reshape(batch, -1, spec.kv_heads, spec.head_dim))
-            v_BSGD = v.view(batch, -1, spec.kv_heads, spec.v_head_dim)
+            q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // tp.size, spec.head_dim))
+            k_BSGD = self._rotary.apply(k.reshape(batch, -1, spec.kv_heads // tp.size, spec.head_dim))
+            v_BSGD = v.view(batch, -1, spec.kv_heads // tp.size, spec.v_head_dim)
             out = CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, books)
-            return Linear.apply(out.reshape(x_TH.shape[0], -1), self.o.weight, books)
+            return RowLinear.apply(out.reshape(v.shape[0], -1), self.o.weight, tp, books)
 
 
 class Mlp(nn.Module):
-    """SwiGLU MLP of width F: [T,H] -> [T,H]; `kind` is DENSE_MLP or SHARED_EXPERTS."""
+    """SwiGLU MLP of width F, cut over TP: [t,H] -> [t,H]; `kind` is DENSE_MLP or SHARED_EXPERTS."""
 
     def __init__(self, run: Runtime, width: int, kind: Module) -> None:
         super().__init__()
         self.ledger_module = kind
         self._run = run
-        self.gate_up = Weight(run, 2, width, run.model.hidden_size)
-        self.down = Weight(run, run.model.hidden_size, width)
+        self.gate_up = Weight(run, 2, width, run.model.hidden_size, cuts=(("tp", 1),))
+        self.down = Weight(run, run.model.hidden_size, width, cuts=(("tp", 1),))
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        books = self._run.books
+    def forward(self, x_tH: torch.Tensor) -> torch.Tensor:
+        books, tp = self._run.books, self._run.mesh.group("tp")
         with books.within(self.ledger_module):
-            act = SwiGlu.apply(Linear.apply(x_TH, self.gate_up.weight.flatten(0, 1), books), None)
-            return Linear.apply(act, self.down.weight, books)
+            (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
+            return RowLinear.apply(SwiGlu.apply(hidden, None), self.down.weight, tp, books)
 
 
 class Experts(nn.Module):
-    """The routed experts this rank holds: rows [R,H] sorted by expert, weights [R] -> weighted outputs [R,H]."""
+    """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by expert, weights [R] ->
+    weighted outputs [R,H], to be summed over ETP.
+    """
 
     ledger_module = Module.EXPERTS
 
@@ -126,8 +122,8 @@ class Experts(nn.Module):
         super().__init__()
         self._run = run
         hidden = run.model.hidden_size
-        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0),))
-        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0),))
+        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)))
+        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)))
 
     def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         books = self._run.books
@@ -135,36 +131,43 @@ class Experts(nn.Module):
         return GroupedLinear.apply(SwiGlu.apply(hidden, weights_R), self.down.weight, ends_E, books)
 
 
-class Embedding(Weight):
-    """Token ids [T] -> [T,H]."""
+class Table(Weight):
+    """A row of width H for each token, cut over TP."""
+
+    def __init__(self, run: Runtime) -> None:
+        super().__init__(run, run.model.vocab_size, run.model.hidden_size, cuts=(("tp", 0),))
+        self.part = vocabulary.Part(
+            group=run.mesh.group("tp"), start=self.placement.offsets[0], size=self.placement.inside[0]
+        )
+
+
+class Embedding(Table):
+    """Token ids [T] -> [t,H]."""
 
     ledger_module = Module.EMBEDDING
 
     def __init__(self, run: Runtime) -> None:
-        super().__init__(run, run.model.vocab_size, run.model.hidden_size)
+        super().__init__(run)
         self._run = run
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         with self._run.books.within(Module.EMBEDDING):
-            return Embed.apply(ids_T, self.weight)
+            return vocabulary.Embed.apply(ids_T, self.weight, self.part)
 
 
-class Head(Weight):
-    """The output projection [V,H]; absent when the embedding is tied to it."""
+class Head(Table):
+    """The output projection; absent when the embedding is tied to it."""
 
     ledger_module = Module.HEAD
 
-    def __init__(self, run: Runtime) -> None:
-        super().__init__(run, run.model.vocab_size, run.model.hidden_size)
-
 
 def token_loss(
-    run: Runtime, x_TH: torch.Tensor, w_VH: torch.Tensor, targets_T: torch.Tensor
+    run: Runtime, x_tH: torch.Tensor, table: Table, targets_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood [T] in fp32 of hidden states under the output projection, 0 where target < 0; logits."""
+    """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under the projection."""
     with run.books.within(Module.HEAD):
-        logits_TV = Linear.apply(x_TH, w_VH, run.books)
-        return CrossEntropy.apply(logits_TV, targets_T), logits_TV.detach()
+        (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.group("tp"), run.books, table.weight)
+        return vocabulary.CrossEntropy.apply(logits_TV, targets_T, table.part), logits_TV.detach()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moewright.engine.collectives import Group, all_reduce
 from moewright.engine.dispatch.alltoall import AllToAll
-from moewright.engine.model.functions import RouterLinear
 from moewright.engine.model.layers import Experts, Mlp, Weight
+from moewright.engine.model.linears import RouterLinear
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec
@@ -40,16 +41,20 @@ def select(logits_TE: torch.Tensor, spec: RouterSpec) -> Selected:
     return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
 
 
-def balance_loss(selected: Selected) -> torch.Tensor:
-    """E * sum_i f_i P_i over this rank's tokens: f the share of routed rows, P the mean score (docs/formulas.md 4)."""
+def balance_loss(selected: Selected, sharers: Group) -> torch.Tensor:
+    """This rank's part of E * sum_i f_i P_i over a micro-batch, whose tokens the `sharers` hold in equal numbers.
+
+    f is the share of routed rows, P the mean score (docs/formulas.md 4).
+    """
     experts = selected.scores.shape[1]
-    share = selected.counts.float() / selected.experts.numel()
-    return experts * (share * selected.scores.mean(0)).sum()
+    counts = all_reduce(selected.counts.clone(), sharers)
+    share = counts.float() / (selected.experts.numel() * sharers.size)
+    return experts * (share * selected.scores.mean(0)).sum() / sharers.size
 
 
-def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
-    """Mean squared log-sum-exp of the router logits (docs/formulas.md 4)."""
-    return torch.logsumexp(logits_TE, -1).square().mean()
+def z_loss(logits_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
+    """This rank's part of the mean squared log-sum-exp of the router logits (docs/formulas.md 4)."""
+    return torch.logsumexp(logits_TE, -1).square().mean() / sharers.size
 
 
 class Moe(torch.nn.Module):
@@ -60,23 +65,22 @@ class Moe(torch.nn.Module):
         spec = run.model.moe
         if spec is None:
             raise ValueError("a MoE layer needs model.moe")
-        group = run.mesh.group("ep")
         self._run, self._spec = run, spec
         self.router = Router(run, spec.experts)
         self.experts = Experts(run, spec.experts, spec.ffn_size)
         self.shared = Mlp(run, spec.shared_ffn_size, Module.SHARED_EXPERTS) if spec.shared_ffn_size else None
-        self._dispatcher = AllToAll(group, spec.experts)
+        self._dispatcher = AllToAll(run.mesh.group("ep"), run.mesh.group("etp"), spec.experts)
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        books, loss = self._run.books, self._run.workload.loss
+        books, loss, sharers = self._run.books, self._run.workload.loss, self._run.mesh.group("tp_cp")
         with books.within(Module.ROUTER):
             logits = self.router(x_TH)
             selected = select(logits, self._spec.router)
             aux = logits.new_zeros(())
             if loss.aux_coeff:
-                aux = aux + loss.aux_coeff * balance_loss(selected)
+                aux = aux + loss.aux_coeff * balance_loss(selected, sharers)
             if loss.z_coeff:
-                aux = aux + loss.z_coeff * z_loss(logits)
+                aux = aux + loss.z_coeff * z_loss(logits, sharers)
         with books.within(Module.EXPERTS):
             out = self._routed(x_TH, selected)
         if self.shared is not None:

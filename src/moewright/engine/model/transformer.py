@@ -20,7 +20,8 @@ from moewright.spec.ledger import Module
 class Output:
     """Of one micro-batch: nll [T] fp32 (0 where no target), auxiliary loss over layers, counts [MoE layers, E].
 
-    `logits` [T,V] are those that backward keeps, detached.
+    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary. The TP group shares one
+    nll; the auxiliary losses and the counts of its ranks add up.
     """
 
     nll: torch.Tensor
@@ -30,7 +31,7 @@ class Output:
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP or MoE, each added to the residual stream [T,H]."""
+    """Pre-norm attention and MLP or MoE, each added to the residual stream [t,H]."""
 
     def __init__(self, run: Runtime, rotary: RotaryTable, *, is_moe: bool) -> None:
         super().__init__()
@@ -44,16 +45,16 @@ class Layer(nn.Module):
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
         self._is_moe = is_moe
 
-    def forward(self, x_TH: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def forward(self, x_tH: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         with self._run.books.within(Module.NORM):
-            normed = self.input_norm(x_TH)
-        x_TH = x_TH + self.attention(normed, batch)
+            normed = self.input_norm(x_tH)
+        x_tH = x_tH + self.attention(normed, batch)
         with self._run.books.within(Module.NORM):
-            normed = self.post_norm(x_TH)
+            normed = self.post_norm(x_tH)
         if not self._is_moe:
-            return x_TH + self.mlp(normed), None, None
+            return x_tH + self.mlp(normed), None, None
         out, aux, counts = self.moe(normed)
-        return x_TH + out, aux, counts
+        return x_tH + out, aux, counts
 
 
 class Transformer(nn.Module):
@@ -70,18 +71,17 @@ class Transformer(nn.Module):
 
     def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor) -> Output:
         books = self._run.books
-        x_TH = self.embedding(ids_BS.flatten())
-        aux = x_TH.new_zeros((), dtype=torch.float32)
+        x_tH = self.embedding(ids_BS.flatten())
+        aux = x_tH.new_zeros((), dtype=torch.float32)
         counts = []
         for layer in self.layers.values():
-            x_TH, layer_aux, layer_counts = layer(x_TH, ids_BS.shape[0])
+            x_tH, layer_aux, layer_counts = layer(x_tH, ids_BS.shape[0])
             if layer_aux is not None:
                 aux = aux + layer_aux
                 counts.append(layer_counts)
         with books.within(Module.NORM):
-            x_TH = self.final_norm(x_TH)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        nll, logits = token_loss(self._run, x_TH, weight, targets_BS.flatten())
+            x_tH = self.final_norm(x_tH)
+        nll, logits = token_loss(self._run, x_tH, self.head or self.embedding, targets_BS.flatten())
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
         return Output(nll=nll, logits=logits, aux=aux, counts=counted)
 

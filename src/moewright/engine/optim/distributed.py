@@ -12,6 +12,7 @@ from moewright.engine.model.layers import Slot
 from moewright.engine.optim.flat import FlatBucket, build_buckets
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
+from moewright.rules.shards import GRADIENT_GROUPS, gradient_group
 from moewright.spec.ledger import Component, MemoryRow, Module
 
 _NORM_ELEMENTS = 1 << 20
@@ -20,8 +21,8 @@ _NORM_ELEMENTS = 1 << 20
 class DistributedOptimizer:
     """ZeRO-1 (or replicated, zero=0) optimizer over all parameters of this rank; `rule` makes the update.
 
-    Dense parameters are shared by the dense data-parallel group, experts by the expert one; both sum, since the loss
-    is already divided by the global number of targets.
+    Gradients are summed over the group in which a parameter is held in copies, never averaged: the loss is already
+    divided by the global number of targets.
     """
 
     def __init__(
@@ -32,10 +33,9 @@ class DistributedOptimizer:
         rule: Update = adamw_update,
     ) -> None:
         self._run, self._rule = run, rule
-        dense = [slot for slot in slots if slot.module is not Module.EXPERTS]
-        experts = [slot for slot in slots if slot.module is Module.EXPERTS]
         self.buckets: list[FlatBucket] = []
-        for members, group in ((dense, "dp_cp"), (experts, "edp")):
+        for group in GRADIENT_GROUPS:
+            members = [slot for slot in slots if gradient_group(slot.placement.cuts, run.mesh.layout) == group]
             if members:
                 self.buckets += build_buckets(run, members, run.mesh.group(group), initial)
         self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none

@@ -1,0 +1,99 @@
+"""Matrix products of the model: cut by columns or rows over a tensor-parallel group, of the router, of the experts.
+
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds t of the T tokens of
+its group. A column product gathers them, a row product sums over the ranks and leaves each its t again; backward does
+the transposed. In a group of one t is T and nothing moves.
+
+Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moewright.engine.books import Books
+from moewright.engine.collectives import Group, gather, scatter_sum
+from moewright.engine.kernels import grouped_matmul, matmul
+from moewright.engine.model.functions import Booked
+
+
+class ColumnLinear(Booked):
+    """y_i [T,N_i] = x w_i^T for x [t,K] and each w_i [N_i,K], this rank's output columns.
+
+    Keeps x as it came, [t,K]; backward gathers it again, as Megatron-LM does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_tK: torch.Tensor, group: Group, books: Books, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        Booked.remember(ctx, books)
+        ctx.group = group
+        ctx.save_for_backward(x_tK, *weights)
+        x_TK = gather(x_tK, group)
+        return tuple(matmul(x_TK, w_NK.T) for w_NK in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_tK, *weights = ctx.saved_tensors
+        with ctx.books.within(ctx.module):
+            x_TK = gather(x_tK, ctx.group)
+            parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
+            grad_TK = parts.pop()
+            while parts:
+                grad_TK = grad_TK + parts.pop()
+            return scatter_sum(grad_TK, ctx.group), None, None, *(matmul(g_TN.T, x_TK) for g_TN in grads)
+
+
+class RowLinear(Booked):
+    """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input columns; keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, group: Group, books: Books) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.group = group
+        ctx.save_for_backward(x_TK, w_NK)
+        return scatter_sum(matmul(x_TK, w_NK.T), group)
+
+    @staticmethod
+    def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x_TK, w_NK = ctx.saved_tensors
+        with ctx.books.within(ctx.module):
+            g_TN = gather(g_tN, ctx.group)
+            return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None, None
+
+
+class RouterLinear(Booked):
+    """Router logits [T,E] in fp32 from activations and weights of the compute dtype; keeps x as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, w_EK: torch.Tensor, books: Books) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.save_for_backward(x_TK, w_EK)
+        return torch.mm(x_TK.float(), w_EK.float().T)
+
+    @staticmethod
+    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x_TK, w_EK = ctx.saved_tensors
+        with ctx.books.within(ctx.module):
+            grad_x, grad_w = torch.mm(g_TE, w_EK.float()), torch.mm(g_TE.T, x_TK.float())
+        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None
+
+
+class GroupedLinear(Booked):
+    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the groups; keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Books) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.save_for_backward(x_RK, w_ENK, ends_E)
+        return grouped_matmul(x_RK, w_ENK.mT, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x_RK, w_ENK, ends_E = ctx.saved_tensors
+        g_RN = g_RN.contiguous()
+        with ctx.books.within(ctx.module):
+            return grouped_matmul(g_RN, w_ENK, ends_E), grouped_matmul(g_RN.T, x_RK, ends_E), None, None

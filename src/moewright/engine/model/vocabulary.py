@@ -1,0 +1,116 @@
+"""Embedding and loss over a vocabulary that is cut over the tensor-parallel group.
+
+A rank holds V rows of the table, from `start` on; where the group does not divide the vocabulary the last V - size rows
+are padding, which no token names and no probability reaches.
+Shapes: t of the T tokens of the group are this rank's between blocks; K width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
+
+_LOSS_ROWS = 512  # rows of logits widened to fp32 at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """This rank's ids [start, start + size) and the group over which the vocabulary is cut."""
+
+    group: Group
+    start: int
+    size: int
+
+    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row numbers here, 0 for ids of other ranks, and which those are."""
+        elsewhere = (ids < self.start) | (ids >= self.start + self.size)
+        return (ids - self.start).masked_fill(elsewhere, 0), elsewhere
+
+
+class Embed(torch.autograd.Function):
+    """Rows of the table by ids [T] -> [t,K]; keeps the ids.
+
+    The gradient is summed in fp32, since frequent tokens sum thousands of rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, part: Part) -> torch.Tensor:
+        ctx.save_for_backward(ids_T)
+        ctx.like, ctx.part = (w_VK.shape, w_VK.dtype), part
+        if part.group.size == 1:
+            return w_VK.index_select(0, ids_T)
+        rows, elsewhere = part.local(ids_T)
+        return scatter_sum(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0), part.group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        (shape, dtype), part = ctx.like, ctx.part
+        grad = gather(grad, part.group).float()
+        if part.group.size > 1:
+            rows, elsewhere = part.local(rows)
+            grad = grad.masked_fill(elsewhere[:, None], 0.0)
+        summed = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+        return None, summed.index_add_(0, rows, grad).to(dtype), None
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is negative.
+
+    Softmax is taken in fp32 over a few rows at a time, so no fp32 copy of all logits ever exists. Keeps logits, targets
+    and, when the vocabulary is cut, the log of the partition sum [T].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part) -> torch.Tensor:
+        ctx.part = part
+        if part.group.size == 1:
+            ctx.save_for_backward(logits_TV, targets_T)
+            parts = []
+            for rows, targets in zip(logits_TV.split(_LOSS_ROWS), targets_T.split(_LOSS_ROWS), strict=True):
+                log_probs = torch.log_softmax(rows.float(), -1)
+                parts.append(-log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0])
+            return torch.cat(parts).masked_fill_(targets_T < 0, 0.0)
+        log_sum, chosen = _partition(logits_TV[:, : part.size], targets_T, part)
+        ctx.save_for_backward(logits_TV, targets_T, log_sum)
+        return (log_sum - chosen).masked_fill_(targets_T < 0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits_TV, targets_T, *rest = ctx.saved_tensors
+        grad_T = grad_T.masked_fill(targets_T < 0, 0.0)
+        out = torch.empty_like(logits_TV)
+        columns, minus = targets_T.clamp(min=0), grad_T.new_full((len(targets_T),), -1.0)
+        if rest:
+            columns, elsewhere = ctx.part.local(targets_T)
+            minus.masked_fill_(elsewhere, 0.0)
+        pieces = (x.split(_LOSS_ROWS) for x in (logits_TV, columns, minus, grad_T, out, *rest))
+        for rows, column, one, grad, piece, *log_sum in zip(*pieces, strict=True):
+            if log_sum:
+                probs = (rows.float() - log_sum[0][:, None]).exp_()
+                probs[:, ctx.part.size :] = 0.0
+            else:
+                probs = torch.softmax(rows.float(), -1)
+            probs.scatter_add_(1, column[:, None], one[:, None])
+            piece.copy_(probs.mul_(grad[:, None]))
+        return out, None, None
+
+
+def _partition(logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two all-reduces."""
+    top = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
+    if part.size:
+        top = logits_TV.amax(-1).float()
+    all_reduce(top, part.group, maximum=True)
+    sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
+    if part.size:
+        pieces = zip(logits_TV.split(_LOSS_ROWS), top.split(_LOSS_ROWS), strict=True)
+        torch.cat([(rows.float() - high[:, None]).exp_().sum(-1) for rows, high in pieces], out=sums[0])
+        columns, elsewhere = part.local(targets_T)
+        sums[1] = logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
+    partition, chosen = all_reduce(sums, part.group)
+    return top.add_(partition.log_()), chosen
