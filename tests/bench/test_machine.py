@@ -104,9 +104,7 @@ def test_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nproc_is_checked() -> None:
-    with pytest.raises(
-        BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest .* 1"
-    ):
+    with pytest.raises(BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest .* 1"):
         measure(nproc=0)
 
 
