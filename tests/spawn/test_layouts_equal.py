@@ -156,14 +156,16 @@ def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
     # With all weights zero every logit ties, and a tie falls on one expert for all tokens.
     work = tiny_jobs.workload(data, steps=1, optimizer=OptimizerSpec(lr=0.0, clip_norm=0.0))
     results = []
-    for world_size, layout in ((1, ""), (4, "ep4")):
+    for world_size, layout in ((1, ""), (4, "ep4"), (4, "tp2,etp2,ep2")):
         run_dir = tmp_path / str(world_size)
         flat = replace(model, initializer_range=0.0)
         assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir) is Exit.DONE
         results.append(steps_of(run_dir)[0])
     counts = results[1]["loads"][0]["counts"]
     assert sorted(counts)[:3] == [0, 0, 0]
-    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-6)
+    for result in results[1:]:
+        assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
+        assert result["loads"][0]["counts"] == counts
 
 
 def test_counted_bytes_do_not_depend_on_time(data: DataSpec, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class AllToAll:
         size, local = self._group.size, self._experts // self._group.size
         received = all_to_all(counts, self._group, send=[local] * size, receive=[local] * size).view(size, local)
         held = gather(received, self._slices).view(-1, size, local)
-        # The one wait for the device in a layer: split sizes must be known on the host.
+        # The waits for the device in a layer, one without ETP: split sizes must be known on the host.
         sizes = torch.stack((counts.view(size, local).sum(1), received.sum(1))).tolist()
         widest = int(held.sum((1, 2)).max()) if self._slices.size > 1 else sum(sizes[1])
         regroup = ungroup = places = None

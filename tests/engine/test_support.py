@@ -1,0 +1,41 @@
+"""What the engine does not run, or not for a model, is refused with the field, the rule and what would do."""
+
+from __future__ import annotations
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.engine.support import unsupported_layout
+from moewright.rules.legality import illegal
+from moewright.spec.workload import DataSpec, Dtype
+from tiny_jobs import MODEL, workload
+
+
+def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
+    work = workload(DataSpec(), precision=precision)
+    chosen = parse_layout(layout, world_size=8)
+    assert not illegal(MODEL, work, chosen)
+    return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
+
+
+@pytest.mark.parametrize("layout", ["ep4", "tp2,ep2", "tp2,etp4", "etp2,ep4,zero0", "mbs2,tp2,ep8"])
+def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
+    assert said(layout) == []
+
+
+def test_key_heads_are_not_copied_over_tp_yet() -> None:
+    (reason,) = said("tp4")
+    assert reason.startswith("layout.tp=4: ")
+    assert reason.endswith("nearest legal value: 2")
+
+
+@pytest.mark.parametrize(("precision", "refused"), [(Dtype.FP32, False), (Dtype.BF16, True)])
+def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refused: bool) -> None:
+    """16 / 4 columns are 16 bytes in fp32 and 8 in bf16."""
+    found = said("etp4", precision=precision)
+    assert bool(found) is refused
+    assert all("layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8" in reason for reason in found)
+
+
+def test_axes_that_are_not_built_are_refused() -> None:
+    assert said("cp2")[0].startswith("layout.cp=2: the engine does not run this yet")
