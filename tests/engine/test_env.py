@@ -30,7 +30,7 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("WORLD_SIZE", "0", "WORLD_SIZE=0: must be in 1..1000000; nearest legal value: 1"),
         ("LOCAL_RANK", "one", "LOCAL_RANK=one: must be a whole number"),
         ("MASTER_PORT", "", "MASTER_PORT: must be a whole number; nearest legal value: 29500"),
-        ("MASTER_PORT", "99999", "MASTER_PORT=99999: must be in 1..65535; nearest legal value: 65535"),
+        ("MASTER_PORT", "99999", "MASTER_PORT=99999: must be in 0..65535; nearest legal value: 65535"),
     ],
 )
 def test_what_it_cannot_have_set_is_refused(monkeypatch: pytest.MonkeyPatch, key: str, value: str, said: str) -> None:

@@ -53,7 +53,7 @@ def test_ci_runs_make_test() -> None:
 def test_make_train_from_a_bare_clone_shows_every_step(tmp_path: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
-    shown = subprocess.run(["make", "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(["make", "--no-print-directory", "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     steps = ["pip install", "data build", "bench machine", "moewright plan", "moewright train"]
     places = [shown.index(step) for step in steps]
     assert places[0] < min(places[1:3])

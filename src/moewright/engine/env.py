@@ -31,10 +31,11 @@ def torchrun() -> TorchrunEnv | None:
                 Reason(field=key, rule="is not set, but RANK and WORLD_SIZE are", nearest="start by torchrun")
             )
     numbers = {key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    for key, high in (("WORLD_SIZE", MAX_WORLD), ("MASTER_PORT", MAX_PORT)):
-        if not 1 <= numbers[key] <= high:
-            close = str(min(max(numbers[key], 1), high))
-            raise BadInput(Reason(field=key, value=given[key][:60], rule=f"must be in 1..{high}", nearest=close))
+    # Port 0 lets the system choose, which a world of one may.
+    for key, low, high in (("WORLD_SIZE", 1, MAX_WORLD), ("MASTER_PORT", 0, MAX_PORT)):
+        if not low <= numbers[key] <= high:
+            close = str(min(max(numbers[key], low), high))
+            raise BadInput(Reason(field=key, value=given[key][:60], rule=f"must be in {low}..{high}", nearest=close))
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise BadInput(
             Reason(
