@@ -10,6 +10,9 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Under `make test` a make inside would say which folder it enters.
+MAKE = ("make", "--no-print-directory")
+
 
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -53,7 +56,7 @@ def test_ci_runs_make_test() -> None:
 def test_make_train_from_a_bare_clone_shows_every_step(tmp_path: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
-    shown = subprocess.run(["make", "--no-print-directory", "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     steps = ["pip install", "data build", "bench machine", "moewright plan", "moewright train"]
     places = [shown.index(step) for step in steps]
     assert places[0] < min(places[1:3])
@@ -70,7 +73,7 @@ def test_make_train_again_only_trains(tmp_path: Path) -> None:
     for name in made:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    shown = subprocess.run(["make", "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert len(shown.splitlines()) == 1
     assert "moewright train" in shown
 
