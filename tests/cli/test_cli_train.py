@@ -104,7 +104,7 @@ def test_the_first_start_plans_and_reports(stage: Stage, start: Start, tmp_path:
 def test_the_second_start_takes_up_the_plan(stage: Stage, start: Start) -> None:
     start()
     assert start("--extend") == 0
-    assert stage.searches == ["ep=2"]
+    assert stage.searches == ["tp=1,ep=2"]
     first, second = stage.runs
     assert first[0] == second[0]
     assert second[2]
