@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moewright.engine.checkpoint import refuse_mismatch
 from moewright.engine.data import indexed
 from moewright.engine.data.indexed import (
     HEADER,
     MAGIC,
     open_indexed,
-    refuse_changed,
     token_dtype,
     write_indexed,
 )
@@ -159,9 +159,9 @@ def test_fingerprint_follows_content_and_not_place(prefix: Path, tmp_path: Path)
     assert open_indexed(tmp_path / "again").fingerprint == first
     write_indexed(tmp_path / "again", [*DOCUMENTS[:-1], DOCUMENTS[-1] + 1], dtype=UINT16)
     changed = open_indexed(tmp_path / "again")
-    with pytest.raises(BadInput, match="resumed run needs the same data"):
-        refuse_changed(changed, first)
-    refuse_changed(changed, changed.fingerprint)
+    with pytest.raises(BadInput, match="fingerprint is"):
+        refuse_mismatch({"fingerprint": first}, {"fingerprint": changed.fingerprint})
+    refuse_mismatch({"fingerprint": changed.fingerprint}, {"fingerprint": changed.fingerprint})
 
 
 def test_large_files_are_sampled_from_end_to_end(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,15 +121,6 @@ def open_indexed(prefix: Path) -> IndexedDataset:
     )
 
 
-def refuse_changed(dataset: IndexedDataset, expected: str) -> None:
-    """Raise BadInput when the data is not what a run was started on (`expected`: its fingerprint then)."""
-    if dataset.fingerprint != expected:
-        rule = "changed since the checkpoint was saved; a resumed run needs the same data"
-        raise BadInput(
-            Reason(field=str(dataset.bin_path), rule=rule, value=dataset.fingerprint, nearest=f"data with {expected}")
-        )
-
-
 def refuse_shrunk(dataset: IndexedDataset) -> None:
     """Raise BadInput when the mapped file was cut while in use: reading past its end would kill the process."""
     wanted = dataset.token_count * dataset.tokens.dtype.itemsize

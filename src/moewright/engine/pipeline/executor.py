@@ -11,19 +11,15 @@ from moewright.rules.schedule import Kind, Row
 
 def execute(
     rows: Sequence[Row], *, forward: Callable[[int], torch.Tensor], backward: Callable[[torch.Tensor], None]
-) -> int:
+) -> None:
     """Run F and B rows in order: `forward(micro_batch)` gives the scalar that `backward` later starts from.
 
-    Returns the largest number of forwards in flight. Each loss is let go of with its backward, so activations live
-    exactly as long as the timetable says.
+    Each loss is let go of with its backward, so activations live exactly as long as the timetable says.
     """
     live: dict[tuple[int, int], torch.Tensor] = {}
-    peak = 0
     for row in rows:
         key = (row.micro_batch, row.chunk)
         if row.kind is Kind.F:
             live[key] = forward(row.micro_batch)
-            peak = max(peak, len(live))
         elif row.kind is Kind.B:
             backward(live.pop(key))
-    return peak
