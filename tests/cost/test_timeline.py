@@ -5,17 +5,22 @@ from __future__ import annotations
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.timeline import pipeline_s
-from moewright.rules import events, schedule
+from moewright.cost.estimate import estimate
+from moewright.cost.timeline import pipeline_s, simulated_s
+from moewright.intake import catalogue
+from moewright.rules.events import StageSeconds
+from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.workload import Workload
 
 
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), [(1, 1, 5), (2, 1, 7), (4, 1, 8), (4, 2, 8), (8, 3, 16)])
 def test_even_stages_take_the_makespan_of_the_table(pp: int, vpp: int, micro_batches: int) -> None:
     text = f"pp{pp},vpp{vpp}"
-    table = schedule.timetable(parse_layout(text, world_size=pp), micro_batches)
-    exact = events.makespan_s(table, forward_s=1.0, backward_s=2.0)
+    layout = parse_layout(text, world_size=pp)
+    unit = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
+    exact = simulated_s(layout, [unit] * (pp * vpp), micro_batches=micro_batches, transfer_s=0.0)
     closed = pipeline_s([3.0 * vpp] * pp, vpp=vpp, micro_batches=micro_batches, transfer_s=0.0)
-    assert closed == pytest.approx(exact)
+    assert closed == pytest.approx(exact, rel=1e-9)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
@@ -32,3 +37,21 @@ def test_interleaving_hides_transfers_but_for_fill_and_drain() -> None:
     # What a rank sends and what it receives pass each other on the wire.
     assert plain == pytest.approx((4 + 7) * 2 * 0.1)
     assert hidden == pytest.approx(2 * 4 * 0.1)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev"])
+def test_a_split_backward_idles_less_than_1f1b(schedule: str) -> None:
+    """Stages of equal layers on a model whose ends weigh little."""
+    plain, split = (priced(f"pp4,ep4,tp1,schedule={name}") for name in ("1f1b", schedule))
+    assert 0 < bubble_s(split) < bubble_s(plain)
+    assert sum(share.seconds for share in split.shares) == pytest.approx(split.step_s)
+
+
+def priced(text: str) -> Estimate:
+    machine = catalogue.hardware("32xH800")
+    work = Workload(seq_len=4096, global_batch=256)
+    return estimate(catalogue.model("Qwen3-30B-A3B"), work, machine, parse_layout(text, world_size=machine.count))
+
+
+def bubble_s(found: Estimate) -> float:
+    return sum(share.seconds for share in found.shares if share.part is TimePart.BUBBLE)

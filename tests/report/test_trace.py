@@ -57,4 +57,12 @@ def test_the_file_is_chrome_json_with_a_named_track_a_rank(tmp_path):
 
 def test_a_schedule_without_a_timetable_is_refused():
     with pytest.raises(BadInput):
-        trace(piped("pp2,vpp2,schedule=zbv", 4))
+        trace(piped("pp4,schedule=dualpipev", 4))
+
+
+def test_split_backwards_have_bars_of_their_own():
+    events = trace(piped("pp2,schedule=zbv", 4))["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X"]
+    lengths = {kind: {round(bar["dur"], 6) for bar in bars if bar["name"][0] == kind} for kind in "FBW"}
+    assert lengths["F"] == lengths["B"] == lengths["W"]
+    assert {bar["args"]["virtual_stage"] for bar in bars if bar["tid"] == 0} == {0, 3}

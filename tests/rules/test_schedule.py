@@ -1,6 +1,6 @@
 import pytest
 
-from moewright.rules.events import makespan_s, peak_live
+from moewright.rules.events import StageSeconds, ends_s
 from moewright.rules.schedule import Kind, Row, bubble_fraction, in_flight, schedule_reasons, timetable
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap, Schedule
@@ -14,6 +14,12 @@ def layout(*, pp: int, vpp: int = 1, group: int = 0, overlap: tuple[Overlap, ...
 def text(rows: tuple[Row, ...]) -> str:
     """F and B with micro-batch, and chunk as a letter: F0a B0a."""
     return " ".join(f"{row.kind}{row.micro_batch}{'abcdef'[row.chunk]}" for row in rows)
+
+
+def makespan_s(chosen: Layout, table: tuple[tuple[Row, ...], ...]) -> float:
+    """With forward, input and weight gradients of a second each."""
+    unit = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
+    return max(ends_s(chosen, table, [unit] * (chosen.pp * chosen.vpp)).values())
 
 
 def test_1f1b_by_hand() -> None:
@@ -57,7 +63,7 @@ def test_bubbles_of_the_catalogue(pp: int, micro_batches: int, vpp: int, percent
 @pytest.mark.parametrize(("pp", "vpp", "m"), [(4, 1, 8), (4, 1, 2), (4, 2, 8), (3, 3, 6), (2, 4, 2), (8, 4, 16)])
 def test_the_closed_form_is_the_bubble_of_the_table(pp: int, vpp: int, m: int) -> None:
     chosen = layout(pp=pp, vpp=vpp)
-    span = makespan_s(timetable(chosen, m), forward_s=1.0, backward_s=2.0)
+    span = makespan_s(chosen, timetable(chosen, m))
     busy = m * vpp * 3.0
     assert 1 - busy / span == pytest.approx(bubble_fraction(chosen, m), abs=1e-12)
 
@@ -88,7 +94,7 @@ def test_wider_groups_hold_more_and_bubble_the_same() -> None:
     pp, vpp, group, m = 4, 3, 6, 24
     wide, narrow = layout(pp=pp, vpp=vpp, group=group), layout(pp=pp, vpp=vpp)
     assert in_flight(wide, m, 0) == 2 * (pp - 1) + (vpp - 1) * group + 1
-    spans = [makespan_s(timetable(chosen, m), forward_s=1.0, backward_s=2.0) for chosen in (wide, narrow)]
+    spans = [makespan_s(chosen, timetable(chosen, m)) for chosen in (wide, narrow)]
     assert spans[0] == spans[1]
 
 
@@ -97,14 +103,6 @@ def test_pipelining_alone_leaves_activation_memory_and_virtual_stages_raise_it()
     held = {vpp: in_flight(layout(pp=8, vpp=vpp), 64, 0) / vpp / 8 for vpp in (1, 2, 3, 4, 6)}
     assert held[1] == 1.0
     assert held[2] > held[3] > held[4] > held[6] > held[1]
-
-
-def test_peak_live_weighs_chunks() -> None:
-    rows = timetable(layout(pp=2, vpp=2), 4)[1]
-    assert peak_live(rows, (1, 1)) == in_flight(layout(pp=2, vpp=2), 4, 1) == 3
-    assert peak_live(rows, (1, 0)) == 3  # F0a F1a F0b B0b F1b B1b F2a: three of chunk a at once
-    assert peak_live(rows, (0, 1)) == 1
-    assert peak_live(rows, (10, 1)) == 30
 
 
 def test_one_rank_needs_no_warm_up() -> None:
@@ -117,7 +115,7 @@ def test_one_rank_needs_no_warm_up() -> None:
 def test_a_table_that_waits_for_itself_is_found() -> None:
     first, second = timetable(layout(pp=2), 2)
     with pytest.raises(RuntimeError, match=r"deadlocks on pipeline ranks \[0, 1\]"):
-        makespan_s((first, tuple(reversed(second))), forward_s=1.0, backward_s=1.0)
+        makespan_s(layout(pp=2), (first, tuple(reversed(second))))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +131,11 @@ def test_a_table_that_waits_for_itself_is_found() -> None:
         (Layout(world_size=4, vpp=2, schedule=Schedule.INTERLEAVED), 4, "layout.vpp", "1"),
         (Layout(world_size=4, pp=4, vpp=2), 4, "layout.schedule", "interleaved"),
         (Layout(world_size=4, pp=4, schedule=Schedule.INTERLEAVED), 4, "layout.schedule", "1f1b"),
-        (Layout(world_size=4, pp=4, schedule=Schedule.ZB_H1), 4, "layout.schedule", "1f1b"),
-        (Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.DUALPIPEV), 4, "layout.schedule", "interleaved"),
+        (Layout(world_size=4, schedule=Schedule.ZB_H1), 4, "layout.schedule", "1f1b"),
+        (Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.ZB_H1), 4, "layout.vpp", "1"),
+        (Layout(world_size=4, pp=4, schedule=Schedule.ZBV), 4, "layout.vpp", "2"),
+        (Layout(world_size=4, pp=4, vpp=2, vpp_group=4, schedule=Schedule.ZBV), 4, "layout.vpp_group", "0"),
+        (Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.DUALPIPEV), 7, "workload.global_batch", "8"),
     ],
 )
 def test_there_is_no_table(chosen: Layout, m: int, field: str, nearest: str) -> None:

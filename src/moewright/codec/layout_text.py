@@ -53,6 +53,8 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     values, dp = _fields(text)
     if values.get("tp", 1) > 1:
         values.setdefault("sp", True)
+    if values.get("schedule") in (Schedule.ZBV, Schedule.DUALPIPEV):
+        values.setdefault("vpp", 2)
     if values.get("vpp", 1) > 1:
         values.setdefault("schedule", Schedule.INTERLEAVED)
     layout = Layout(world_size=world_size, **values)

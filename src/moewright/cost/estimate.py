@@ -49,15 +49,10 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     stage = layout.world_size // layout.pp
     sets = [bucket_sets(model, workload, layout, pp_rank * stage) for pp_rank in range(layout.pp)]
     pieces = Pricer(rates, links, size).pieces(layout)
-    times = stage_times(size, pieces, stages.chunks(model, layout), layout.pp)
+    chunks = stages.chunks(model, layout)
+    times = stage_times(size, pieces, chunks, layout.pp)
     tails = [tail(rates, links, workload, size, layout, held_share(of_rank)) for of_rank in sets]
-    step = step_time(
-        layout,
-        times,
-        max(tails, key=lambda one: one.total_s),
-        transfer_s=pieces.transfer_s,
-        micro_batches=count,
-    )
+    step = step_time(size, pieces, chunks, times, max(tails, key=lambda one: one.total_s))
     held = _memory(workload, rates.constants, size, sets, count)
     ledgers = tuple(
         _ledger(

@@ -13,7 +13,7 @@ from moewright.cost.comm import Links
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.ops import LayerOps
 from moewright.cost.sizes import Sizes
-from moewright.spec.hardware import Collective
+from moewright.spec.hardware import Collective, Op
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Overlap, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
@@ -29,12 +29,13 @@ _FP32_BYTES = 4
 class Times:
     """Seconds of one micro-batch, forward and backward: exposed by part, and hidden under other work.
 
-    `forward_s` of the exposed seconds belong to forward.
+    `forward_s` of the exposed seconds belong to forward, `weight_s` to the weight gradients.
     """
 
     exposed: Parts
     hidden: Parts
     forward_s: float
+    weight_s: float
 
     @property
     def total_s(self) -> float:
@@ -45,13 +46,14 @@ def add(many: Iterable[tuple[Times, float]]) -> Times:
     """The weighted sum."""
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
-    forward_s = 0.0
+    forward_s = weight_s = 0.0
     for times, weight in many:
         forward_s += weight * times.forward_s
+        weight_s += weight * times.weight_s
         for sums, parts in ((exposed, times.exposed), (hidden, times.hidden)):
             for part, seconds in parts.items():
                 sums[part] = sums.get(part, 0.0) + weight * seconds
-    return Times(exposed=exposed, hidden=hidden, forward_s=forward_s)
+    return Times(exposed=exposed, hidden=hidden, forward_s=forward_s, weight_s=weight_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,8 +200,17 @@ def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved:
     device = device_s(priced.backward, moved.ep_backward, 3 * tp, 2 * moved.cp)
     light = _replay(layout, priced, moved, exposed, host, p)
     host_back = 2 * host / 3 + c["host_s_per_recompute_module"] * len(_small(layout))
-    _put(exposed, TimePart.HOST, _joint(p, device + light, host_back) + sync - device - light)
-    return Times(exposed=exposed, hidden=hidden, forward_s=forward_s)
+    backward_s = _joint(p, device + light, host_back) + sync
+    _put(exposed, TimePart.HOST, backward_s - device - light)
+    # The host's part and what overlaps fall on input and weight gradients alike.
+    weight_s = weight_gradient_s(priced) * backward_s / (device + light) if device else 0.0
+    return Times(exposed=exposed, hidden=hidden, forward_s=forward_s, weight_s=weight_s)
+
+
+def weight_gradient_s(priced: Priced) -> float:
+    """Seconds of the backward rows that weight gradients take: half of each product, and their accumulation."""
+    halves = sum(seconds for row, seconds in priced.backward if row.op in (Op.GEMM, Op.GROUPED_GEMM)) / 2
+    return halves + sum(seconds for row, seconds in priced.backward if row.name.endswith("gradient_sum"))
 
 
 def _exponent(links: Links, size: Sizes, layout: Layout) -> float:
@@ -273,4 +284,4 @@ def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int) -> 
         one = tp_s(links, size.layout, whole)
         _put(exposed, TimePart.TP_COMM, gathers * one)
         forward_s += gathers * one / 2
-    return Times(exposed=exposed, hidden={}, forward_s=forward_s)
+    return Times(exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weight_gradient_s(priced))

@@ -39,6 +39,8 @@ class Held:
 
 def enough_micro_batches(layout: Layout, micro_batches: int) -> int:
     """As many micro-batches as the timetable needs to reach its steady state: the peak does not grow after it."""
+    if layout.schedule.splits_backward:
+        return min(micro_batches, 4 * layout.pp)
     if layout.vpp == 1:
         return min(micro_batches, 2 * layout.pp)
     group = schedule.group_of(layout)

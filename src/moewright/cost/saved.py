@@ -115,8 +115,9 @@ def saved_rows(
     """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs `table`.
 
     What the head keeps is booked as logits. `extras` count towards the peak, and are booked as logits (forward) and
-    transient (backward). Where expert communication overlaps, a forward runs layer by layer beside the backward of
-    another micro-batch, which frees a layer for each that it keeps: the two hold one layer more, not a chunk.
+    transient (backward). A chunk whose weight gradients are split off is held until they are made. Where expert
+    communication overlaps, a forward runs layer by layer beside the backward of another micro-batch, which frees a
+    layer for each that it keeps: the two hold one layer more, not a chunk.
     """
     known: dict[tuple[int, tuple[float, ...]], ByModule] = {}
     logits_kept = extras is None or extras.logits_kept
@@ -128,7 +129,7 @@ def saved_rows(
             known[key] = _chunk_bytes(model, workload, layout, chunks[chunk], loads, logits_kept, inputs)
         return known[key]
 
-    walk = _Walk()
+    walk, owing = _Walk(), schedule.split_backwards(table)
     for row, after in zip(table, (*table[1:], None), strict=True):
         key = row.micro_batch, row.chunk
         forward, backward = (0, 0) if extras is None else (extras.forward[row.chunk], extras.backward[row.chunk])
@@ -137,7 +138,8 @@ def saved_rows(
             beside = 0 if extras is None else extras.backward[after.chunk]
             transient = beside + sum(kept(*key).values()) // layers
             walk.see(forward, transient)
-            walk.drop((after.micro_batch, after.chunk))
+            if (after.micro_batch, after.chunk) not in owing:
+                walk.drop((after.micro_batch, after.chunk))
             walk.keep(key, kept(*key))
             walk.see(forward, transient)
         elif row.kind is schedule.Kind.F:
@@ -145,7 +147,8 @@ def saved_rows(
             walk.see(forward, 0)
         elif key in walk.live:
             walk.see(0, backward)
-            walk.drop(key)
+            if row.kind is schedule.Kind.W or key not in owing:
+                walk.drop(key)
     return _rows(walk.peak, *walk.beside)
 
 

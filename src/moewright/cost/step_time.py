@@ -12,8 +12,9 @@ from moewright.cost.ops import LayerOps, layer_ops
 from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import is_moe
-from moewright.cost.timeline import pipeline_s
+from moewright.cost.timeline import pipeline_s, simulated_s
 from moewright.rules import flops
+from moewright.rules.events import StageSeconds
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Overlap
@@ -133,29 +134,51 @@ class Pricer:
         return Pieces(layers=layers, embedding=self._embedding, head=self._head, mtp=self._mtp, transfer_s=transfer)
 
 
+def chunk_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> Times:
+    """One micro-batch through `chunks`."""
+    mtp_kind = kind_of(size.model, size.model.layers + 1)
+    counts: dict[LayerKind, int] = {}
+    terms: list[tuple[Times, float]] = []
+    for chunk in chunks:
+        for layer in chunk.layers:
+            kind = kind_of(size.model, layer)
+            counts[kind] = counts.get(kind, 0) + 1
+        if chunk.mtp:
+            counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp
+        terms += [
+            (pieces.mtp, chunk.mtp),
+            (pieces.embedding, float(chunk.embedding)),
+            (pieces.head, float(chunk.loss)),
+        ]
+    terms += [(pieces.layers[kind], count) for kind, count in counts.items()]
+    return add((times, weight) for times, weight in terms if weight)
+
+
 def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -> tuple[Times, ...]:
     """One micro-batch on each pipeline rank."""
-    mtp_kind = kind_of(size.model, size.model.layers + 1)
-    stages = []
-    for pp_rank in range(pp):
-        counts: dict[LayerKind, int] = {}
-        terms: list[tuple[Times, float]] = []
-        for chunk in chunks:
-            if chunk.pp_rank != pp_rank:
-                continue
-            for layer in chunk.layers:
-                kind = kind_of(size.model, layer)
-                counts[kind] = counts.get(kind, 0) + 1
-            if chunk.mtp:
-                counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp
-            terms += [
-                (pieces.mtp, chunk.mtp),
-                (pieces.embedding, float(chunk.embedding)),
-                (pieces.head, float(chunk.loss)),
-            ]
-        terms += [(pieces.layers[kind], count) for kind, count in counts.items()]
-        stages.append(add((times, weight) for times, weight in terms if weight))
-    return tuple(stages)
+    return tuple(
+        chunk_times(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank]) for pp_rank in range(pp)
+    )
+
+
+def moving_s(
+    size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequence[Times], *, transfer_s: float
+) -> float:
+    """Seconds of all micro-batches through the pipeline: in closed form where there is one, else row by row."""
+    layout = size.layout
+    if not layout.schedule.splits_backward:
+        totals = [stage.total_s for stage in stages]
+        return pipeline_s(totals, vpp=layout.vpp, micro_batches=size.m, transfer_s=transfer_s)
+    of_chunk = [chunk_times(size, pieces, [chunk]) for chunk in chunks]
+    seconds = [
+        StageSeconds(
+            forward=times.forward_s,
+            input_backward=times.total_s - times.forward_s - times.weight_s,
+            weight_backward=times.weight_s,
+        )
+        for times in of_chunk
+    ]
+    return simulated_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
 
 
 def owned_by(layout: Layout, held: Share) -> int:
@@ -198,17 +221,16 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     )
 
 
-def step_time(layout: Layout, stages: Sequence[Times], last: Tail, *, transfer_s: float, micro_batches: int) -> Step:
+def step_time(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequence[Times], last: Tail) -> Step:
     """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and bubble."""
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
-    own = add([(stages[slowest], micro_batches)])
-    moving_s = pipeline_s(totals, vpp=layout.vpp, micro_batches=micro_batches, transfer_s=transfer_s)
-    still_s = pipeline_s(totals, vpp=layout.vpp, micro_batches=micro_batches, transfer_s=0.0)
+    own = add([(stages[slowest], size.m)])
+    still_s = moving_s(size, pieces, chunks, stages, transfer_s=0.0)
     parts = {
         **own.exposed,
-        TimePart.PP_COMM: moving_s - still_s,
-        TimePart.BUBBLE: still_s - micro_batches * totals[slowest],
+        TimePart.PP_COMM: moving_s(size, pieces, chunks, stages, transfer_s=pieces.transfer_s) - still_s,
+        TimePart.BUBBLE: still_s - size.m * totals[slowest],
         TimePart.DP_COMM: last.reduce_s + last.gather_s,
         TimePart.OPTIMIZER: last.optimizer_s,
     }

@@ -1,8 +1,21 @@
-"""The pipeline in closed form: from the seconds of one micro-batch on each rank to the seconds of a step."""
+"""The pipeline: from the seconds of one micro-batch on each rank or virtual stage to the seconds of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from moewright.rules.events import StageSeconds, ends_s
+from moewright.rules.schedule import timetable
+from moewright.spec.layout import Layout
+
+
+def simulated_s(layout: Layout, stages: Sequence[StageSeconds], *, micro_batches: int, transfer_s: float) -> float:
+    """Seconds of all micro-batches through the layout's timetable, row by row; `stages` are the virtual stages.
+
+    A transfer delays who waits for it and nobody else.
+    """
+    table = timetable(layout, micro_batches)
+    return max(ends_s(layout, table, stages, transfer_s=transfer_s).values())
 
 
 def pipeline_s(stage_s: Sequence[float], *, vpp: int, micro_batches: int, transfer_s: float) -> float:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec import layout_text, write_text
-from moewright.rules.events import ends_s
-from moewright.rules.schedule import Kind, timetable
+from moewright.rules.events import StageSeconds, ends_s
+from moewright.rules.schedule import Kind, split_backwards, timetable
+from moewright.rules.stages import stage_of
 from moewright.spec.plan import Estimate, Plan, TimePart
 
 AFTER_PIPELINE = (TimePart.DP_COMM, TimePart.OPTIMIZER)  # parts of a step that follow the last backward
 NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
-BACKWARD_OVER_FORWARD = 2.0  # a backward has twice the FLOPs
+# A backward has twice the FLOPs: as many for the gradients of inputs as for those of weights.
+UNIT = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
 US = 1e6
 
 
@@ -28,19 +30,21 @@ def trace(plan: Plan) -> dict[str, Any]:
     Equal chunks, a backward twice a forward, free communication; scaled so that the last backward ends where the
     predicted step stands before gradient reduction and optimizer.
     """
-    table = timetable(plan.layout, plan.estimate.micro_batches)
-    pp = plan.layout.pp
-    unit = ends_s(table, forward_s=1.0, backward_s=BACKWARD_OVER_FORWARD)
+    layout = plan.layout
+    table = timetable(layout, plan.estimate.micro_batches)
+    unit = ends_s(layout, table, [UNIT] * (layout.pp * layout.vpp))
     scale_us = US * _pipeline_s(plan.estimate) / max(unit.values())
-    events: list[dict[str, Any]] = [_name("process_name", 0, layout_text(plan.layout))]
+    events: list[dict[str, Any]] = [_name("process_name", 0, layout_text(layout))]
     for rank, rows in enumerate(table):
+        split = split_backwards(rows)
         events.append(_name("thread_name", rank, f"pipeline rank {rank}"))
         for row in rows:
-            length = 1.0 if row.kind is Kind.F else BACKWARD_OVER_FORWARD
-            stage = row.chunk * pp + rank
+            whole = row.kind is Kind.B and (row.micro_batch, row.chunk) not in split
+            length = 2.0 if whole else 1.0
+            stage = stage_of(layout, rank, row.chunk)
             events.append(
                 {
-                    "name": f"{row.kind}{row.micro_batch}" + (f" chunk {row.chunk}" if plan.layout.vpp > 1 else ""),
+                    "name": f"{row.kind}{row.micro_batch}" + (f" chunk {row.chunk}" if layout.vpp > 1 else ""),
                     "cat": NAMES[row.kind],
                     "ph": "X",
                     "pid": 0,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
@@ -96,6 +96,8 @@ def _ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> Iterato
         yield refuse("ep needs an all-to-all dispatcher")
     if layout.pp > 1 and layout.vpp == 1:
         yield refuse("ep with pp > 1 needs vpp > 1")
+    if layout.schedule is Schedule.ZBV:
+        yield refuse("zbv runs no forward beside a backward")
     replayed = [item for item in layout.recompute if item in (Recompute.FULL, Recompute.MOE)]
     if replayed:
         yield refuse(f"ep cannot stand with recompute={replayed[0]}")

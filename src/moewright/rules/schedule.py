@@ -6,24 +6,20 @@ virtual-pipeline index on its rank, so the row works on virtual stage chunk * pp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from moewright.rules.rows import Kind as Kind
+from moewright.rules.rows import Row as Row
+from moewright.rules.zero_bubble import Builder, dualpipev, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap, Schedule
 
-
-class Kind(StrEnum):
-    F = "F"  # forward
-    B = "B"  # backward
-    W = "W"  # weight gradients alone, where a schedule splits them from B
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    kind: Kind
-    micro_batch: int
-    chunk: int
+# Rows of one rank, given pp, the rank and the micro-batches.
+_SPLIT: Mapping[Schedule, Builder] = MappingProxyType(
+    {Schedule.ZB_H1: zb_h1, Schedule.ZBV: zbv, Schedule.DUALPIPEV: dualpipev}
+)
+_CHUNKS: Mapping[Schedule, int] = MappingProxyType({Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2})
 
 
 def group_of(layout: Layout) -> int:
@@ -34,10 +30,8 @@ def group_of(layout: Layout) -> int:
 def schedule_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
     """Rules of the timetable that layout and micro-batch count break; () when there is a table for them."""
     schedule, pp, vpp = layout.schedule, layout.pp, layout.vpp
-    if schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
-        nearest = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
-        rule = "no timetable for this schedule yet"
-        return (Reason(field="layout.schedule", value=schedule, rule=rule, nearest=nearest),)
+    if schedule.splits_backward:
+        return _split_reasons(layout, micro_batches)
     if vpp > 1 and pp == 1:
         return (Reason(field="layout.vpp", value=str(vpp), rule="virtual stages need pp > 1", nearest="1"),)
     if vpp > 1 and schedule is Schedule.ONE_F_ONE_B:
@@ -50,6 +44,25 @@ def schedule_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
         rule = "micro-batch groups belong to the interleaved schedule (vpp > 1)"
         return (Reason(field="layout.vpp_group", value=str(layout.vpp_group), rule=rule, nearest="0"),)
     return _group_reasons(layout, micro_batches) if vpp > 1 else ()
+
+
+def _split_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
+    schedule, pp, chunks = layout.schedule, layout.pp, _CHUNKS[layout.schedule]
+    if pp == 1:
+        rule = f"{schedule} needs pp > 1"
+        return (Reason(field="layout.schedule", value=schedule, rule=rule, nearest=Schedule.ONE_F_ONE_B),)
+    if layout.vpp != chunks:
+        rule = f"{schedule} takes {chunks} chunk{'s' * (chunks > 1)} a rank"
+        return (Reason(field="layout.vpp", value=str(layout.vpp), rule=rule, nearest=str(chunks)),)
+    if layout.vpp_group:
+        rule = "micro-batch groups belong to the interleaved schedule"
+        return (Reason(field="layout.vpp_group", value=str(layout.vpp_group), rule=rule, nearest="0"),)
+    if schedule is Schedule.DUALPIPEV and micro_batches < 2 * pp:
+        rule = f"dualpipev needs at least 2 * pp = {2 * pp} micro-batches a step; there are {micro_batches}"
+        batch = layout.mbs * layout.dp  # sequences of one micro-batch over all data-parallel ranks
+        value, near = str(micro_batches * batch), str(2 * pp * batch)
+        return (Reason(field="workload.global_batch", value=value, rule=rule, nearest=near),)
+    return ()
 
 
 def _group_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
@@ -108,6 +121,9 @@ def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[Row, ...], ...]
         reasons = (Reason(field="micro_batches", value=str(micro_batches), rule="must be at least 1", nearest="1"),)
     if reasons:
         raise BadInput(*reasons)
+    if layout.schedule.splits_backward:
+        build = _SPLIT[layout.schedule]
+        return tuple(tuple(build(layout.pp, pp_rank, micro_batches)) for pp_rank in range(layout.pp))
     order = _order(layout, micro_batches)
     forward = [Row(kind=Kind.F, micro_batch=mb, chunk=chunk) for mb, chunk in order]
     backward = [Row(kind=Kind.B, micro_batch=mb, chunk=layout.vpp - 1 - chunk) for mb, chunk in order]
@@ -120,10 +136,35 @@ def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[Row, ...], ...]
 
 
 def bubble_fraction(layout: Layout, micro_batches: int) -> float:
-    """Idle share of the step for equal chunks and free communication: (pp - 1) / (m v + pp - 1)."""
+    """Idle share of the step of 1F1B and interleaved tables for equal chunks and free communication:
+    (pp - 1) / (m v + pp - 1).
+    """
     return (layout.pp - 1) / (micro_batches * layout.vpp + layout.pp - 1)
 
 
+def split_backwards(rows: Sequence[Row]) -> frozenset[tuple[int, int]]:
+    """(micro-batch, chunk) of every backward of a rank that leaves its weight gradients to a W row."""
+    return frozenset((row.micro_batch, row.chunk) for row in rows if row.kind is Kind.W)
+
+
 def in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
-    """Peak number of chunk activations (each of 1 / vpp of the rank's layers) alive on a rank: warm-up plus one."""
+    """Peak number of chunk activations (each of 1 / vpp of the rank's layers) alive on a rank.
+
+    1F1B and interleaved: warm-up plus one. Where weight gradients are split off a chunk lives until its W.
+    """
+    if layout.schedule.splits_backward:
+        return peak_live(timetable(layout, min(micro_batches, 4 * layout.pp))[pp_rank])
     return min(warmup(layout, micro_batches, pp_rank) + 1, micro_batches * layout.vpp)
+
+
+def peak_live(rows: Sequence[Row]) -> int:
+    """Highest number of chunk activations alive as a rank runs its rows."""
+    owing = split_backwards(rows)
+    live = peak = 0
+    for row in rows:
+        if row.kind is Kind.F:
+            live += 1
+            peak = max(peak, live)
+        elif row.kind is Kind.W or (row.micro_batch, row.chunk) not in owing:
+            live -= 1
+    return peak

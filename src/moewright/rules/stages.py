@@ -1,8 +1,9 @@
 """Which layers stand on which virtual pipeline stage: the even split, and layout strings (docs/formulas.md 5).
 
-Virtual stage i lies on pipeline rank i % pp as its chunk i // pp. Without a layout string, pp * vpp must divide either
-the layers, or the layers plus two: then embedding and loss count as a layer each and the first and the last stage hold
-one layer fewer (so Qwen3-235B's 94 layers run at pp=8 and pp=32).
+Virtual stage i lies on pipeline rank i % pp as its chunk i // pp; V-shaped schedules lay the second half of the stages
+in reverse order, so that the first rank holds the first and the last. Without a layout string, pp * vpp must divide
+either the layers, or the layers plus two: then embedding and loss count as a layer each and the first and the last
+stage hold one layer fewer (so Qwen3-235B's 94 layers run at pp=8 and pp=32).
 
 A layout string spells each stage with the letters E (embedding), t (layer), m (MTP layer) and L (final norm, head and
 loss), ends stages with `|`, and repeats with `x*n` or `(...)*n`; commas and spaces say nothing; stages may be empty.
@@ -40,6 +41,19 @@ class Chunk:
     layers: tuple[int, ...]
     mtp: int
     loss: bool
+
+
+def stage_of(layout: Layout, pp_rank: int, chunk: int) -> int:
+    """The virtual stage that a pipeline rank holds as its `chunk`: round-robin, or down and back up a V."""
+    if layout.schedule.v_shaped and chunk:
+        return 2 * layout.pp - 1 - pp_rank
+    return chunk * layout.pp + pp_rank
+
+
+def seat_of(layout: Layout, stage: int) -> tuple[int, int]:
+    """(pipeline rank, chunk) of a virtual stage; the inverse of `stage_of`."""
+    chunk, place = divmod(stage, layout.pp)
+    return (layout.pp - 1 - place if layout.schedule.v_shaped and chunk else place), chunk
 
 
 def vpp_choices(layers: int, pp: int, *, split: Split = Split.EVEN) -> tuple[int, ...]:
@@ -182,9 +196,10 @@ def _broken(stages: tuple[tuple[str, ...], ...], model: ModelSpec, layout: Layou
     if len(with_mtp) > 1:
         yield "all m stand in one stage"
     elif with_mtp and layout.pp > 1 and len(stages) == layout.pp * layout.vpp:
-        if with_mtp[0] % layout.pp == 0:
+        pp_rank, chunk = seat_of(layout, with_mtp[0])
+        if pp_rank == 0 and not layout.schedule.v_shaped:
             yield "m cannot stand on pipeline rank 0"
-        elif with_mtp[0] // layout.pp != layout.vpp - 1:
+        elif chunk != layout.vpp - 1:
             yield "m stands in the last chunk of its pipeline rank"
 
 
@@ -234,8 +249,8 @@ def chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
         count = letters.count("t")
         result.append(
             Chunk(
-                pp_rank=index % layout.pp,
-                vpp_rank=index // layout.pp,
+                pp_rank=seat_of(layout, index)[0],
+                vpp_rank=seat_of(layout, index)[1],
                 embedding="E" in letters,
                 layers=tuple(range(first, first + count)),
                 mtp=letters.count("m"),

@@ -13,6 +13,16 @@ class Schedule(StrEnum):
     ZBV = "zbv"
     DUALPIPEV = "dualpipev"
 
+    @property
+    def v_shaped(self) -> bool:
+        """Whether the second of two chunks a rank lies on the way back, so that the first rank holds both ends."""
+        return self in (Schedule.ZBV, Schedule.DUALPIPEV)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients have rows of their own."""
+        return self in (Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV)
+
 
 class CpComm(StrEnum):
     P2P = "p2p"
