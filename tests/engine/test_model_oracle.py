@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moewright.engine.books import Books
+from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
 from moewright.engine.model.layers import slots_of
 from moewright.engine.model.transformer import Transformer, initial_value
@@ -32,6 +33,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         workload=work,
         mesh=build_mesh(job.layout, 0, books),
         books=books,
+        keeper=Keeper(books, at_work=False),
         device=torch.device("cpu"),
     )
     model = Transformer(run, chunks(spec, job.layout)[0])

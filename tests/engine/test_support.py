@@ -18,7 +18,9 @@ def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
     return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
 
 
-@pytest.mark.parametrize("layout", ["ep4", "tp2,ep2", "tp2,etp4", "etp2,ep4,zero0", "mbs2,tp2,ep8"])
+@pytest.mark.parametrize(
+    "layout", ["ep4", "tp2,ep2", "tp2,etp4", "etp2,ep4,zero0", "mbs2,tp2,ep8", "recompute=full", "recompute=mlp+moe"]
+)
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
     assert said(layout) == []
 

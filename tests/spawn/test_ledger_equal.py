@@ -42,6 +42,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (4, "tp2,etp2,ep2", Dtype.FP32, LossSpec()),
         (4, "etp4,mbs2", Dtype.FP32, LossSpec(aux_coeff=0.01)),
         (8, "tp2,ep4,etp2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (1, "mbs2,recompute=core_attn", Dtype.FP32, LossSpec()),
+        (1, "mbs2,recompute=mlp+layernorm", Dtype.BF16, LossSpec()),
+        (2, "ep2,mbs2,recompute=select", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (2, "ep2,recompute=moe", Dtype.FP32, LossSpec(aux_coeff=0.01, z_coeff=0.001)),
+        (2, "tp2,ep2,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "tp2,etp2,ep2,recompute=moe+layernorm+mlp", Dtype.FP32, LossSpec(z_coeff=0.001)),
+        (4, "etp2,ep2,mbs2,recompute=full", Dtype.FP32, LossSpec()),
     ],
 )
 def test_predicted_equals_counted(
@@ -51,7 +58,10 @@ def test_predicted_equals_counted(
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
 
 
-def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recompute", ["", ",recompute=full", ",recompute=shared_experts+layernorm+mlp", ",recompute=moe"]
+)
+def test_cut_norms_shared_experts_and_a_padded_vocabulary(recompute: str, data: DataSpec, tmp_path: Path) -> None:
     base = tiny_jobs.MODEL
     assert base.moe is not None
     model = replace(
@@ -61,7 +71,7 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
         moe=replace(base.moe, shared_ffn_size=24),
     )
     work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.plan(work, "tp2,etp2,mbs2", world_size=2, model=model), tmp_path)
+    assert_equal(tiny_jobs.plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path)
 
 
 def assert_equal(plan: Plan, tmp_path: Path) -> None:

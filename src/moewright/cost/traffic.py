@@ -56,7 +56,7 @@ def _step(model: ModelSpec, workload: Workload, rows: Routed) -> Iterator[_Call]
 
 
 def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
-    """Forward: counts, rows out, probabilities, rows back; backward: the last three again, the other way."""
+    """Forward, and replay of it: counts, rows out, probabilities, rows back; backward: the last three the other way."""
     if model.moe is None or not rows.layers:
         return
     c, h, k = activation_bytes(workload), model.hidden_size, model.moe.router.top_k
@@ -67,15 +67,21 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     back = received * c * h
     counts = passes * INT64_BYTES * model.moe.experts
     probs_back = received * FP32_BYTES
-    yield Collective.ALL_TO_ALL, "ep", counts + out + back, 4 * passes
+    forwards = 1 + _replayed(layout, Recompute.MOE)
+    yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * 4 * passes
     yield Collective.ALL_TO_ALL, "ep", passes * sent * c * h + back + probs_back, 3 * passes
-    if Recompute.FULL in layout.recompute or Recompute.MOE in layout.recompute:
-        yield Collective.ALL_TO_ALL, "ep", counts + out + back, 4 * passes
     # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and reduce-scatter the
     # results; in backward the transposed.
     widest = sum(map(sum, rows.widest))
-    yield Collective.ALL_GATHER, "etp", counts + widest * (2 * c * h + FP32_BYTES), 4 * passes
-    yield Collective.REDUCE_SCATTER, "etp", layout.etp * widest * (2 * c * h + FP32_BYTES), 3 * passes
+    yield Collective.ALL_GATHER, "etp", forwards * (counts + widest * (c * h + FP32_BYTES)), forwards * 3 * passes
+    yield Collective.REDUCE_SCATTER, "etp", forwards * layout.etp * widest * c * h, forwards * passes
+    yield Collective.ALL_GATHER, "etp", widest * c * h, passes
+    yield Collective.REDUCE_SCATTER, "etp", layout.etp * widest * (c * h + FP32_BYTES), 2 * passes
+
+
+def _replayed(layout: Layout, *policies: Recompute) -> bool:
+    """Whether backward runs the forward of a block again: under full recompute, or one of `policies`."""
+    return any(policy in layout.recompute for policy in (Recompute.FULL, *policies))
 
 
 def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], micro_batches: int) -> Iterator[_Call]:
@@ -101,17 +107,21 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
     """
     c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
     whole = c * T * model.hidden_size
+    shared = model.moe is not None and model.moe.shared_ffn_size > 0
+    attention_again, mlp_again = _replayed(layout), _replayed(layout, Recompute.MLP)
+    shared_again = _replayed(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
     gathers = scatters = means = losses = 0
     for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
         layers = chunk_layers(model, chunk)
-        shared = model.moe is not None and model.moe.shared_ffn_size > 0
-        blocks = sum(1 + (shared if is_moe(model, layer) else 1) for layer in layers)
-        replayed = 1 if Recompute.FULL in layout.recompute else 0
+        sparse = sum(is_moe(model, layer) for layer in layers)
+        dense = len(layers) - sparse
+        blocks = len(layers) + dense + shared * sparse
+        replays = attention_again * len(layers) + mlp_again * dense + shared_again * shared * sparse
         heads = chunk.loss + chunk.mtp
-        gathers += (3 + replayed) * blocks + 2 * heads + chunk.embedding
-        scatters += (2 + replayed) * blocks + heads + chunk.embedding
+        gathers += 3 * blocks + replays + 2 * heads + chunk.embedding
+        scatters += 2 * blocks + replays + heads + chunk.embedding
         losses += heads
-        means += len(layers) * (4 + 2 * replayed) if model.attention.qk_norm is QkNorm.FULL else 0
+        means += len(layers) * (4 + 2 * attention_again) if model.attention.qk_norm is QkNorm.FULL else 0
     yield Collective.ALL_GATHER, "tp", micro_batches * gathers * whole // layout.tp, micro_batches * gathers
     yield Collective.REDUCE_SCATTER, "tp", micro_batches * scatters * whole, micro_batches * scatters
     reduced = FP32_BYTES * T * (means + 3 * losses)

@@ -121,27 +121,26 @@ class Books:
             self._counting = False
 
     @contextmanager
-    def saving(self, resident: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-        """Count the storages autograd keeps for backward, each once, by the module that kept it first.
+    def saving(self, resident: Callable[[torch.Tensor], bool]) -> Iterator[Callable[[torch.Tensor], None] | None]:
+        """Count the storages kept for backward, each once, by the module that kept it first.
 
-        `resident` tells tensors that live anyway (weights, caches). The count of the fullest moment is kept.
+        Gives what to call with every tensor that is kept, or None when nothing is counted. `resident` tells tensors
+        that live anyway (weights, caches). The count of the fullest moment is kept.
         """
         if not self._counting:
-            yield
+            yield None
             return
         self.saved.clear()
         # Keeping the storages alive keeps their addresses unique while we compare them.
         seen: dict[int, torch.UntypedStorage] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def count(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen and not resident(tensor):
                 seen[storage.data_ptr()] = storage
                 self.saved[self.module] += storage.nbytes()
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+        yield count
         if sum(self.saved.values()) > sum(self._peak_saved.values()):
             self._peak_saved = dict(self.saved)
 

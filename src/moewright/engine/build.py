@@ -9,6 +9,7 @@ import torch
 from moewright.engine import collectives
 from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.books import Books
+from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.transformer import Transformer
@@ -59,7 +60,14 @@ def trainee(
 ) -> Trainee:
     """This rank's mesh, part of the model with its `initial` weights, and optimizer."""
     books = Books()
-    run = Runtime(model=model, workload=workload, mesh=build_mesh(layout, rank, books), books=books, device=device)
+    run = Runtime(
+        model=model,
+        workload=workload,
+        mesh=build_mesh(layout, rank, books),
+        books=books,
+        keeper=Keeper(books, at_work=bool(layout.recompute)),
+        device=device,
+    )
     (chunk,) = (c for c in chunks(model, layout) if c.pp_rank == run.mesh.coordinate("pp"))
     part = Transformer(run, chunk)
     optimizer = DistributedOptimizer(run, slots_of(part), lambda slot: initial(slot, run), rule)

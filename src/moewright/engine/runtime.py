@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.books import Books
+from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh
+from moewright.spec.layout import Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
@@ -18,12 +20,17 @@ class Runtime:
     workload: Workload
     mesh: Mesh
     books: Books
+    keeper: Keeper
     device: torch.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Compute dtype, in which weights and activations are stored."""
         return torch_dtype(self.workload.precision)
+
+    def replays(self, policy: Recompute) -> bool:
+        """Whether the layout asks for this recomputation."""
+        return policy in self.mesh.layout.recompute
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -151,7 +151,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
 def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = False) -> Gradients:
     """Forward and backward of every micro-batch of step `step` (from 1); gradients reduced, weights untouched."""
     run, sums = job.run, _Sums()
-    layout, books = run.mesh.layout, run.books
+    layout = run.mesh.layout
     count = micro_batches(run.workload, layout)
     with clock.phase(Phase.DATA):
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
@@ -160,7 +160,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
     aux_share = count * run.mesh.group("dp_cp").size
 
     def forward(micro_batch: int) -> torch.Tensor:
-        with clock.phase(Phase.FORWARD), books.saving(job.optimizer.resident):
+        with clock.phase(Phase.FORWARD), run.keeper.forward(job.optimizer.resident):
             out: Output = job.model(*batches[micro_batch])
             nll = out.nll.sum()
             sums.nll += float(nll.detach())

@@ -23,7 +23,6 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL,)),
         ("capacity", layout.capacity, (0.0,)),
-        ("recompute", "+".join(layout.recompute), ("",)),
         ("offload", "+".join(layout.offload), ("",)),
         ("overlap", "+".join(layout.overlap), ("",)),
         ("graphs", "+".join(layout.graphs), ("",)),

@@ -29,7 +29,8 @@ INT32_BYTES = 4
 class Saved:
     """Bytes of one tensor that a layer keeps for backward, per micro-batch on one rank.
 
-    Any policy of `freed_by` removes it. The layer input is freed by none: even full recomputation starts from it.
+    Any policy of `freed_by` removes it. The layer input is freed by none: even full recomputation starts from it. Nor
+    is what a router decided, which a replay must not decide again.
     """
 
     module: Module
@@ -90,9 +91,10 @@ def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     spec, c, T, t, h = model.attention, size.c, size.T, size.t, size.h
     mla = spec.kind is AttentionKind.MLA
     yield _row(Module.NORM, "layer_input", c * t * h, full=False)
-    yield _row(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
-    # Fused into the QKV projection for GQA in the stacks the table is held against, so only MLA can drop it.
-    yield _row(Module.ATTENTION, "input_norm_out", c * t * h, *((Recompute.LAYERNORM,) if mla else ()))
+    # Fused into the QKV projection for GQA in the stacks the table is held against, so only MLA can drop its output.
+    replayed = (Recompute.LAYERNORM,) if mla else ()
+    yield _row(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), *replayed)
+    yield _row(Module.ATTENTION, "input_norm_out", c * t * h, *replayed)
     if mla:
         yield from _mla_core(model, size)
     else:
@@ -157,11 +159,11 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
     """The router computes in fp32: scores of all experts, what was chosen, and what the auxiliary losses keep."""
     chosen = t * moe.router.top_k
     yield _row(Module.ROUTER, "scores", FP32_BYTES * t * moe.experts, Recompute.MOE)
-    yield _row(Module.ROUTER, "chosen", INT64_BYTES * chosen, Recompute.MOE)
+    yield _row(Module.ROUTER, "chosen", INT64_BYTES * chosen, full=False)
     if moe.router.renormalize:
         yield _row(Module.ROUTER, "chosen_scores", FP32_BYTES * (chosen + t), Recompute.MOE)
     if workload.loss.aux_coeff:
-        yield _row(Module.ROUTER, "load_share", FP32_BYTES * moe.experts, Recompute.MOE)
+        yield _row(Module.ROUTER, "load_share", FP32_BYTES * moe.experts, full=False)
     if workload.loss.z_coeff:
         yield _row(Module.ROUTER, "logits", FP32_BYTES * t * (moe.experts + 1), Recompute.MOE)
 

@@ -26,30 +26,37 @@ class Booked(torch.autograd.Function):
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and one fp32 number a row.
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and, if asked, one fp32 number a row.
 
     With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is over all of it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, across: Group | None = None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, across: Group | None, keep_scale: bool
     ) -> torch.Tensor:
         wide = x.float()
-        scale = torch.rsqrt(_mean(wide.square(), across) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        ctx.across = across
+        scale = _scale(wide, eps, across)
+        ctx.save_for_backward(x, weight, scale if keep_scale else None)
+        ctx.eps, ctx.across = eps, across
         return (wide.mul_(scale) if wide is not x else wide * scale).to(x.dtype) * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
+        wide_x = x.float()
+        if scale is None:
+            scale = _scale(wide_x, ctx.eps, ctx.across)
+        normed = wide_x * scale
         wide = grad.float()
         grad_weight = (wide * normed).flatten(0, -2).sum(0)
         wide = wide * weight.float()
         grad_x = (wide - normed * _mean(wide * normed, ctx.across)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def _scale(wide: torch.Tensor, eps: float, across: Group | None) -> torch.Tensor:
+    return torch.rsqrt(_mean(wide.square(), across) + eps)
 
 
 def _mean(x: torch.Tensor, across: Group | None) -> torch.Tensor:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from moewright.engine.keep import replayed
 from moewright.engine.model import vocabulary
 from moewright.engine.model.functions import CausalAttention, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import QkNorm
 
@@ -32,17 +34,17 @@ class Weight(nn.Module):
 
 
 class Norm(Weight):
-    """RMSNorm over the last dim, which may be cut over TP."""
+    """RMSNorm over the last dim, which may be cut over TP. One that is `replayed` keeps its input alone."""
 
     ledger_module = Module.NORM
 
-    def __init__(self, run: Runtime, width: int, cuts: Cuts = ()) -> None:
+    def __init__(self, run: Runtime, width: int, cuts: Cuts = (), *, replayed: bool = False) -> None:
         super().__init__(run, width, cuts=cuts)
-        self._eps = run.model.norm_eps
+        self._eps, self._keep_scale = run.model.norm_eps, not replayed
         self._across = run.mesh.group("tp") if cuts and run.mesh.layout.tp > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return RmsNorm.apply(x, self.weight, self._eps, self._across)
+        return RmsNorm.apply(x, self.weight, self._eps, self._across, self._keep_scale)
 
 
 class RotaryTable:
@@ -90,8 +92,14 @@ class Attention(nn.Module):
             q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // tp.size, spec.head_dim))
             k_BSGD = self._rotary.apply(k.reshape(batch, -1, spec.kv_heads // tp.size, spec.head_dim))
             v_BSGD = v.view(batch, -1, spec.kv_heads // tp.size, spec.v_head_dim)
-            out = CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, books)
+            if self._run.replays(Recompute.CORE_ATTN):
+                (out,) = replayed(books, self._core, q_BSHD, k_BSGD, v_BSGD)
+            else:
+                (out,) = self._core(q_BSHD, k_BSGD, v_BSGD)
             return RowLinear.apply(out.reshape(v.shape[0], -1), self.o.weight, tp, books)
+
+    def _core(self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> tuple[torch.Tensor]:
+        return (CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, self._run.books),)
 
 
 class Mlp(nn.Module):
@@ -101,14 +109,19 @@ class Mlp(nn.Module):
         super().__init__()
         self.ledger_module = kind
         self._run = run
+        self._replayed = run.replays(Recompute.MLP if kind is Module.DENSE_MLP else Recompute.SHARED_EXPERTS)
         self.gate_up = Weight(run, 2, width, run.model.hidden_size, cuts=(("tp", 1),))
         self.down = Weight(run, run.model.hidden_size, width, cuts=(("tp", 1),))
 
     def forward(self, x_tH: torch.Tensor) -> torch.Tensor:
+        with self._run.books.within(self.ledger_module):
+            (out,) = replayed(self._run.books, self._block, x_tH) if self._replayed else self._block(x_tH)
+            return out
+
+    def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
         books, tp = self._run.books, self._run.mesh.group("tp")
-        with books.within(self.ledger_module):
-            (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
-            return RowLinear.apply(SwiGlu.apply(hidden, None), self.down.weight, tp, books)
+        (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
+        return (RowLinear.apply(SwiGlu.apply(hidden, None), self.down.weight, tp, books),)
 
 
 class Experts(nn.Module):
@@ -128,7 +141,10 @@ class Experts(nn.Module):
     def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         books = self._run.books
         hidden = GroupedLinear.apply(rows_RH, self.gate_up.weight.flatten(1, 2), ends_E, books)
-        return GroupedLinear.apply(SwiGlu.apply(hidden, weights_R), self.down.weight, ends_E, books)
+        active = SwiGlu.apply(hidden, weights_R)
+        asked = self._run.replays(Recompute.MOE_ACT)
+        with self._run.keeper.discard(active, SwiGlu.apply, hidden, weights_R, asked=asked):
+            return GroupedLinear.apply(active, self.down.weight, ends_E, books)
 
 
 class Table(Weight):

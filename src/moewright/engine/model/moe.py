@@ -7,14 +7,17 @@ Shapes: T tokens of this rank, E experts in all, k experts a token, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from moewright.engine.collectives import Group, all_reduce
 from moewright.engine.dispatch.alltoall import AllToAll
+from moewright.engine.keep import Decided, replayed
 from moewright.engine.model.layers import Experts, Mlp, Weight
 from moewright.engine.model.linears import RouterLinear
 from moewright.engine.runtime import Runtime
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec
 
@@ -29,10 +32,16 @@ class Selected:
     counts: torch.Tensor
 
 
-def select(logits_TE: torch.Tensor, spec: RouterSpec) -> Selected:
-    """Top-k of the softmax over all experts (docs/formulas.md 4); renormalised: the softmax over the selected."""
+def select(logits_TE: torch.Tensor, spec: RouterSpec, experts: torch.Tensor | None = None) -> Selected:
+    """Top-k of the softmax over all experts (docs/formulas.md 4); renormalised: the softmax over the selected.
+
+    `experts` [T,k] are those already chosen, in a replay.
+    """
     scores = torch.softmax(logits_TE, -1)
-    weights, experts = torch.topk(scores, spec.top_k, dim=-1)
+    if experts is None:
+        weights, experts = torch.topk(scores, spec.top_k, dim=-1)
+    else:
+        weights = scores.gather(-1, experts)
     if spec.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     if spec.scaling_factor != 1.0:
@@ -41,14 +50,15 @@ def select(logits_TE: torch.Tensor, spec: RouterSpec) -> Selected:
     return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
 
 
-def balance_loss(selected: Selected, sharers: Group) -> torch.Tensor:
-    """This rank's part of E * sum_i f_i P_i over a micro-batch, whose tokens the `sharers` hold in equal numbers.
-
-    f is the share of routed rows, P the mean score (docs/formulas.md 4).
-    """
-    experts = selected.scores.shape[1]
+def load_share(selected: Selected, sharers: Group) -> torch.Tensor:
+    """The share [E] fp32 of a micro-batch's routed rows that each expert got; the `sharers` hold equal parts of it."""
     counts = all_reduce(selected.counts.clone(), sharers)
-    share = counts.float() / (selected.experts.numel() * sharers.size)
+    return counts.float() / (selected.experts.numel() * sharers.size)
+
+
+def balance_loss(selected: Selected, share: torch.Tensor, sharers: Group) -> torch.Tensor:
+    """This rank's part of E * sum_i f_i P_i: f the share of routed rows, P the mean score (docs/formulas.md 4)."""
+    experts = selected.scores.shape[1]
     return experts * (share * selected.scores.mean(0)).sum() / sharers.size
 
 
@@ -71,21 +81,40 @@ class Moe(torch.nn.Module):
         self.shared = Mlp(run, spec.shared_ffn_size, Module.SHARED_EXPERTS) if spec.shared_ffn_size else None
         self._dispatcher = AllToAll(run.mesh.group("ep"), run.mesh.group("etp"), spec.experts)
 
-    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        books, loss, sharers = self._run.books, self._run.workload.loss, self._run.mesh.group("tp_cp")
+    def forward(self, x_TH: torch.Tensor, decided: Decided | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`decided`: of the replayed block that this is part of, None outside of one."""
+        if self._run.replays(Recompute.MOE):
+            with self._run.books.within(Module.ROUTER):
+                return replayed(self._run.books, partial(self._block, Decided()), x_TH)
+        return self._block(decided, x_TH)
+
+    def _block(self, decided: Decided | None, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        books = self._run.books
         with books.within(Module.ROUTER):
             logits = self.router(x_TH)
-            selected = select(logits, self._spec.router)
-            aux = logits.new_zeros(())
-            if loss.aux_coeff:
-                aux = aux + loss.aux_coeff * balance_loss(selected, sharers)
-            if loss.z_coeff:
-                aux = aux + loss.z_coeff * z_loss(logits, sharers)
+            selected = select(logits, self._spec.router, decided.experts if decided else None)
+            if decided is not None and decided.experts is None:
+                decided.experts = self._run.keeper.hold(selected.experts)
+            aux = self._losses(logits, selected, decided)
         with books.within(Module.EXPERTS):
             out = self._routed(x_TH, selected)
         if self.shared is not None:
             out = out + self.shared(x_TH)
         return out, aux, selected.counts
+
+    def _losses(self, logits: torch.Tensor, selected: Selected, decided: Decided | None) -> torch.Tensor:
+        loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
+        aux = logits.new_zeros(())
+        if loss.aux_coeff:
+            share = decided.share if decided else None
+            if share is None:
+                share = load_share(selected, sharers)
+                if decided is not None:
+                    decided.share = self._run.keeper.hold(share)
+            aux = aux + loss.aux_coeff * balance_loss(selected, share, sharers)
+        if loss.z_coeff:
+            aux = aux + loss.z_coeff * z_loss(logits, sharers)
+        return aux
 
     def _routed(self, x_TH: torch.Tensor, selected: Selected) -> torch.Tensor:
         way = self._dispatcher

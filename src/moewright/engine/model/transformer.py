@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from moewright.engine.keep import Decided, replayed
 from moewright.engine.model.layers import Attention, Embedding, Head, Mlp, Norm, RotaryTable, Slot, token_loss
 from moewright.engine.model.moe import Moe
 from moewright.engine.runtime import Runtime
 from moewright.rules.stages import Chunk
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 
 
@@ -38,23 +41,32 @@ class Layer(nn.Module):
         self._run = run
         self.input_norm = Norm(run, run.model.hidden_size)
         self.attention = Attention(run, rotary)
-        self.post_norm = Norm(run, run.model.hidden_size)
+        self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM))
         if is_moe:
             self.moe = Moe(run)
         else:
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
         self._is_moe = is_moe
 
-    def forward(self, x_tH: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def forward(self, x_tH: torch.Tensor, batch: int) -> tuple[torch.Tensor, ...]:
+        """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too."""
+        if self._run.replays(Recompute.FULL):
+            with self._run.books.within(Module.NORM):
+                out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(self._block, Decided(), batch), x_tH)
+                return out
+        return self._block(None, batch, x_tH)
+
+    def _block(self, decided: Decided | None, batch: int, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self._run.books.within(Module.NORM):
             normed = self.input_norm(x_tH)
         x_tH = x_tH + self.attention(normed, batch)
         with self._run.books.within(Module.NORM):
             normed = self.post_norm(x_tH)
-        if not self._is_moe:
-            return x_tH + self.mlp(normed), None, None
-        out, aux, counts = self.moe(normed)
-        return x_tH + out, aux, counts
+        with self._run.keeper.discard(normed, self.post_norm, x_tH, asked=self._run.replays(Recompute.LAYERNORM)):
+            if not self._is_moe:
+                return (x_tH + self.mlp(normed),)
+            out, aux, counts = self.moe(normed, decided)
+            return x_tH + out, aux, counts
 
 
 class Transformer(nn.Module):
@@ -75,10 +87,10 @@ class Transformer(nn.Module):
         aux = x_tH.new_zeros((), dtype=torch.float32)
         counts = []
         for layer in self.layers.values():
-            x_tH, layer_aux, layer_counts = layer(x_tH, ids_BS.shape[0])
-            if layer_aux is not None:
-                aux = aux + layer_aux
-                counts.append(layer_counts)
+            x_tH, *routed = layer(x_tH, ids_BS.shape[0])
+            if routed:
+                aux = aux + routed[0]
+                counts.append(routed[1])
         with books.within(Module.NORM):
             x_tH = self.final_norm(x_tH)
         nll, logits = token_loss(self._run, x_tH, self.head or self.embedding, targets_BS.flatten())
