@@ -1,4 +1,4 @@
-# Two commands: `make train` runs the quickstart from data to report, `make test` checks the whole house.
+# `make train` runs the quickstart from data to report, `make test` checks the whole house, `make bench` measures speed.
 
 PYTHON ?= python3
 JOB    := recipes/quickstart_2cpu_bf16.toml
@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # A base interpreter that has a new enough torch (a GPU image, say) lends it; otherwise constraints.txt pins one.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: train test check report
+.PHONY: train test check report bench
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -18,6 +18,9 @@ train: $(RUN)/plan.json
 
 report:
 	$(BIN)/moewright report $(RUN)
+
+bench: | $(VENV)/.ready
+	$(BIN)/moewright bench search
 
 test: check
 	$(BIN)/pytest

@@ -10,7 +10,7 @@ from contextlib import suppress
 from cyclopts import App, CycloptsError
 
 from moewright import __version__
-from moewright.cli.bench import bench_machine
+from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
 from moewright.cli.estimate import estimate
@@ -65,7 +65,7 @@ def _app() -> App:
         suppress_keyboard_interrupt=False,
     )
     data = App(name="data", help="Make training data.")
-    bench = App(name="bench", help="Measure this machine.")
+    bench = App(name="bench", help="Measure this machine and the planner.")
     app.command(plan)
     app.command(estimate)
     app.command(validate)
@@ -79,6 +79,7 @@ def _app() -> App:
     app.command(bench)
     data.command(data_build, name="build")
     bench.command(bench_machine, name="machine")
+    bench.command(bench_search, name="search")
     return app
 
 

@@ -28,12 +28,15 @@ SLOWER = "slower than the layouts shown"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Plans, best first; what was rejected, by rule; why the first is first; memory against time over all that fit."""
+    """Plans, best first; what was rejected, by rule; why the first is first; memory against time over all that fit;
+    and how many layouts were scored.
+    """
 
     plans: tuple[Plan, ...]
     rejected: tuple[tuple[str, int], ...]
     why: tuple[str, ...]
     frontier: tuple[Candidate, ...]
+    scored: int
 
 
 def everything(_: Layout) -> tuple[Reason, ...]:
@@ -87,6 +90,7 @@ def search(
         rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
         why=why_first(tuple(plans)),
         frontier=frontier(fitting),
+        scored=len(fitting) + scout.without_room + scout.dominated,
     )
 
 
