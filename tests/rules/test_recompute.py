@@ -157,4 +157,4 @@ def test_auxiliary_losses_keep_their_inputs() -> None:
     extra = {row.name: row.bytes for row in recompute.saved_by_layer(QWEN, losses, layout, 0, load=1.0)}
     for row in plain:
         assert extra.pop(row.name) == row.bytes
-    assert extra == {"load_share": 4 * 128, "logits": 4 * 4096 * 129}
+    assert extra == {"load_share": 4 * 128, "logits": 4 * 4096 * 128, "log_sums": 4 * 4096}

@@ -19,8 +19,8 @@ from moewright.engine.checkpoint import Piece, alone, latest, load, read_index
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger
-from moewright.spec.model import QkNorm
-from moewright.spec.workload import DataSpec, OptimizerSpec
+from moewright.spec.model import QkNorm, RouterSpec, ScoreFunction
+from moewright.spec.workload import DataSpec, LossSpec, OptimizerSpec, RouterTraining
 
 pytestmark = pytest.mark.spawn
 
@@ -143,6 +143,42 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "loss"),
+    [
+        (4, "ep2,mbs1", LossSpec(seq_aux_coeff=0.05)),  # a sequence's loss does not depend on how the batch is cut
+        (4, "tp2,ep4,mbs4", LossSpec(seq_aux_coeff=0.05)),
+        (2, "tp2,etp2,mbs2", LossSpec(global_aux_coeff=0.05)),  # the counts so far do: the same micro-batches
+    ],
+)
+def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
+    world_size: int, layout: str, loss: LossSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    router = RouterSpec(
+        top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
+        selection_bias=True,
+    )  # fmt: skip
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    model = replace(base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True))
+    work = tiny_jobs.workload(data, steps=4, loss=loss, router=RouterTraining(bias_update_rate=0.02))
+    work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
+    one, here = tmp_path / "one", tmp_path / "here"
+    assert run(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is Exit.DONE
+    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here) is Exit.DONE
+    wanted, found = state(one, 1), state(here, 1)
+    for name, reference in wanted.items():
+        if name.startswith("optim/exp_avg/"):
+            error = (found[name] - reference).norm() / reference.norm()
+            assert error <= 3e-5, (name, float(error))
+    bias = "layers.2.moe.router.selection_bias"
+    assert torch.equal(state(here, 4)[bias], state(one, 4)[bias])
+    assert state(one, 4)[bias].abs().max() > 0.02
+    for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
 
 
 def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:

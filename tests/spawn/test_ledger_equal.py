@@ -13,7 +13,7 @@ from moewright.cost.ledger import predict
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger, Selection
-from moewright.spec.model import QkNorm
+from moewright.spec.model import QkNorm, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec
 from moewright.tune.compare import Section, Status, compare
@@ -72,6 +72,27 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(recompute: str, data: 
     )
     work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
     assert_equal(tiny_jobs.plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("score", "recompute"),
+    [
+        (ScoreFunction.SIGMOID, ""),
+        (ScoreFunction.SQRT_SOFTPLUS, ",recompute=moe"),
+        (ScoreFunction.SIGMOID, ",recompute=full"),
+        (ScoreFunction.SQRT_SOFTPLUS, ",recompute=shared_experts"),
+    ],
+)
+def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
+    score: ScoreFunction, recompute: str, data: DataSpec, tmp_path: Path
+) -> None:
+    router = RouterSpec(top_k=2, score=score, groups=4, top_groups=2, group_scores=2, selection_bias=True)
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    model = replace(base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True))
+    losses = LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01, global_aux_coeff=0.01, z_coeff=0.001)
+    work = tiny_jobs.workload(data, steps=2, loss=losses)
+    assert_equal(tiny_jobs.plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path)
 
 
 def assert_equal(plan: Plan, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def comm_rows(
     """Sorted rows; groups of one rank make no call."""
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
-        *_step(model, workload, rows),
+        *_step(model, workload, layout, rows),
         *_expert(model, workload, layout, rows),
         *_gradients(workload, layout, sets, len(rows.rows)),
         *_tensor(model, workload, layout, rank, len(rows.rows)),
@@ -42,17 +42,23 @@ def comm_rows(
     )
 
 
-def _step(model: ModelSpec, workload: Workload, rows: Routed) -> Iterator[_Call]:
+def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
     """Valid targets (int64), the four statistics, and the expert counts for the record; with a balance loss those of
-    each micro-batch and layer too, over the ranks that share its tokens.
+    each micro-batch and layer too, over the ranks that share its tokens (of each sequence where they count), or over
+    all that share the global batch.
     """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
     if model.moe is not None and rows.layers:
         counts = INT64_BYTES * len(rows.layers) * model.moe.experts
         yield Collective.ALL_REDUCE, "tp_cp_dp", counts, 1
-        if workload.loss.aux_coeff:
-            yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * counts, len(rows.rows) * len(rows.layers)
+        loss, passes = workload.loss, len(rows.rows) * len(rows.layers)
+        if loss.aux_coeff:
+            yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * counts, passes
+        if loss.seq_aux_coeff:
+            yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * layout.mbs * counts, passes
+        if loss.global_aux_coeff:
+            yield Collective.ALL_REDUCE, "tp_cp_dp", len(rows.rows) * counts, passes
 
 
 def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:

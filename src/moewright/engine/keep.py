@@ -21,14 +21,15 @@ Resident = Callable[[torch.Tensor], bool]
 
 @dataclass(kw_only=True, slots=True)
 class Decided:
-    """What the forward of a replayed MoE block decided: experts [T,k] int64, and share [E] fp32 of the rows each got.
+    """What the forward of a replayed MoE block decided: experts [T,k] int64, and for each balance loss the shares fp32
+    of the rows that they got.
 
     A replay takes these instead of routing again, so that rounding cannot send a token elsewhere the second time, and
     the ranks need not agree on the shares again.
     """
 
     experts: torch.Tensor | None = None
-    share: torch.Tensor | None = None
+    shares: tuple[torch.Tensor, ...] | None = None
 
 
 class Keeper:

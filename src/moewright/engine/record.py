@@ -18,6 +18,7 @@ from moewright.rules.routing import load_of_counts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import EvalRecord, LayerLoad, Session, StepRecord
+from moewright.spec.workload import RouterForce
 
 STEPS_FILE = "steps.jsonl"
 _KINDS = ("session", "step", "eval")
@@ -131,6 +132,8 @@ class Screen:
     def session(self, record: Session) -> None:
         if record.first_step > 1:
             self._line(f"continuing from step {record.first_step - 1}")
+        if record.routing is not RouterForce.NONE:
+            self._line(f"experts are given, not chosen ({record.routing}): this measures speed, it does not train")
 
     def step(self, record: StepRecord) -> None:
         text = (

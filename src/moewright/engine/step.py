@@ -11,9 +11,11 @@ from typing import Protocol
 
 import torch
 
+from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import all_reduce
 from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.sampler import Sampler, fetch, rows_of
+from moewright.engine.model.router import biases_of, routers_of
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.pipeline.executor import execute
@@ -84,6 +86,10 @@ class Trainee:
     optimizer: DistributedOptimizer
     train_data: Batches
 
+    def pieces(self) -> list[Piece]:
+        """Everything that a checkpoint holds of this rank."""
+        return [*self.optimizer.pieces(), *biases_of(self.model)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
@@ -136,6 +142,9 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
     apply(job, clock, found, lr=lr)
     counts = found.counts
     loads = all_reduce(counts.sum(0), job.run.mesh.group("tp_cp_dp")) if counts.numel() else counts.sum(0)
+    if found.finite:
+        for router, load in zip(routers_of(job.model), loads, strict=True):
+            router.rebalance(load)
     return StepResult(
         loss=found.loss,
         aux_loss=found.aux_loss,
@@ -173,6 +182,8 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
             loss.backward()
 
     job.optimizer.begin()
+    for router in routers_of(job.model):
+        router.begin_step()
     execute(timetable(layout, count)[run.mesh.coordinate("pp")], forward=forward, backward=backward)
     with clock.phase(Phase.GRAD_REDUCE):
         squared = job.optimizer.reduce()

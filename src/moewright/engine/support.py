@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Dispatcher, Layout, Schedule
-from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind, ScoreFunction
+from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
@@ -75,11 +75,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
     if moe is not None:
         router = moe.router
         missing = (
-            ("router.score", router.score, router.score is not ScoreFunction.SOFTMAX, "softmax"),
-            ("router.groups", router.groups, router.groups > 1, "1"),
-            ("router.selection_bias", True, router.selection_bias, "false"),
             ("router.logit_bias", True, router.logit_bias, "false"),
-            ("shared_gate", True, moe.shared_gate, "false"),
             ("expert_bias", True, moe.expert_bias, "false"),
         )
         reasons += [

@@ -159,7 +159,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
             save(
                 run_dir / "checkpoints",
                 step=step,
-                pieces=job.optimizer.pieces(),
+                pieces=job.pieces(),
                 extra=identity,
                 keep=work.checkpoint.keep,
                 comm=comm,
@@ -232,6 +232,7 @@ def _identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
                 k: v for k, v in to_data(work.optimizer).items() if k not in ("decay_steps", "bucket_elements")
             },
             "loss": to_data(work.loss),
+            "router": to_data(work.router),
         },
         "data": {"fingerprint": data_fingerprint},
     }
@@ -244,7 +245,7 @@ def _restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coo
         return 0
     index = read_index(checkpoint)
     refuse_mismatch(index.extra, identity)
-    load(checkpoint, pieces=job.optimizer.pieces(), comm=comm)
+    load(checkpoint, pieces=job.pieces(), comm=comm)
     job.optimizer.publish()
     return index.step
 
@@ -269,6 +270,7 @@ def _session(plan: Plan, first_step: int, device: torch.device) -> Session:
         torch_version=torch.__version__,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else plan.hardware.device.name,
         threads_per_rank=torch.get_num_threads(),
+        routing=plan.workload.router.force,
     )
 
 

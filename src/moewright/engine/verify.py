@@ -23,13 +23,14 @@ from moewright.engine.checkpoint import Coordinator, Piece, alone, load, read_in
 from moewright.engine.data.sampler import rows_of
 from moewright.engine.launch import launch
 from moewright.engine.model.layers import Slot
+from moewright.engine.model.router import routers_of
 from moewright.engine.optim.update import adamw_update, sgd_update
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import finite
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply
 from moewright.engine.support import unsupported_layout, unsupported_model
-from moewright.engine.weights import in_their_names, open_weights, read_part, table_of
+from moewright.engine.weights import SELECTION_BIAS, in_their_names, open_weights, read_part, table_of
 from moewright.rules.legality import illegal, micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
@@ -142,6 +143,9 @@ def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: 
 
         rule = sgd_update if job.rule is Rule.SGD else adamw_update
         here = trainee(job.model, work, job.layout, batches, rank=seat.rank, device=device, initial=stored, rule=rule)
+        for router in routers_of(here.model):
+            if router.selection_bias is not None:
+                router.selection_bias.copy_(file.get_tensor(SELECTION_BIAS.format(router.number)))
     pieces = _outputs(here, batches)
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):

@@ -36,9 +36,21 @@ _LAYER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention.k_norm.weight": ("self_attn.k_norm.weight",),
         "moe.router.weight": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
         "mlp.down.weight": ("mlp.down_proj.weight",),
+        "moe.shared.down.weight": ("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
+        "moe.shared.gate.weight": ("mlp.shared_expert_gate.weight",),
     }
 )
-_MLP_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+# Gate above up; the spellings of one part, by family.
+_GATE_UP: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
+    {
+        "mlp.gate_up.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"),),
+        "moe.shared.gate_up.weight": tuple(
+            (f"mlp.{shared}.gate_proj.weight", f"mlp.{shared}.up_proj.weight")
+            for shared in ("shared_expert", "shared_experts")
+        ),
+    }
+)
+SELECTION_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 # Experts: one tensor each, by family; or all of a layer in one, gate above up.
 _EXPERT_GATE_UP = (
     ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
@@ -68,8 +80,11 @@ def spellings(param: Param) -> tuple[tuple[Theirs, ...], ...]:
     base = f"model.layers.{layer}."
     if part in _LAYER:
         return tuple((Theirs(name=base + name, index=(), shape=shape),) for name in _LAYER[part])
-    if part == "mlp.gate_up.weight":
-        return (tuple(Theirs(name=base + n, index=(i,), shape=shape[1:]) for i, n in enumerate(_MLP_GATE_UP)),)
+    if part in _GATE_UP:
+        return tuple(
+            tuple(Theirs(name=base + name, index=(i,), shape=shape[1:]) for i, name in enumerate(names))
+            for names in _GATE_UP[part]
+        )
     if part == "moe.experts.gate_up.weight":
         experts, _, width, hidden = shape
         apart = tuple(
@@ -102,6 +117,10 @@ def table_of(model: ModelSpec, path: Path) -> Table:
         stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         table = {param.name: _spelling(param, stored.keys(), path) for param in parameters(model)}
         wanted = {theirs.name: theirs for parts in table.values() for theirs in parts}
+        wanted |= {theirs.name: theirs for theirs in selection_biases(model)}
+        for theirs in selection_biases(model):
+            if theirs.name not in stored:
+                raise _refusal(theirs.name, path, "is missing")
         for name, data in stored.items():
             if name == HEAD and model.tie_embeddings:
                 if not torch.equal(file.get_tensor(name), file.get_tensor(EMBEDDING)):
@@ -113,6 +132,14 @@ def table_of(model: ModelSpec, path: Path) -> Table:
             elif data.get_dtype() not in _FLOATS:
                 raise _refusal(name, path, f"is of {data.get_dtype()}; known are {', '.join(_FLOATS)}")
     return table
+
+
+def selection_biases(model: ModelSpec) -> tuple[Theirs, ...]:
+    """The routers' selection biases, which are no parameters, by layer with experts; () where the model has none."""
+    if model.moe is None or not model.moe.router.selection_bias:
+        return ()
+    layers = (layer for layer, is_moe in enumerate(model.moe_layers) if is_moe)
+    return tuple(Theirs(name=SELECTION_BIAS.format(i), index=(), shape=(model.moe.experts,)) for i in layers)
 
 
 def _spelling(param: Param, stored: Sequence[str] | Any, path: Path) -> tuple[Theirs, ...]:

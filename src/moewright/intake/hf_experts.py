@@ -87,6 +87,7 @@ def read_deepseek_v3(fields: Fields, layers: int) -> Experts:
 
 
 def _deepseek(fields: Fields, layers: int, score: ScoreFunction, *, grouped: bool, renormalize: bool) -> Experts:
+    """A group scores its highest expert in DeepSeek-V2, the sum of its two highest in DeepSeek-V3 (their code)."""
     experts, top_k = _counts(fields)
     groups = fields.whole("n_group", low=1, high=experts, default=1)
     top_groups = fields.whole("topk_group", low=1, high=groups, bound="n_group", default=1)
@@ -104,6 +105,7 @@ def _deepseek(fields: Fields, layers: int, score: ScoreFunction, *, grouped: boo
         scaling_factor=fields.number("routed_scaling_factor", low=0, high=1e6, default=1.0),
         groups=groups if grouped else 1,
         top_groups=top_groups if grouped else 1,
+        group_scores=(1 if score is ScoreFunction.SOFTMAX else 2) if grouped else 0,
         selection_bias=score is ScoreFunction.SIGMOID,
     )
     shared = fields.whole("n_shared_experts", low=0, high=MAX_EXPERTS, default=0)

@@ -2,7 +2,8 @@
 
 Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's fields themselves),
 [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is absent is for the search), [train] (the fields of
-Workload, OptimizerSpec and LossSpec, and `nproc` and `hardware`), [checkpoint]. Relative paths start at the job file.
+Workload, OptimizerSpec, LossSpec and RouterTraining, and `nproc` and `hardware`), [checkpoint]. Relative paths start at
+the job file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from moewright.codec import from_data, given_fields, nearest, shown, toml_data
 from moewright.intake import catalogue, hf, parts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, LossSpec, OptimizerSpec, RouterTraining, Workload
 
 DEFAULT_HARDWARE = "runs/machine.toml"
 MAX_SEQ_LEN = 2**24
@@ -26,7 +27,7 @@ MAX_BATCH = 2**24
 MAX_STEPS = 10**9
 
 _SECTIONS = ("model", "data", "layout", "train", "checkpoint")
-_NESTED = ("optimizer", "loss", "data", "checkpoint")
+_NESTED = ("optimizer", "loss", "router", "data", "checkpoint")
 _OWN = ("nproc", "hardware")
 
 
@@ -113,7 +114,8 @@ def _model(table: dict[str, Any], path: Path, where: str) -> ModelSpec:
 def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> Workload:
     train = tables["train"]
     groups = {"": [f.name for f in fields(Workload) if f.name not in _NESTED]}
-    groups |= {"optimizer": [f.name for f in fields(OptimizerSpec)], "loss": [f.name for f in fields(LossSpec)]}
+    flat = {"optimizer": OptimizerSpec, "loss": LossSpec, "router": RouterTraining}
+    groups |= {name: [f.name for f in fields(nested)] for name, nested in flat.items()}
     legal = [*(name for names in groups.values() for name in names), *_OWN]
     for key in train:
         if key not in legal:
@@ -129,8 +131,7 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
     workload = from_data(
         Workload,
         picked[""]
-        | {"optimizer": _plain(from_data(OptimizerSpec, picked["optimizer"], where=here))}
-        | {"loss": _plain(from_data(LossSpec, picked["loss"], where=here))}
+        | {name: _plain(from_data(nested, picked[name], where=here)) for name, nested in flat.items()}
         | {"data": {f.name: _beside(path, getattr(data, f.name)) for f in fields(DataSpec)}}
         | {"checkpoint": _plain(from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint"))},
         where=here,
@@ -146,7 +147,7 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
-    optimizer, loss, checkpoint = workload.optimizer, workload.loss, workload.checkpoint
+    optimizer, loss, router, checkpoint = workload.optimizer, workload.loss, workload.router, workload.checkpoint
     ranges = (
         ("train.seq_len", workload.seq_len, 1, MAX_SEQ_LEN),
         ("train.global_batch", workload.global_batch, 1, MAX_BATCH),
@@ -167,7 +168,11 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.clip_norm", optimizer.clip_norm, 0, 1e9),
         ("train.bucket_elements", optimizer.bucket_elements, 1, 2**40),
         ("train.aux_coeff", loss.aux_coeff, 0, 1e3),
+        ("train.seq_aux_coeff", loss.seq_aux_coeff, 0, 1e3),
+        ("train.global_aux_coeff", loss.global_aux_coeff, 0, 1e3),
         ("train.z_coeff", loss.z_coeff, 0, 1e3),
+        ("train.bias_update_rate", router.bias_update_rate, 0, 1),
+        ("train.force_std", router.force_std, 0, 1e3),
         ("checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS),
         ("checkpoint.keep", checkpoint.keep, 1, 10**6),
     )

@@ -14,6 +14,7 @@ from moewright.spec.plan import Assumption, Plan
 from moewright.spec.run import RunRecord
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, KIB, MIB, show_bytes, show_count, show_seconds
+from moewright.spec.workload import LossSpec, RouterForce
 from moewright.tune.compare import TOTAL, Comparison, Section
 from moewright.tune.steps import median_phases
 
@@ -161,7 +162,8 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
                 ("steps", f"{job.steps:,}"),
                 ("precision", f"{job.precision}, gradients {job.grad_dtype}"),
                 ("optimizer", f"AdamW, lr {job.optimizer.lr:g}, weight decay {job.optimizer.weight_decay:g}"),
-                ("auxiliary loss", f"{job.loss.aux_coeff:g}"),
+                ("auxiliary losses", _losses(job.loss)),
+                ("routing", "by the router" if job.router.force is RouterForce.NONE else f"forced: {job.router.force}"),
                 ("seed", str(job.seed)),
             ),
         ),
@@ -184,3 +186,14 @@ def sources(plan: Plan) -> tuple[Assumption, ...]:
     """Every default and constant that went into the estimate, the least certain kind first."""
     order = list(reversed(SourceKind))
     return tuple(sorted(plan.estimate.assumptions, key=lambda each: order.index(each.kind)))
+
+
+def _losses(loss: LossSpec) -> str:
+    """The coefficients that are on: micro-batch, sequence and global-batch balance, z."""
+    on = (
+        ("", loss.aux_coeff),
+        ("sequence ", loss.seq_aux_coeff),
+        ("global ", loss.global_aux_coeff),
+        ("z ", loss.z_coeff),
+    )
+    return ", ".join(f"{name}{value:g}" for name, value in on if value) or "none"

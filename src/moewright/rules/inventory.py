@@ -52,6 +52,13 @@ def parameters(model: ModelSpec) -> tuple[Param, ...]:
     return tuple(_walk(model))
 
 
+def selection_bias_name(layer: int) -> str:
+    """Global name of a layer's selection bias, fp32 [experts]: state of the router that no gradient reaches, hence no
+    parameter.
+    """
+    return f"layers.{layer}.moe.router.selection_bias"
+
+
 def count(model: ModelSpec) -> ParamCount:
     """Totals; an expert tensor is active with the share top_k / experts of it."""
     total = active = mtp = embedding = 0

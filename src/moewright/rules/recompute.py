@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from moewright.rules import routing
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm
+from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
 from moewright.spec.workload import Workload
 
 FP32_BYTES = 4
@@ -157,15 +157,19 @@ def _moe(model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: 
 
 def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
     """The router computes in fp32: scores of all experts, what was chosen, and what the auxiliary losses keep."""
-    chosen = t * moe.router.top_k
+    loss, chosen, score = workload.loss, t * moe.router.top_k, moe.router.score
     yield _row(Module.ROUTER, "scores", FP32_BYTES * t * moe.experts, Recompute.MOE)
     yield _row(Module.ROUTER, "chosen", INT64_BYTES * chosen, full=False)
     if moe.router.renormalize:
         yield _row(Module.ROUTER, "chosen_scores", FP32_BYTES * (chosen + t), Recompute.MOE)
-    if workload.loss.aux_coeff:
-        yield _row(Module.ROUTER, "load_share", FP32_BYTES * moe.experts, full=False)
-    if workload.loss.z_coeff:
-        yield _row(Module.ROUTER, "logits", FP32_BYTES * t * (moe.experts + 1), Recompute.MOE)
+    shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff) + (t if loss.seq_aux_coeff else 0)
+    yield _row(Module.ROUTER, "load_share", FP32_BYTES * shares * moe.experts, full=False)
+    if shares and score is not ScoreFunction.SOFTMAX:
+        yield _row(Module.ROUTER, "score_sums", FP32_BYTES * t, Recompute.MOE)
+    if loss.z_coeff or score is ScoreFunction.SQRT_SOFTPLUS:
+        yield _row(Module.ROUTER, "logits", FP32_BYTES * t * moe.experts, Recompute.MOE)
+    if loss.z_coeff:
+        yield _row(Module.ROUTER, "log_sums", FP32_BYTES * t, Recompute.MOE)
 
 
 def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:

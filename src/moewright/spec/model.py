@@ -97,8 +97,14 @@ class RouterSpec:
     scaling_factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_scores: int = 0  # the highest scores of a group that make the group's; 0: top_k // top_groups
     selection_bias: bool = False  # aux-loss-free expert bias, selection only
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
+
+    @property
+    def counted_in_group(self) -> int:
+        """How many of a group's highest scores add up to the group's own."""
+        return self.group_scores or max(1, self.top_k // self.top_groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
+from moewright.spec.workload import RouterForce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,7 @@ class Session:
     torch_version: str
     device_name: str
     threads_per_rank: int
+    routing: RouterForce = RouterForce.NONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

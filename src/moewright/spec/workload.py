@@ -48,10 +48,32 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """Coefficients of the auxiliary losses (0: off); formulas in docs/formulas.md 4."""
+    """Coefficients of the auxiliary losses (0: off), any of them together; formulas in docs/formulas.md 4.
+
+    The balance loss over a micro-batch, over each sequence, and with the counts of the global batch so far.
+    """
 
     aux_coeff: float = 0.0
+    seq_aux_coeff: float = 0.0
+    global_aux_coeff: float = 0.0
     z_coeff: float = 0.0
+
+
+class RouterForce(StrEnum):
+    """Experts given instead of chosen, for benchmarks; a run says so in every record."""
+
+    NONE = "none"
+    BALANCED = "balanced"  # every expert the same number of rows
+    SKEWED = "skewed"  # a fixed random preference for experts, of `force_std`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterTraining:
+    """What training does to the router besides its losses."""
+
+    bias_update_rate: float = 1e-3  # of the selection bias, where the model has one; a step's move (arXiv 2408.15664)
+    force: RouterForce = RouterForce.NONE
+    force_std: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +108,7 @@ class Workload:
     ledger_step: int = 2  # the step, counted in a session from 0, on which every op is counted
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
+    router: RouterTraining = RouterTraining()
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
 

@@ -82,6 +82,22 @@ class RouterLinear(Booked):
         return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None
 
 
+class GateLinear(Booked):
+    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, books: Books) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.save_for_backward(x_TK, w_NK)
+        return matmul(x_TK, w_NK.T)
+
+    @staticmethod
+    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x_TK, w_NK = ctx.saved_tensors
+        with ctx.books.within(ctx.module):
+            return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None
+
+
 class GroupedLinear(Booked):
     """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the groups; keeps x."""
 

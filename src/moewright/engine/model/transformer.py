@@ -36,17 +36,17 @@ class Output:
 class Layer(nn.Module):
     """Pre-norm attention and MLP or MoE, each added to the residual stream [t,H]."""
 
-    def __init__(self, run: Runtime, rotary: RotaryTable, *, is_moe: bool) -> None:
+    def __init__(self, run: Runtime, rotary: RotaryTable, number: int) -> None:
         super().__init__()
         self._run = run
         self.input_norm = Norm(run, run.model.hidden_size)
         self.attention = Attention(run, rotary)
         self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM))
-        if is_moe:
-            self.moe = Moe(run)
+        self._is_moe = run.model.moe_layers[number]
+        if self._is_moe:
+            self.moe = Moe(run, number)
         else:
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
-        self._is_moe = is_moe
 
     def forward(self, x_tH: torch.Tensor, batch: int) -> tuple[torch.Tensor, ...]:
         """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too."""
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
         self._run = run
         rotary = RotaryTable(run)
         self.embedding = Embedding(run)
-        self.layers = nn.ModuleDict({str(i): Layer(run, rotary, is_moe=run.model.moe_layers[i]) for i in chunk.layers})
+        self.layers = nn.ModuleDict({str(i): Layer(run, rotary, i) for i in chunk.layers})
         self.final_norm = Norm(run, run.model.hidden_size)
         self.head = None if run.model.tie_embeddings else Head(run)
 

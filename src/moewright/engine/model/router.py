@@ -1,0 +1,207 @@
+"""The router: scores, the one selection that feeds dispatch, auxiliary losses, expert bias and statistics, and losses.
+
+Formulas: docs/formulas.md 4. Shapes: T tokens of this rank, E experts in all, k experts a token, B sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moewright.engine.checkpoint import Piece
+from moewright.engine.collectives import Group, all_reduce
+from moewright.engine.keep import Decided
+from moewright.engine.model.layers import Weight
+from moewright.engine.model.linears import RouterLinear
+from moewright.engine.runtime import Runtime
+from moewright.rules.inventory import selection_bias_name
+from moewright.spec.ledger import Module
+from moewright.spec.model import RouterSpec, ScoreFunction
+from moewright.spec.workload import RouterForce
+
+_TINY = 1e-20  # under a sum of independent scores, all of which may be zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
+    """The experts of every token: ids [T,k] int64, weights [T,k] fp32, scores [T,E] fp32, counts [E] int64."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+
+
+def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
+    """Scores [T,E] fp32: of all experts together (softmax), or of each alone."""
+    if score is ScoreFunction.SOFTMAX:
+        return torch.softmax(logits_TE, -1)
+    if score is ScoreFunction.SIGMOID:
+        return torch.sigmoid(logits_TE)
+    return torch.nn.functional.softplus(logits_TE).sqrt()
+
+
+@torch.no_grad()
+def choose(scores_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None) -> torch.Tensor:
+    """Ids [T,k] of the experts with the highest scores plus bias, inside each token's best groups of experts."""
+    wanted = scores_TE if bias_E is None else scores_TE + bias_E
+    if spec.top_groups < spec.groups:
+        of_group = wanted.unflatten(1, (spec.groups, -1))
+        best = of_group.topk(spec.counted_in_group, -1).values.sum(-1).topk(spec.top_groups, -1).indices
+        shut = torch.ones_like(of_group[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
+        wanted = of_group.masked_fill(shut[:, :, None], float("-inf")).flatten(1)
+    return wanted.topk(spec.top_k, -1).indices
+
+
+def select(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    bias_E: torch.Tensor | None = None,
+    forced_Tk: torch.Tensor | None = None,
+) -> Selected:
+    """Choose by score plus bias (or take the `forced` experts); weigh by the scores alone.
+
+    Softmax renormalised over the chosen is the softmax over the chosen alone. Gradients reach the logits through the
+    weights and the scores, never through the choice.
+    """
+    scores = scores_of(logits_TE, spec.score)
+    experts = choose(scores, spec, bias_E) if forced_Tk is None else forced_Tk
+    weights = scores.gather(1, experts)
+    if spec.renormalize:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total if spec.score is ScoreFunction.SOFTMAX else total + _TINY)
+    if spec.scaling_factor != 1.0:
+        weights = weights * spec.scaling_factor
+    counts = torch.bincount(experts.flatten(), minlength=logits_TE.shape[1])
+    return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
+
+
+def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
+    """This rank's part of E * sum_i f_i P_i (docs/formulas.md 4), whose tokens the `sharers` hold in equal numbers.
+
+    f is the `share` of routed rows, of all tokens together [E] or of each token's sequence [T,E]; P the mean score.
+    """
+    tokens, experts = scores_TE.shape
+    if share.dim() == 1:
+        return experts * (share * scores_TE.mean(0)).sum() / sharers.size
+    return experts * (share * scores_TE).sum() / (tokens * sharers.size)
+
+
+def z_loss(logits_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
+    """This rank's part of the mean squared log-sum-exp of the router logits (docs/formulas.md 4)."""
+    return torch.logsumexp(logits_TE, -1).square().mean() / sharers.size
+
+
+class Router(Weight):
+    """Tokens [T,H] -> the selection, and this rank's part of the auxiliary losses, coefficients applied.
+
+    `number` is the layer's. The selection bias, where the model has one, is no parameter: no gradient reaches it.
+    """
+
+    ledger_module = Module.ROUTER
+
+    def __init__(self, run: Runtime, experts: int, number: int) -> None:
+        if run.model.moe is None:
+            raise ValueError("a router needs model.moe")
+        super().__init__(run, experts, run.model.hidden_size)
+        self._run, self._spec, self.number = run, run.model.moe.router, number
+        self._routed = torch.zeros(experts, dtype=torch.int64, device=run.device)  # in this step, on all ranks
+        self._passes = 0
+        self.selection_bias = torch.zeros(experts, device=run.device) if self._spec.selection_bias else None
+
+    def forward(self, x_TH: torch.Tensor, decided: Decided | None = None) -> tuple[Selected, torch.Tensor]:
+        """`decided`: of the replayed block that this is part of, None outside of one."""
+        logits = RouterLinear.apply(x_TH, self.weight, self._run.books)
+        experts = decided.experts if decided else None
+        if experts is None:
+            experts = self._forced(*logits.shape)
+        selected = select(logits, self._spec, self.selection_bias, experts)
+        shares = decided.shares if decided else None
+        if shares is None:
+            shares = self._shares(selected)
+            if decided is not None:
+                decided.experts = self._run.keeper.hold(selected.experts)
+                decided.shares = tuple(map(self._run.keeper.hold, shares))
+        return selected, self._losses(logits, selected, shares)
+
+    def begin_step(self) -> None:
+        """Forget the counts of the last global batch."""
+        self._routed.zero_()
+        self._passes = 0
+
+    @torch.no_grad()
+    def rebalance(self, counts_E: torch.Tensor) -> None:
+        """Move the selection bias towards an even load, given everyone's counts of a global batch
+        (docs/formulas.md 4).
+        """
+        if self.selection_bias is not None:
+            load = counts_E.to(self.selection_bias)
+            self.selection_bias += self._run.workload.router.bias_update_rate * (load.mean() - load).sign()
+
+    def _losses(self, logits: torch.Tensor, selected: Selected, shares: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
+        aux, scores = logits.new_zeros(()), selected.scores
+        if shares and self._spec.score is not ScoreFunction.SOFTMAX:
+            scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+        on = [c for c in (loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff) if c]
+        for coefficient, share in zip(on, shares, strict=True):
+            aux = aux + coefficient * balance_loss(share, scores, sharers)
+        if loss.z_coeff:
+            aux = aux + loss.z_coeff * z_loss(logits, sharers)
+        return aux
+
+    @torch.no_grad()
+    def _shares(self, selected: Selected) -> tuple[torch.Tensor, ...]:
+        """The share of routed rows that each expert got, for each balance loss that is on: of the micro-batch [E], of
+        each token's sequence [T,E], of the global batch so far [E].
+        """
+        loss, mesh, rows = self._run.workload.loss, self._run.mesh, selected.experts.numel()
+        sharers, everyone, found = mesh.group("tp_cp"), mesh.group("tp_cp_dp"), []
+        if loss.aux_coeff:
+            found.append(all_reduce(selected.counts.clone(), sharers) / (rows * sharers.size))
+        if loss.seq_aux_coeff:
+            found.append(self._sequence_shares(selected, sharers))
+        if loss.global_aux_coeff:
+            self._routed += all_reduce(selected.counts.clone(), everyone)
+            self._passes += 1
+            found.append(self._routed / (rows * everyone.size * self._passes))
+        return tuple(found)
+
+    def _sequence_shares(self, selected: Selected, sharers: Group) -> torch.Tensor:
+        """A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of every sequence."""
+        layout, (tokens, experts) = self._run.mesh.layout, selected.scores.shape
+        here = self._run.workload.seq_len // layout.cp
+        first = self._run.mesh.coordinate("tp") * tokens if layout.sp else 0
+        sequence = (torch.arange(tokens, device=selected.scores.device) + first) // here
+        sequences = tokens * (layout.tp if layout.sp else 1) // here
+        places = (sequence[:, None] * experts + selected.experts).flatten()
+        counts = all_reduce(torch.bincount(places, minlength=sequences * experts), sharers)
+        return (counts.view(sequences, experts) / (here * layout.cp * selected.experts.shape[1]))[sequence]
+
+    @torch.no_grad()
+    def _forced(self, tokens: int, experts: int) -> torch.Tensor | None:
+        """The experts that a benchmark gives its tokens, [T,k]: in turn, or by a noisy fixed preference."""
+        training, top_k = self._run.workload.router, self._spec.top_k
+        if training.force is RouterForce.NONE:
+            return None
+        if training.force is RouterForce.BALANCED:
+            return (torch.arange(tokens * top_k, device=self._run.device) % experts).view(tokens, top_k)
+        dice = torch.Generator().manual_seed(self._run.workload.seed + self.number)
+        liking = training.force_std * torch.randn(experts, generator=dice)
+        noise = -torch.empty(tokens, experts).exponential_(generator=dice).log()
+        return (liking + noise).topk(top_k, -1).indices.to(self._run.device)
+
+
+def routers_of(model: torch.nn.Module) -> tuple[Router, ...]:
+    """The routers of a model, by layer."""
+    return tuple(module for module in model.modules() if isinstance(module, Router))
+
+
+def biases_of(model: torch.nn.Module) -> list[Piece]:
+    """The selection biases of a model, as what a checkpoint holds of them."""
+    return [
+        Piece(name=selection_bias_name(router.number), global_shape=tuple(bias.shape), offsets=(0,), tensor=bias)
+        for router in routers_of(model)
+        if (bias := router.selection_bias) is not None
+    ]

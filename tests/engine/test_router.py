@@ -1,0 +1,192 @@
+"""Selection and auxiliary losses of the router against closed forms and transformers' own routers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moewright.engine.books import Books
+from moewright.engine.keep import Keeper
+from moewright.engine.mesh import build_mesh
+from moewright.engine.model.router import Router, choose, scores_of, select
+from moewright.engine.runtime import Runtime
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
+from moewright.spec.workload import DataSpec, LossSpec, RouterForce, RouterTraining
+from tiny_jobs import MODEL, workload
+
+transformers = pytest.importorskip("transformers")
+
+
+NO_LOSS, LEARNED = LossSpec(), RouterTraining()
+
+
+def logits(tokens: int = 64, experts: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def router(spec: RouterSpec, loss: LossSpec = NO_LOSS, training: RouterTraining = LEARNED) -> Router:
+    """One process, 8 experts, sequences of 32 tokens, weights drawn wide."""
+    moe = MODEL.moe
+    assert moe is not None
+    model: ModelSpec = replace(MODEL, moe=replace(moe, router=spec))
+    books = Books()
+    run = Runtime(
+        model=model,
+        workload=workload(DataSpec(), loss=loss, router=training),
+        mesh=build_mesh(Layout(world_size=1), 0, books),
+        books=books,
+        keeper=Keeper(books, at_work=False),
+        device=torch.device("cpu"),
+    )
+    made = Router(run, moe.experts, 2)
+    made.weight = torch.nn.Parameter(torch.randn(moe.experts, model.hidden_size))
+    return made
+
+
+SIGMOID = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, selection_bias=True)
+
+
+@pytest.mark.parametrize("score", list(ScoreFunction))
+def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(score: ScoreFunction) -> None:
+    x = logits()
+    found = select(x, RouterSpec(top_k=4, score=score, scaling_factor=2.5))
+    torch.testing.assert_close(found.weights.sum(-1), torch.full((64,), 2.5))
+    plain = {
+        ScoreFunction.SOFTMAX: lambda v: v.exp(),  # any common factor of a token falls out
+        ScoreFunction.SIGMOID: torch.sigmoid,
+        ScoreFunction.SQRT_SOFTPLUS: lambda v: (1 + v.exp()).log().sqrt(),
+    }[score](x)
+    chosen = plain.gather(1, found.experts)
+    torch.testing.assert_close(found.weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
+    assert found.counts.sum() == 64 * 4
+
+
+def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:
+    x, bias = logits(), torch.zeros(16)
+    bias[3] = 10.0
+    spec = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, renormalize=False, selection_bias=True)
+    found = select(x, spec, bias)
+    assert (found.experts == 3).any(1).all()
+    torch.testing.assert_close(found.weights, torch.sigmoid(x).gather(1, found.experts))
+
+
+@pytest.mark.parametrize("groups", [(4, 2), (4, 1), (2, 2), (1, 1)])
+def test_experts_come_from_the_best_groups(groups: tuple[int, int]) -> None:
+    count, kept = groups
+    spec = RouterSpec(top_k=4, groups=count, top_groups=kept, group_scores=2)
+    scores = scores_of(logits().detach(), ScoreFunction.SOFTMAX)
+    chosen = choose(scores, spec)
+    size = 16 // count
+    for token in range(64):
+        of_group = [scores[token, g * size : (g + 1) * size].topk(min(2, size)).values.sum() for g in range(count)]
+        best = sorted(range(count), key=lambda g: -of_group[g])[:kept]
+        inside = [e for g in best for e in range(g * size, (g + 1) * size)]
+        wanted = sorted(inside, key=lambda e: -scores[token, e])[:4]
+        assert sorted(chosen[token].tolist()) == sorted(wanted)
+
+
+def test_the_choice_and_its_weights_are_those_of_deepseek_v3_in_transformers() -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5, norm_topk_prob=True,
+    )  # fmt: skip
+    theirs = DeepseekV3TopkRouter(config)
+    bias = 0.3 * torch.randn(16, generator=torch.Generator().manual_seed(5))
+    theirs.e_score_correction_bias.copy_(bias)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.eye(16))  # its logits are its inputs
+    x = logits(256)
+    _, weights, indices = theirs(x.detach())
+    spec = RouterSpec(
+        top_k=4, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
+        selection_bias=True,
+    )  # fmt: skip
+    found = select(x, spec, bias)
+    ours, order = found.experts.sort(-1)
+    other, other_order = indices.sort(-1)
+    assert torch.equal(ours, other)
+    torch.testing.assert_close(found.weights.gather(1, order), weights.gather(1, other_order))
+
+
+def test_gradients_of_the_weights_are_those_of_the_plain_formula() -> None:
+    for score in ScoreFunction:
+        x = logits().detach().double().requires_grad_()
+        spec = RouterSpec(top_k=3, score=score, scaling_factor=1.7)
+        pull = torch.randn(64, 3, dtype=torch.float64)
+        assert torch.autograd.gradcheck(lambda v, spec=spec: select(v, spec).weights, (x,), eps=1e-6)
+        (select(x, spec).weights * pull).sum().backward()
+        assert x.grad is not None
+        assert (x.grad != 0).any()
+
+
+def aux(loss: LossSpec, spec: RouterSpec) -> tuple[torch.Tensor, Router]:
+    torch.manual_seed(3)
+    made = router(spec, loss)
+    return made(torch.randn(64, MODEL.hidden_size))[1], made
+
+
+def test_an_even_router_has_a_balance_loss_of_its_coefficient() -> None:
+    made = router(RouterSpec(top_k=2), LossSpec(aux_coeff=0.5), RouterTraining(force=RouterForce.BALANCED))
+    with torch.no_grad():
+        made.weight.zero_()
+        assert float(made(torch.randn(64, MODEL.hidden_size))[1]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("spec", [RouterSpec(top_k=2), SIGMOID])
+def test_the_sequence_loss_is_the_mean_of_the_balance_losses_of_single_sequences(spec: RouterSpec) -> None:
+    torch.manual_seed(3)
+    made = router(spec, LossSpec(seq_aux_coeff=1.0))
+    alone = router(spec, LossSpec(aux_coeff=1.0))
+    alone.weight = made.weight
+    x = torch.randn(64, MODEL.hidden_size)
+    apart = [alone(part)[1] for part in x.split(32)]
+    torch.testing.assert_close(made(x)[1], torch.stack(apart).mean())
+
+
+def test_the_global_loss_uses_the_counts_of_the_batch_so_far() -> None:
+    torch.manual_seed(3)
+    made = router(RouterSpec(top_k=2), LossSpec(global_aux_coeff=1.0))
+    first, second = torch.randn(32, MODEL.hidden_size), torch.randn(32, MODEL.hidden_size)
+    one, a = made(first)
+    two, b = made(second)
+    share = (one.counts + two.counts) / (2 * 32 * 2)
+    torch.testing.assert_close(b, 8 * (share * two.scores.mean(0)).sum())
+    torch.testing.assert_close(a, 8 * (one.counts / 64 * one.scores.mean(0)).sum())
+    made.begin_step()
+    torch.testing.assert_close(made(second)[1], 8 * (two.counts / 64 * two.scores.mean(0)).sum())
+
+
+def test_losses_add_up() -> None:
+    parts = [
+        LossSpec(aux_coeff=0.1),
+        LossSpec(seq_aux_coeff=0.2),
+        LossSpec(global_aux_coeff=0.3),
+        LossSpec(z_coeff=0.4),
+    ]
+    together = LossSpec(aux_coeff=0.1, seq_aux_coeff=0.2, global_aux_coeff=0.3, z_coeff=0.4)
+    for spec in (RouterSpec(top_k=2), SIGMOID):
+        torch.testing.assert_close(aux(together, spec)[0], sum(aux(part, spec)[0] for part in parts))
+
+
+def test_the_bias_moves_by_its_rate_against_the_load() -> None:
+    """arXiv 2408.15664: up by the rate where an expert got fewer rows than the mean, down where it got more."""
+    made = router(SIGMOID, training=RouterTraining(bias_update_rate=0.01))
+    made.rebalance(torch.tensor([10, 0, 5, 5, 5, 5, 5, 5]))
+    assert made.selection_bias is not None
+    torch.testing.assert_close(made.selection_bias, 0.01 * torch.tensor([-1.0, 1, 0, 0, 0, 0, 0, 0]))
+
+
+def test_forced_experts() -> None:
+    even = router(RouterSpec(top_k=2), training=RouterTraining(force=RouterForce.BALANCED))
+    selected, _ = even(torch.randn(64, MODEL.hidden_size))
+    assert selected.counts.tolist() == [16] * 8
+    assert (selected.experts[:, 0] != selected.experts[:, 1]).all()
+    skewed = router(RouterSpec(top_k=2), training=RouterTraining(force=RouterForce.SKEWED, force_std=2.0))
+    loads = [skewed(torch.randn(640, MODEL.hidden_size))[0].counts for _ in range(2)]
+    assert torch.equal(*loads)
+    assert loads[0].max() > 1.5 * loads[0].float().mean()
