@@ -45,7 +45,7 @@ class _Item:
 def parse_layout(text: str, *, world_size: int) -> Layout:
     """The layout that `text` writes over `world_size` ranks; "" is the default layout.
 
-    Not given: sp is on when tp > 1, the schedule is interleaved when vpp > 1. dp is derived; when given it must agree.
+    Not given: sp is on when tp > 1, the schedule is interleaved when vpp > 1, vpp is 2 on a V (zbv, dualpipev). dp is derived; when given it must agree.
     Raises BadInput with one Reason a fault. Whether the degrees suit a model is rules.legality's question.
     """
     if world_size < 1:
@@ -73,7 +73,7 @@ def given_fields(text: str) -> frozenset[str]:
 
 def layout_text(layout: Layout) -> str:
     """The shortest text that parse_layout reads back to `layout`, degrees first; ep, pp and mbs always shown."""
-    shown = ("tp", "pp", "ep", "mbs")
+    shown = ("tp", "pp", "ep", "mbs", *(("vpp",) if layout.schedule.v_shaped else ()))
     parts = [f"{key}{getattr(layout, key)}" for key in _DEGREES if key in shown or getattr(layout, key) != 1]
     if layout.sp != (layout.tp > 1):
         parts.append(f"sp{int(layout.sp)}")
