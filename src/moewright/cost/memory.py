@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import hypot
 
 from moewright.cost.constants import Constants
 from moewright.cost.saved import Extras, saved_rows
@@ -72,19 +71,37 @@ def held(
     ]
     resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
     total = sum(row.bytes for row in allocated) + resident
-    reserved = round(constants["reserved_share"] * total + constants["context_bytes"] + constants["stack_bytes"])
-    groups = communicators(layout)
+    device = beyond(constants, total, groups=communicators(layout))
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
     allocated = [row for row in allocated if row.component is not Component.TRANSIENT]
     allowances = (
         (Component.TRANSIENT, transient + resident),
-        (Component.FRAGMENTATION, reserved),
-        (Component.COMMUNICATION, round(groups * constants["communicator_bytes"])),
+        (Component.FRAGMENTATION, round(device.reserved)),
+        (Component.COMMUNICATION, round(device.communication)),
     )
     allocated += [MemoryRow(component=c, module=Module.OTHER, bytes=nbytes) for c, nbytes in allowances if nbytes]
     return Held(
         rows=tuple(sorted(allocated, key=lambda row: (row.component, row.module))),
-        spread_bytes=hypot(constants["reserved_share_sd"] * total, groups * constants["communicator_bytes_sd"]),
+        spread_bytes=device.spread,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beyond:
+    """Bytes that a device holds beyond what is allocated, and the standard deviation of the whole."""
+
+    reserved: float
+    communication: float
+    spread: float
+
+
+def beyond(constants: Constants, allocated: float, *, groups: float) -> Beyond:
+    """Of so many allocated bytes and communicating process groups; both may be arrays of one shape."""
+    deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (groups * constants["communicator_bytes_sd"]) ** 2
+    return Beyond(
+        reserved=constants["reserved_share"] * allocated + constants["context_bytes"] + constants["stack_bytes"],
+        communication=groups * constants["communicator_bytes"],
+        spread=deviation**0.5,
     )
 
 
@@ -96,37 +113,43 @@ def with_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow
 
 
 def extras(workload: Workload, constants: Constants, size: Sizes, chunks: Sequence[Chunk]) -> Extras:
-    """Head and backward working sets of each chunk, and the fullest layer of each.
+    """Head and backward working sets of each chunk, and the fullest layer of each."""
+    head = head_bytes(constants, size)
+    forward, backward = [], []
+    for chunk in chunks:
+        passes = chunk.mtp + chunk.loss
+        layer = max((layer_transient(workload, size, i) for i in chunk_layers(size.model, chunk)), default=0)
+        forward.append(passes * head.forward)
+        backward.append(max(layer, passes * head.backward))
+    return Extras(forward=tuple(forward), backward=tuple(backward), logits_kept=not size.fused)
 
-    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in forward, or the logits'
-    gradient, the head's weight gradient and the gathered input in backward. The engine's own cross-entropy keeps the
-    logits as a saved activation and makes their gradient.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """Short-lived bytes of one pass through the head, while its forward ends and while its backward runs."""
+
+    forward: int
+    backward: int
+
+
+def head_bytes(constants: Constants, size: Sizes) -> Head:
+    """Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in forward, or the
+    logits' gradient, the head's weight gradient and the gathered input in backward, the larger booked to forward. The
+    engine's own cross-entropy keeps the logits as a saved activation and makes their gradient.
     """
     layout = size.layout
     logits = size.T * size.model.vocab_size // layout.tp
     head_input = size.c * size.T * size.model.hidden_size
     head_weight = _BF16_BYTES * size.model.vocab_size * size.model.hidden_size // layout.tp
-    fused_head = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
-    head = fused_head if size.fused else size.c * logits + head_weight
-    forward, backward = [], []
-    for chunk in chunks:
-        passes = chunk.mtp + chunk.loss
-        layer = max((layer_transient(workload, size, i) for i in chunk_layers(size.model, chunk)), default=0)
-        forward.append(passes * head if size.fused else 0)
-        backward.append(layer if size.fused else max(layer, passes * head))
-    return Extras(forward=tuple(forward), backward=tuple(backward), logits_kept=not size.fused)
+    if not size.fused:
+        return Head(forward=0, backward=size.c * logits + head_weight)
+    fused = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
+    return Head(forward=fused, backward=0)
 
 
 def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
-    """Gradients of the first projection's output, of the activation and of the rows that enter the MLP; the gathered
-    hidden state (twice under TP); and what this layer recomputes."""
+    """Gradients of this layer's backward, and what it recomputes."""
     model, layout = size.model, size.layout
-    wide = 3 if model.gated else 2
-    gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
-    if is_moe(model, layer) and model.moe is not None:
-        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.hidden_size)
-    else:
-        gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
     replayed = 0
     if layout.recompute:
         even = routing.routed_rows(model, workload, layout, 1.0)
@@ -134,7 +157,20 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
         before = recompute.saved_by_layer(model, workload, layout, layer, load=load)
         after = recompute.kept(before, layout.recompute)
         replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
-    return gradients + gathered + replayed
+    return layer_gradients(size, layer) + replayed
+
+
+def layer_gradients(size: Sizes, layer: int) -> int:
+    """Gradients of the first projection's output, of the activation and of the rows that enter the MLP; and the
+    gathered hidden state (twice under TP)."""
+    model, layout = size.model, size.layout
+    wide = 3 if model.gated else 2
+    gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
+    if is_moe(model, layer) and model.moe is not None:
+        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.hidden_size)
+    else:
+        gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
+    return gradients + gathered
 
 
 def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:

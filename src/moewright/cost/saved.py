@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -53,16 +53,21 @@ def layer_bytes(
 
     `inputs`: the quantised input of an 8-bit linear over its 16-bit size; None where linears are not 8-bit.
     """
-    moved = {_OFFLOADED[choice] for choice in layout.offload if choice in _OFFLOADED}
     rows = recompute.saved_by_layer(model, workload, layout, layer, load=load)
     sums: dict[Module, int] = {}
     for row in recompute.kept(rows, layout.recompute):
-        if (row.module, row.name) not in moved:
-            sums[row.module] = sums.get(row.module, 0) + _quantised(row, inputs)
+        if not offloaded(row, layout.offload):
+            sums[row.module] = sums.get(row.module, 0) + quantised(row, inputs)
     return sums
 
 
-def _quantised(row: recompute.Saved, inputs: float | None) -> int:
+def offloaded(row: recompute.Saved, choices: Collection[Offload]) -> bool:
+    """Whether one of the choices moves the tensor to the host."""
+    return any((row.module, row.name) == _OFFLOADED.get(choice) for choice in choices)
+
+
+def quantised(row: recompute.Saved, inputs: float | None) -> int:
+    """Bytes of a kept tensor where 8-bit linears keep their inputs in `inputs` of their 16-bit size."""
     if inputs is None:
         return row.bytes
     share = inputs if (row.module, row.name) in _QUANTISED else 1.0

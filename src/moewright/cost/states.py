@@ -62,18 +62,27 @@ def _bucket_set(params: Sequence[Param], workload: Workload, layout: Layout, ran
     )
 
 
-def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> tuple[MemoryRow, ...]:
-    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding to OTHER.
-
-    zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing.
-    """
-    element = {
+def element_bytes(workload: Workload) -> dict[Component, int]:
+    """Bytes that one parameter takes in each state."""
+    return {
         Component.WEIGHTS: activation_bytes(workload),
         Component.GRADIENTS: workload.grad_dtype.nbytes,
         Component.MASTER: MASTER_BYTES,
         Component.MOMENTS: 2 * workload.optimizer.moment_dtype.nbytes,
     }
-    sharded = {Component.MASTER, Component.MOMENTS} if layout.zero < 3 else set(element)
+
+
+def sharded_states(zero: int) -> frozenset[Component]:
+    """zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing."""
+    if zero == 0:
+        return frozenset()
+    owned = frozenset({Component.MASTER, Component.MOMENTS})
+    return owned if zero < 3 else owned | {Component.WEIGHTS, Component.GRADIENTS}
+
+
+def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> tuple[MemoryRow, ...]:
+    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding to OTHER."""
+    element, sharded = element_bytes(workload), sharded_states(layout.zero)
     sums: dict[tuple[Component, Module], int] = {}
     for bucket_set in sets:
         whole = dict(_overlaps(bucket_set, whole=True))

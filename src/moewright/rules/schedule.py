@@ -100,7 +100,7 @@ def warmup(layout: Layout, micro_batches: int, pp_rank: int) -> int:
     return min(count + (Overlap.EP in layout.overlap), micro_batches * layout.vpp)
 
 
-def _order(layout: Layout, micro_batches: int) -> list[tuple[int, int]]:
+def forward_order(layout: Layout, micro_batches: int) -> list[tuple[int, int]]:
     """(micro_batch, chunk) of every forward: group by group of N, and in each group chunk by chunk."""
     group = group_of(layout) if layout.vpp > 1 else micro_batches
     return [
@@ -124,7 +124,7 @@ def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[Row, ...], ...]
     if layout.schedule.splits_backward:
         build = _SPLIT[layout.schedule]
         return tuple(tuple(build(layout.pp, pp_rank, micro_batches)) for pp_rank in range(layout.pp))
-    order = _order(layout, micro_batches)
+    order = forward_order(layout, micro_batches)
     forward = [Row(kind=Kind.F, micro_batch=mb, chunk=chunk) for mb, chunk in order]
     backward = [Row(kind=Kind.B, micro_batch=mb, chunk=layout.vpp - 1 - chunk) for mb, chunk in order]
     ranks = []
