@@ -45,7 +45,8 @@ class _Item:
 def parse_layout(text: str, *, world_size: int) -> Layout:
     """The layout that `text` writes over `world_size` ranks; "" is the default layout.
 
-    Not given: sp is on when tp > 1, the schedule is interleaved when vpp > 1, vpp is 2 on a V (zbv, dualpipev). dp is derived; when given it must agree.
+    Not given: sp is on when tp > 1, the schedule is interleaved when vpp > 1, vpp is 2 on a V (zbv, dualpipev). dp is
+    derived; when given it must agree.
     Raises BadInput with one Reason a fault. Whether the degrees suit a model is rules.legality's question.
     """
     if world_size < 1:
