@@ -13,6 +13,7 @@ from moewright import __version__
 from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
+from moewright.cli.dryrun import dryrun
 from moewright.cli.estimate import estimate
 from moewright.cli.export import export
 from moewright.cli.fit import fit
@@ -72,6 +73,7 @@ def _app() -> App:
     app.command(fit)
     app.command(train)
     app.command(verify)
+    app.command(dryrun)
     app.command(report)
     app.command(diagnose)
     app.command(export)

@@ -60,6 +60,11 @@ _FLOPS: tuple[tuple[str, FlopOp, Callable[[tuple[Any, ...]], int]], ...] = (
 )
 
 
+def identity(tensor: torch.Tensor) -> int:
+    """Of the storage, as long as it lives; tensors without data have one too, unlike an address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class _FlopMode(TorchDispatchMode):
     def __init__(self, books: Books) -> None:
         super().__init__()
@@ -131,13 +136,13 @@ class Books:
             yield None
             return
         self.saved.clear()
-        # Keeping the storages alive keeps their addresses unique while we compare them.
+        # Keeping the storages alive keeps their identities unique while we compare them.
         seen: dict[int, torch.UntypedStorage] = {}
 
         def count(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen and not resident(tensor):
-                seen[storage.data_ptr()] = storage
+            if identity(tensor) not in seen and not resident(tensor):
+                seen[identity(tensor)] = storage
                 self.saved[self.module] += storage.nbytes()
 
         yield count

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moewright.engine.books import Books
+from moewright.engine.books import Books, identity
 
 Resident = Callable[[torch.Tensor], bool]
 
@@ -72,15 +72,15 @@ class Keeper:
             yield
             return
         kept = tuple(self._pack(x.detach()) for x in inputs)
-        address = made.untyped_storage().data_ptr()
-        self._lacking[address] = _Again(make, kept, self._books)
+        key = identity(made)
+        self._lacking[key] = _Again(make, kept, self._books)
         try:
-            yield  # `made` is alive here, so no other storage has its address
+            yield  # `made` is alive here, so no other storage has its identity
         finally:
-            del self._lacking[address]
+            del self._lacking[key]
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        again = self._lacking.get(tensor.untyped_storage().data_ptr())
+        again = self._lacking.get(identity(tensor))
         if again is not None:
             return again.view(tensor)
         assert self._count is not None  # hooks and discards exist only inside `forward`

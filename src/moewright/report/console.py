@@ -107,7 +107,8 @@ def _bar(console: Console, part: float, width: int = BAR_WIDTH) -> str:
     return full * cells + empty * (width - cells)
 
 
-def _table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
+def new_table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
+    """An empty table; columns in `left` hold words and may wrap, the others numbers."""
     table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         if column in left:
@@ -119,7 +120,7 @@ def _table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
 
 def _ranking(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:
     columns = ("", "layout", "step", "tok/s/dev", "TFLOP/s/dev", "MFU", "peak of capacity", "margin", "verdict")
-    table = _table(*columns, left=("layout",))
+    table = new_table(*columns, left=("layout",))
     for place, plan in enumerate(plans, 1):
         estimate = plan.estimate
         part = estimate.peak_bytes / estimate.capacity_bytes
@@ -138,7 +139,7 @@ def _ranking(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) ->
 
 
 def _rejections(rejected: Iterable[tuple[str, int]]) -> Table:
-    table = _table("layouts", "rule", left=("rule",), title="Rejected")
+    table = new_table("layouts", "rule", left=("rule",), title="Rejected")
     for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
         table.add_row(f"{count:,}", Text(rule))
     return table
@@ -150,7 +151,7 @@ def _assumptions(assumptions: Iterable[Assumption]) -> Table:
     for each in assumptions:
         shared.setdefault((each.kind, each.source), []).append(f"{each.name} {each.value}")
     order = list(reversed(SourceKind))
-    table = _table("kind", "source", "what", left=("kind", "source", "what"), title="What went into it")
+    table = new_table("kind", "source", "what", left=("kind", "source", "what"), title="What went into it")
     for (kind, source), constants in sorted(shared.items(), key=lambda row: order.index(row[0][0])):
         table.add_row(kind.value, Text(source), Text(", ".join(constants)))
     return table
@@ -169,7 +170,7 @@ def _memory(ledger: Ledger) -> Table:
     cells = {(row.component, row.module): row.bytes for row in ledger.memory}
     modules = [module for module in Module if any(cells.get((component, module)) for component in Component)]
     unit, scale = ("GiB", GIB) if held(ledger) >= GIB else ("MiB", MIB)
-    table = _table(
+    table = new_table(
         "component",
         *(module.value.replace("_", "\n") for module in modules),
         "total",
@@ -189,7 +190,7 @@ def _memory(ledger: Ledger) -> Table:
 
 
 def _time(console: Console, estimate: Estimate) -> Table:
-    table = _table("part", "exposed", "hidden", "of step", "", left=("part",), title="Time of a step")
+    table = new_table("part", "exposed", "hidden", "of step", "", left=("part",), title="Time of a step")
     for share in sorted(estimate.shares, key=lambda share: -share.seconds):
         if not (share.seconds or share.hidden_s):
             continue

@@ -6,7 +6,9 @@ import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
 from moewright.engine.dispatch.seam import Route, Routed
-from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots
+from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots, count_rows
+
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # rows to and from each rank, and of each ETP part
 
 
 class AllToAll:
@@ -16,10 +18,12 @@ class AllToAll:
     sums of their partial outputs go back to where the rows came from.
     """
 
-    def __init__(self, group: Group, slices: Group, experts: int) -> None:
+    def __init__(self, group: Group, slices: Group, experts: int, *, even: bool) -> None:
+        """`even`: experts are taken in turn on every rank alike, so that the host knows all sizes without looking."""
         self._group = group
         self._slices = slices
         self._experts = experts
+        self._even = even
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
@@ -29,18 +33,23 @@ class AllToAll:
         order = torch.argsort(experts_Tk.flatten(), stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        counts = torch.bincount(experts_Tk.flatten(), minlength=self._experts)
+        counts = count_rows(experts_Tk, self._experts)
         size, local = self._group.size, self._experts // self._group.size
         received = all_to_all(counts, self._group, send=[local] * size, receive=[local] * size).view(size, local)
         held = gather(received, self._slices).view(-1, size, local)
-        # The waits for the device in a layer, one without ETP: split sizes must be known on the host.
-        sizes = torch.stack((counts.view(size, local).sum(1), received.sum(1))).tolist()
-        widest = int(held.sum((1, 2)).max()) if self._slices.size > 1 else sum(sizes[1])
+        # The one wait for the device in a layer: split sizes must be known on the host.
+        send, receive, parts = (
+            self._even_sizes(order.numel())
+            if self._even
+            else _sizes(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
+        )
+        widest, rows_here = max(parts), sum(parts)
         regroup = ungroup = places = None
         if self._slices.size > 1:
-            places = _places(held, widest)
+            places = _places(held, widest, rows_here)
         elif size > 1 and local > 1:
-            expert_of_row = torch.arange(local, device=order.device).repeat(size).repeat_interleave(received.flatten())
+            expert = torch.arange(local, device=order.device).repeat(size)
+            expert_of_row = expert.repeat_interleave(received.flatten(), output_size=rows_here)
             regroup = torch.argsort(expert_of_row, stable=True)
             ungroup = torch.empty_like(regroup)
             ungroup[regroup] = torch.arange(regroup.numel(), device=order.device)
@@ -48,8 +57,8 @@ class AllToAll:
             top_k=top_k,
             order=order,
             inverse=inverse,
-            send=tuple(sizes[0]),
-            receive=tuple(sizes[1]),
+            send=send,
+            receive=receive,
             regroup=regroup,
             ungroup=ungroup,
             ends=held.sum((0, 1)).cumsum(0).to(torch.int32),
@@ -59,6 +68,13 @@ class AllToAll:
         rows = Spread.apply(x_TH, order, inverse, top_k)
         weights = Reorder.apply(weights_Tk.flatten(), order, inverse)
         return Routed(rows=rows, weights=weights), route
+
+    def _even_sizes(self, rows: int) -> _Sizes:
+        size, local = self._group.size, self._experts // self._group.size
+        each, more = divmod(rows, self._experts)  # the first `more` experts get one row more
+        to = tuple(each * local + min(max(more - rank * local, 0), local) for rank in range(size))
+        here = to[self._group.index]
+        return to, (here,) * size, (here * size,) * self._slices.size
 
     def dispatch(self, routed: Routed, route: Route) -> Routed:
         """Rows and weights to the ranks of their experts."""
@@ -98,14 +114,21 @@ class AllToAll:
         return SumSlots.apply(rows, route.order, route.inverse, route.top_k)
 
 
-def _places(held: torch.Tensor, widest: int) -> torch.Tensor:
+def _sizes(send: torch.Tensor, receive: torch.Tensor, parts: torch.Tensor) -> _Sizes:
+    """On the host, in one copy."""
+    split = len(send), len(receive), len(parts)
+    a, b, c = torch.cat((send, receive, parts)).cpu().split(split)
+    return tuple(a.tolist()), tuple(b.tolist()), tuple(c.tolist())
+
+
+def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:
     """Rows of the gathered parts that are no padding, by local expert; `held` [parts, sources, E_local] counts rows."""
     parts, sources, local = held.shape
     padding = widest - held.sum((1, 2))
     lengths = torch.cat((held.flatten(1), padding[:, None]), 1)
     experts = torch.cat((torch.arange(local, device=held.device).repeat(sources), held.new_full((1,), local)))
-    expert_of_row = experts.repeat(parts).repeat_interleave(lengths.flatten())
-    return torch.argsort(expert_of_row, stable=True)[: int(held.sum())].clone()
+    expert_of_row = experts.repeat(parts).repeat_interleave(lengths.flatten(), output_size=parts * widest)
+    return torch.argsort(expert_of_row, stable=True)[:rows_here].clone()
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -181,6 +181,12 @@ def _gather(rows: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tens
     return rows.index_select(0, inverse).unflatten(0, (-1, top_k)).sum(1)
 
 
+def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:
+    """How often each of 0..extent-1 stands in `ids`: [extent] int64, without torch.bincount's wait for the device."""
+    flat = ids.flatten()
+    return torch.zeros(extent, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 class Reorder(torch.autograd.Function):
     """x.index_select(0, order) for a permutation; backward selects by its inverse, which is kept."""
 

@@ -19,6 +19,7 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MoeSpec
+from moewright.spec.workload import RouterForce
 
 
 class SharedExperts(Mlp):
@@ -49,7 +50,8 @@ class Moe(torch.nn.Module):
         self.router = Router(run, spec.experts, number)
         self.experts = Experts(run, spec.experts, spec.ffn_size)
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
-        self._dispatcher = AllToAll(run.mesh.group("ep"), run.mesh.group("etp"), spec.experts)
+        even = run.workload.router.force is RouterForce.BALANCED
+        self._dispatcher = AllToAll(run.mesh.group("ep"), run.mesh.group("etp"), spec.experts, even=even)
 
     def forward(self, x_TH: torch.Tensor, decided: Decided | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`decided`: of the replayed block that this is part of, None outside of one."""

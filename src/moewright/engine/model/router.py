@@ -12,6 +12,7 @@ import torch
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import Group, all_reduce
 from moewright.engine.keep import Decided
+from moewright.engine.model.functions import count_rows
 from moewright.engine.model.layers import Weight
 from moewright.engine.model.linears import RouterLinear
 from moewright.engine.runtime import Runtime
@@ -73,7 +74,7 @@ def select(
         weights = weights / (total if spec.score is ScoreFunction.SOFTMAX else total + _TINY)
     if spec.scaling_factor != 1.0:
         weights = weights * spec.scaling_factor
-    counts = torch.bincount(experts.flatten(), minlength=logits_TE.shape[1])
+    counts = count_rows(experts, logits_TE.shape[1])
     return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
 
 
@@ -175,8 +176,8 @@ class Router(Weight):
         first = self._run.mesh.coordinate("tp") * tokens if layout.sp else 0
         sequence = (torch.arange(tokens, device=selected.scores.device) + first) // here
         sequences = tokens * (layout.tp if layout.sp else 1) // here
-        places = (sequence[:, None] * experts + selected.experts).flatten()
-        counts = all_reduce(torch.bincount(places, minlength=sequences * experts), sharers)
+        places = sequence[:, None] * experts + selected.experts
+        counts = all_reduce(count_rows(places, sequences * experts), sharers)
         return (counts.view(sequences, experts) / (here * layout.cp * selected.experts.shape[1]))[sequence]
 
     @torch.no_grad()
@@ -186,6 +187,7 @@ class Router(Weight):
         if training.force is RouterForce.NONE:
             return None
         if training.force is RouterForce.BALANCED:
+            # The dispatcher counts on this order where it does not look at the counts.
             return (torch.arange(tokens * top_k, device=self._run.device) % experts).view(tokens, top_k)
         dice = torch.Generator().manual_seed(self._run.workload.seed + self.number)
         liking = training.force_std * torch.randn(experts, generator=dice)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
 from moewright.engine.model.layers import Slot
 from moewright.engine.optim.flat import FlatBucket, build_buckets
@@ -116,8 +117,7 @@ class DistributedOptimizer:
 
     def resident(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the weight buffers."""
-        address = tensor.untyped_storage().data_ptr()
-        return any(bucket.weights.untyped_storage().data_ptr() == address for bucket in self.buckets)
+        return any(identity(bucket.weights) == identity(tensor) for bucket in self.buckets)
 
 
 def _squared_norm(flat: torch.Tensor) -> float:

@@ -1,0 +1,82 @@
+"""`moewright dryrun`: become one rank of a job of any size in this process, without data and without the others."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def dryrun(
+    job: Path,
+    /,
+    *,
+    rank: int,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    json: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Count what one rank of a job would hold, send and compute in a step, beside what the planner predicts for it.
+
+    Every layer, collective and update of the rank runs, on tensors without data; routing is even. What the job leaves
+    open of the layout takes its default. Exit code 1 when a count that should equal its prediction does not.
+
+    Parameters
+    ----------
+    job
+        The job file; its layout is over train.nproc ranks.
+    rank
+        The rank to become, from 0.
+    set_
+        Another value for a key of the job, section.key=value; may be given again.
+    json
+        Write what was counted to this file.
+    """
+    from moewright.cli.jobs import as_written, job_field
+    from moewright.codec import layout_text, parse_layout, write_json
+    from moewright.cost.ledger import predict_rank
+    from moewright.cost.memory import enough_micro_batches
+    from moewright.engine.dryrun import dry_run
+    from moewright.intake import catalogue
+    from moewright.intake.job import read_job
+    from moewright.report.console import console_for
+    from moewright.report.dry_view import print_dry_run
+    from moewright.rules.legality import illegal, micro_batches
+    from moewright.search.search import plan_of
+    from moewright.spec.errors import BadInput
+    from moewright.tune.compare import compare
+
+    asked = read_job(job, tuple(set_ or ()))
+    with as_written(lambda field: "--rank" if field == "rank" else job_field(job)(field)):
+        layout = parse_layout(asked.layout_text, world_size=asked.nproc)
+        if reasons := illegal(asked.model, asked.workload, layout):
+            raise BadInput(*reasons)
+        count = micro_batches(asked.workload, layout)
+        run = enough_micro_batches(layout, count)
+        workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp)
+        found = dry_run(asked.model, workload, layout, rank=rank)
+    comparison = compare(predict_rank(asked.model, workload, layout, rank=rank, selection=None), found.ledger)
+    device = catalogue.hardware(f"{asked.nproc}x{asked.hardware}") if _is_known(asked.hardware) else None
+    planned = None
+    if device is not None:
+        planned = plan_of(asked.model, asked.workload, device, layout).estimate.ledgers[found.ledger.pp_rank]
+    console = console_for(sys.stdout)
+    name = asked.model.name or "model"
+    console.print(f"{name}, rank {rank} of {asked.nproc} (pipeline rank {found.ledger.pp_rank})", soft_wrap=True)
+    console.print(f"layout    {layout_text(layout)}", soft_wrap=True)
+    console.print(
+        f"{run} of the step's {count} micro-batches: the peak does not grow after; the rest of the table is of these",
+        soft_wrap=True,
+    )
+    print_dry_run(console, comparison, states=found.states_bytes, beside=found.beside, planned=planned)
+    if json is not None:
+        write_json(json, found)
+        console.print(f"wrote {json}", soft_wrap=True)
+    return 0 if comparison.exact and comparison.bounded else 1
+
+
+def _is_known(hardware: str) -> bool:
+    """A device of the catalogue, or a file that is there; a machine not measured yet has no plan to compare with."""
+    return Path(hardware).suffix != ".toml" or Path(hardware).exists()

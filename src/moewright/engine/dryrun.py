@@ -1,0 +1,158 @@
+"""Dry run: become one rank of a job of any size in this process, and count what a step of it would hold and send.
+
+It is the trainer's model, step and optimizer on tensors without data, among ranks that are not there. Routing is even,
+and every number that the host reads from the device is 1, so losses and norms mean nothing; shapes, and so bytes, calls
+and FLOPs, are those of the real rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from moewright.engine import collectives
+from moewright.engine.books import Books, identity
+from moewright.engine.build import trainee
+from moewright.engine.kernels import native_bf16
+from moewright.engine.model.layers import Slot
+from moewright.engine.runtime import Runtime
+from moewright.engine.step import train_step
+from moewright.engine.support import unsupported_layout, unsupported_model
+from moewright.rules import grid
+from moewright.rules.legality import illegal
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Ledger, Module
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Dtype, RouterForce, Workload
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """What one rank held, sent and computed in a step; `beside` are the bytes of the tensors that lived beside weights,
+    gradients and optimizer state at the fullest moment, by the module that made them.
+    """
+
+    ledger: Ledger
+    states_bytes: int
+    beside: tuple[tuple[Module, int], ...]
+
+
+def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) -> DryRun:
+    """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine would refuse."""
+    pp_rank = grid.coordinate(layout, rank, "pp")
+    reasons = (
+        *unsupported_model(model, workload),
+        *illegal(model, workload, layout),
+        *unsupported_layout(layout, model=model, workload=workload),
+    )
+    if reasons:
+        raise BadInput(*reasons)
+    if layout.world_size > 1:
+        collectives.pretend(rank=rank, world_size=layout.world_size)
+    try:
+        with FakeTensorMode(), Meter() as meter:
+            here = trainee(
+                model,
+                replace(workload, router=replace(workload.router, force=RouterForce.BALANCED)),
+                layout,
+                _Blank(),
+                rank=rank,
+                device=torch.device("cpu"),
+                initial=lambda slot, run: _no_value(slot),
+            )
+            states = here.optimizer.memory()
+            meter.start(here.run.books)
+            train_step(here, step=1, lr=0.0, stop_asked=False, counted=True)
+            ledger = here.run.books.ledger(
+                rank=rank, pp_rank=pp_rank, state=states, time=(), notes=_differences(workload)
+            )
+        beside = tuple(sorted((module, nbytes) for module, nbytes in meter.fullest.items() if nbytes))
+        return DryRun(ledger=ledger, states_bytes=sum(row.bytes for row in states), beside=beside)
+    finally:
+        collectives.stop()
+
+
+def _no_value(slot: Slot) -> torch.Tensor:
+    return torch.empty(slot.placement.local)
+
+
+def _differences(workload: Workload) -> tuple[str, ...]:
+    """Where what is kept or held here is not what a CUDA device keeps or holds."""
+    notes = [
+        "flash attention on CUDA keeps two 8-byte numbers of its random state a layer and micro-batch; here none",
+        "flash attention on CUDA copies the key heads for every query head while it runs; here it reads them in place",
+    ]
+    if workload.precision is not Dtype.FP32 and not native_bf16():
+        notes.append(
+            f"this CPU multiplies {workload.precision} in fp32: the peak holds widened copies of a product's operands "
+            "that CUDA does not make; saved tensors are as on CUDA"
+        )
+    return tuple(notes)
+
+
+class _Blank:
+    """Micro-batches without content."""
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = run.mesh.layout.mbs, run.workload.seq_len
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+
+
+class Meter(TorchDispatchMode):
+    """Weighs the live tensors, and answers what tensors without data cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fullest: dict[Module, int] = {}
+        self._books: Books | None = None
+        self._live: dict[Module, int] = defaultdict(int)
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}
+        self._total = self._most = 0
+
+    def start(self, books: Books) -> None:
+        """Weigh what is made from here on, for the module that `books` say runs; what lives already stays unweighed."""
+        self._books = books
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is _aten._local_scalar_dense:
+            return 1
+        run = _grouped_product if func.overloadpacket is _aten._grouped_mm else func
+        out = run(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        key = identity(tensor)
+        if key in self._known or tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        module, nbytes = (self._books.module, storage.nbytes()) if self._books else (Module.OTHER, 0)
+        self._known[key] = weakref.finalize(storage, self._forget, key, module, nbytes)
+        self._live[module] += nbytes
+        self._total += nbytes
+        if self._total > self._most:
+            self._most, self.fullest = self._total, dict(self._live)
+
+    def _forget(self, key: int, module: Module, nbytes: int) -> None:
+        del self._known[key]
+        self._live[module] -= nbytes
+        self._total -= nbytes
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """torch knows the shape of a grouped product in bf16 alone."""
+    if b.dim() == 3:
+        return a.new_empty(a.shape[0], b.shape[-1])
+    return a.new_empty(ends.shape[0], a.shape[0], b.shape[-1])

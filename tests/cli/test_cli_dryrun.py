@@ -1,0 +1,86 @@
+"""`moewright dryrun` from a job file to a table, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moewright.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = """
+[model]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 16
+vocab_size = 320
+intermediate_size = 48
+num_experts = 8
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+model_type = "qwen3_moe"
+norm_topk_prob = true
+rms_norm_eps = 1e-6
+max_position_embeddings = 64
+[layout]
+text = "tp2,ep8"
+[train]
+nproc = 1024
+hardware = "H800"
+seq_len = 32
+global_batch = 8192
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    path = tmp_path / "job.toml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def test_counted_stands_beside_predicted(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "counted.json"
+    assert main(["dryrun", job, "--rank", "1023", "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1023 of 1024" in said
+    assert "2 of the step's 16 micro-batches" in said
+    assert "reduce scatter / edp" in said
+    assert "differs" not in said
+    assert "Fullest moment: " in said
+    assert "The planner expects " in said
+    counted = json.loads(out.read_text())
+    assert counted["ledger"]["rank"] == 1023
+    assert counted["states_bytes"] == sum(
+        row["bytes"] for row in counted["ledger"]["memory"] if row["component"] not in ("activations", "logits")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rank", "1024"), "--rank=1024: ranks are 0 to 1023; nearest legal value: 1023"),
+        (("--rank", "-1"), "--rank=-1: ranks are 0 to 1023; nearest legal value: 0"),
+        (("--rank", "0", "--set", "layout.text=tp3"), "job.toml: layout.tp=3: "),
+        (("--rank", "0", "--set", "train.global_batch=100"), "job.toml: train.global_batch=100: "),
+        (("--rank", "0", "--set", "layout.text=graphs=attn"), "job.toml: layout.graphs=attn: the engine does not run"),
+        ((), "--rank"),
+    ],
+)
+def test_refusals_are_one_line(
+    arguments: tuple[str, ...], said: str, job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dryrun", job, *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moewright: ")
+    assert said in line
+
+
+def test_the_recipe_at_scale_is_legal(capsys: pytest.CaptureFixture[str]) -> None:
+    for recipe in (ROOT / "recipes").glob("*h800*.toml"):
+        assert main(["estimate", str(recipe)]) == 0
+        assert "verdict   fits" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+"""A dry run holds, sends and computes what is predicted, rank by rank, on layouts that no machine here could hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny_jobs
+from moewright.codec import parse_layout
+from moewright.cost.ledger import predict_rank
+from moewright.engine.dryrun import dry_run
+from moewright.intake import catalogue
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Component
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
+from moewright.tune.compare import Section, Status, compare
+
+
+def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
+    found = dry_run(model, workload, layout, rank=rank)
+    comparison = compare(predict_rank(model, workload, layout, rank=rank, selection=None), found.ledger)
+    wrong = [line for line in comparison.lines if line.section is not Section.TIME and line.status is not Status.EQUAL]
+    assert not wrong, wrong
+    saved = (Component.ACTIVATIONS, Component.LOGITS)
+    assert sum(size for _, size in found.beside) > sum(r.bytes for r in found.ledger.memory if r.component in saved)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "text", "precision"),
+    [
+        (1, "", Dtype.FP32),
+        (256, "ep8", Dtype.BF16),
+        (256, "tp2,ep8,recompute=full", Dtype.BF16),
+        (1024, "tp2,ep4,etp2,zero0", Dtype.FP32),
+        (16384, "tp2,ep8,recompute=moe+layernorm", Dtype.BF16),
+    ],
+)
+def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, precision: Dtype) -> None:
+    layout = parse_layout(text, world_size=world_size)
+    work = tiny_jobs.workload(
+        DataSpec(), precision=precision, loss=LossSpec(aux_coeff=0.01), global_batch=2 * layout.dp
+    )
+    for rank in {0, world_size // 2 + 1, world_size - 1} if world_size > 1 else {0}:
+        assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
+
+
+def test_two_layers_of_qwen3_235b_at_full_width() -> None:
+    whole = catalogue.model("Qwen3-235B-A22B")
+    model = replace(whole, layers=2, moe_layers=whole.moe_layers[:2])
+    layout = parse_layout("tp4,ep64", world_size=256)
+    assert_as_predicted(model, Workload(seq_len=4096, global_batch=64), layout, 255)
+
+
+def test_the_fullest_moment_is_that_of_real_tensors() -> None:
+    """By hand: a product's two operands, its output and a copy of it live at once, beside nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from moewright.engine.books import Books
+    from moewright.engine.dryrun import Meter
+
+    with FakeTensorMode(), Meter() as meter:
+        state = torch.zeros(1000)
+        meter.start(Books())
+        state.add_(1.0)
+        a, b = torch.ones(8, 4), torch.ones(4, 8)
+        c = a @ b
+        copy = c.clone()
+        del a, b, c
+        more = copy + 1
+        del copy, more
+    assert sum(meter.fullest.values()) == 4 * (32 + 32 + 64 + 64)
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(BadInput, match="rank=8: ranks are 0 to 7"):
+        dry_run(tiny_jobs.MODEL, tiny_jobs.workload(DataSpec()), parse_layout("", world_size=8), rank=8)
