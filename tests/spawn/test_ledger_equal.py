@@ -13,7 +13,7 @@ from moewright.cost.ledger import predict
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger, Selection
-from moewright.spec.model import QkNorm, RouterSpec, ScoreFunction
+from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec
 from moewright.tune.compare import Section, Status, compare
@@ -93,6 +93,36 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
     losses = LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01, global_aux_coeff=0.01, z_coeff=0.001)
     work = tiny_jobs.workload(data, steps=2, loss=losses)
     assert_equal(tiny_jobs.plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "q_rank", "precision"),
+    [
+        (1, "mbs2,recompute=mla_up_proj+layernorm", 24, Dtype.FP32),
+        (2, "tp2,mbs2", 0, Dtype.BF16),
+        (2, "tp2,ep2,recompute=mla_up_proj+moe_act", 24, Dtype.FP32),
+        (4, "tp2,ep2,mbs2,recompute=full", 24, Dtype.FP32),
+        (2, "tp2,mbs2,recompute=core_attn", 24, Dtype.FP32),
+    ],
+)
+def test_latent_attention(
+    world_size: int, layout: str, q_rank: int, precision: Dtype, data: DataSpec, tmp_path: Path
+) -> None:
+    attention = AttentionSpec(
+        kind=AttentionKind.MLA,
+        heads=4,
+        kv_heads=4,
+        head_dim=16,
+        v_head_dim=12,
+        q_lora_rank=q_rank,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        rope=RopeSpec(interleaved=True),
+    )
+    model = replace(tiny_jobs.MODEL, attention=attention)
+    work = tiny_jobs.workload(data, steps=2, precision=precision, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
 
 
 def assert_equal(plan: Plan, tmp_path: Path) -> None:

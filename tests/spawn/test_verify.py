@@ -47,6 +47,22 @@ def _model(family: str) -> nn.Module:
             **shape, intermediate_size=16, num_experts=8, num_experts_per_tok=2, pad_token_id=None
         )
         return transformers.OlmoeForCausalLM(config).float()
+    if family.startswith("deepseek"):
+        latent: dict[str, Any] = {
+            **shape, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+            "v_head_dim": 12, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+        }  # fmt: skip
+        if family == "deepseek_v2":
+            config = transformers.DeepseekV2Config(**latent, q_lora_rank=None, topk_method="group_limited_greedy")
+            return transformers.DeepseekV2ForCausalLM(config).float()
+        yarn = {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+            "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        }  # fmt: skip
+        config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
+        return transformers.DeepseekV3ForCausalLM(config).float()
     config = transformers.Qwen3Config(**shape, head_dim=16, intermediate_size=48)
     return transformers.Qwen3ForCausalLM(config).float()
 
@@ -54,12 +70,15 @@ def _model(family: str) -> nn.Module:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for family in ("qwen3_moe", "mixtral", "olmoe", "qwen3"):
+    for family in ("qwen3_moe", "mixtral", "olmoe", "qwen3", "deepseek_v2", "deepseek_v3"):
         found[family] = tmp_path_factory.mktemp(family)
         model = _model(family)
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out
                 nn.init.uniform_(parameter, 0.5, 1.5)
+        for name, bias in model.named_buffers():
+            if "correction_bias" in name:
+                nn.init.uniform_(bias, -0.2, 0.2)
         model.save_pretrained(found[family])
     # The same Qwen3-MoE with the experts of a layer in one tensor, as later files have it.
     fused = tmp_path_factory.mktemp("fused")
@@ -123,7 +142,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / (wanted.norm() if wanted.norm() else 1.0))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "fused", "mixtral", "olmoe", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "fused", "mixtral", "olmoe", "qwen3", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_transformers(
     family: str, optimizer: str, checkpoints: dict[str, Path], batch: Path, tmp_path: Path
@@ -152,6 +171,7 @@ def test_equals_transformers(
             torch.testing.assert_close(found["nll"], nll.detach(), rtol=1e-4, atol=2e-5)
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
             stored = load_file(checkpoints[family] / "model.safetensors")
+            stored = {name: tensor for name, tensor in stored.items() if "correction_bias" not in name}
             assert {name.removeprefix("grad/") for name in found if name.startswith("grad/")} == stored.keys()
             for name, tensor in stored.items():
                 wanted = reference_gradient(gradients, name)
@@ -175,6 +195,8 @@ LAYOUTS = [
     ("mixtral", 4, "tp2,etp4"),
     ("olmoe", 2, "tp2,ep2"),
     ("qwen3", 2, "tp2,zero0"),
+    ("deepseek_v2", 4, "tp2,ep4"),
+    ("deepseek_v3", 4, "tp2,ep2,mbs2"),
 ]
 
 

@@ -11,7 +11,7 @@ from moewright.rules.recompute import activation_bytes
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import CommRow
-from moewright.spec.model import ModelSpec, QkNorm
+from moewright.spec.model import AttentionKind, ModelSpec, QkNorm
 from moewright.spec.workload import Workload
 
 INT64_BYTES = 8
@@ -106,32 +106,51 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
 
 
 def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
-    """Sequence parallelism: attention and each dense MLP gather their input (again for its weight gradient) and
-    reduce-scatter their output, with the transposed pair in backward; the head gathers, the embedding scatters. The
+    """Sequence parallelism: each dense MLP gathers its input (again for its weight gradient) and reduce-scatters its
+    output, with the transposed pair in backward, attention likewise; the head gathers, the embedding scatters. The
     loss all-reduces the top of the logits, then their sum and the target's; norms of queries and keys over all heads
     their mean square, and a mean again in backward.
     """
     c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
-    whole = c * T * model.hidden_size
     shared = model.moe is not None and model.moe.shared_ffn_size > 0
     attention_again, mlp_again = _replayed(layout), _replayed(layout, Recompute.MLP)
     shared_again = _replayed(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
-    gathers = scatters = means = losses = 0
+    gathered, scattered = _attention_widths(model, layout)
+    widths: dict[Collective, list[int]] = {Collective.ALL_GATHER: [], Collective.REDUCE_SCATTER: []}
+    means = losses = 0
     for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
         layers = chunk_layers(model, chunk)
         sparse = sum(is_moe(model, layer) for layer in layers)
         dense = len(layers) - sparse
-        blocks = len(layers) + dense + shared * sparse
-        replays = attention_again * len(layers) + mlp_again * dense + shared_again * shared * sparse
+        blocks = dense + shared * sparse
+        replays = mlp_again * dense + shared_again * shared * sparse
         heads = chunk.loss + chunk.mtp
-        gathers += 3 * blocks + replays + 2 * heads + chunk.embedding
-        scatters += 2 * blocks + replays + heads + chunk.embedding
+        whole = 3 * blocks + replays + 2 * heads + chunk.embedding
+        widths[Collective.ALL_GATHER] += [*len(layers) * gathered, *whole * [model.hidden_size]]
+        whole = 2 * blocks + replays + heads + chunk.embedding
+        widths[Collective.REDUCE_SCATTER] += [*len(layers) * scattered, *whole * [model.hidden_size]]
         losses += heads
         means += len(layers) * (4 + 2 * attention_again) if model.attention.qk_norm is QkNorm.FULL else 0
-    yield Collective.ALL_GATHER, "tp", micro_batches * gathers * whole // layout.tp, micro_batches * gathers
-    yield Collective.REDUCE_SCATTER, "tp", micro_batches * scatters * whole, micro_batches * scatters
+    for op, parts in ((Collective.ALL_GATHER, layout.tp), (Collective.REDUCE_SCATTER, 1)):
+        yield op, "tp", micro_batches * sum(widths[op]) * c * T // parts, micro_batches * len(widths[op])
     reduced = FP32_BYTES * T * (means + 3 * losses)
     yield Collective.ALL_REDUCE, "tp", micro_batches * reduced, micro_batches * (means + 2 * losses)
+
+
+def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list[int]]:
+    """Widths of what one attention layer gathers and scatters over TP in a micro-batch.
+
+    Its input is gathered for the products and again for their weight gradients; latent attention gathers its latents
+    instead, and the rotated part of the keys. The output's gradient is gathered, the output and the gradients of what
+    was gathered are summed and scattered.
+    """
+    spec, h = model.attention, model.hidden_size
+    inputs, also = [h], []
+    if spec.kind is AttentionKind.MLA:
+        inputs, also = [spec.q_lora_rank or h, spec.kv_lora_rank], [spec.qk_rope_head_dim]
+    forward = inputs + also
+    again = _replayed(layout, Recompute.MLA_UP_PROJ) * forward
+    return [*forward, *inputs, h, *again], [h, *forward, *_replayed(layout) * [h]]
 
 
 def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:

@@ -41,7 +41,8 @@ def _attention(args: tuple[Any, ...]) -> int:
     """Causal half of q k^T and p v for q [B,heads,S,Dq], v [B,kv_heads,S,Dv]."""
     q, v = args[0], args[2]
     batch, heads, rows, dim = q.shape
-    return int(batch) * int(heads) * int(rows) * int(rows) * (int(dim) + int(v.shape[3]))
+    columns = getattr(v, "true_width", v.shape[3])
+    return int(batch) * int(heads) * int(rows) * int(rows) * (int(dim) + int(columns))
 
 
 def _attention_backward(args: tuple[Any, ...]) -> int:

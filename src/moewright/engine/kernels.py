@@ -55,14 +55,26 @@ def attention(
     On CPU the second part is the natural-log sum of exponentials [B,H,S] in fp32.
     """
     q, k, v = (_widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
+    width = v.shape[-1]
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        return out.transpose(1, 2).to(q_BSHD.dtype), (lse,)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, _as_wide(v, q), 0.0, True)
+        return out[..., :width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    out, *rest = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    out, *rest = _aten._scaled_dot_product_flash_attention(q, k, _as_wide(v, q), 0.0, True)
     lse, seed, offset = rest[0], rest[5], rest[6]
-    return out.transpose(1, 2), (lse, seed, offset)
+    return out[..., :width].transpose(1, 2).contiguous(), (lse, seed, offset)
+
+
+def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x with columns of zeros up to the width of `like`: the kernels want one head size. `true_width` tells whoever
+    counts their FLOPs how many columns are no padding.
+    """
+    missing = like.shape[-1] - x.shape[-1]
+    if missing:
+        x = F.pad(x, (0, missing))
+        x.true_width = x.shape[-1] - missing  # type: ignore[attr-defined]
+    return x
 
 
 def attention_backward(
@@ -75,6 +87,8 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes."""
     grad, q, k, v, out = (_widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
+    width = v.shape[-1]
+    grad, v, out = (_as_wide(x, q) for x in (grad, v, out))
     if q.device.type == "cpu":
         lse = rest[0]
         got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
@@ -86,5 +100,5 @@ def attention_backward(
             grad, q, wide_k, wide_v, out, lse, None, None, length, length, 0.0, True, seed, offset
         )
         got = (dq, *(g.unflatten(1, (heads, share)).sum(2) for g in (dk, dv)))
-    dq, dk, dv = (g.transpose(1, 2) for g in got)
+    dq, dk, dv = (g.transpose(1, 2) for g in (got[0], got[1], got[2][..., :width]))
     return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGD.dtype)

@@ -58,13 +58,12 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The features of a model or workload that the engine cannot run yet."""
     attention, moe = model.attention, model.moe
+    latent = attention.kind is AttentionKind.MLA
     missing: tuple[tuple[str, object, bool, str], ...] = (
-        ("attention.kind", attention.kind, attention.kind is not AttentionKind.GQA, "gqa"),
         ("attention.qkv_bias", True, attention.qkv_bias or attention.out_bias, "false"),
         ("attention.sinks", True, attention.sinks, "false"),
         ("attention.sliding_window", attention.sliding_window, attention.sliding_window > 0, "0"),
-        ("attention.rope.scaling", attention.rope.scaling, attention.rope.scaling != "default", "default"),
-        ("attention.rope.interleaved", True, attention.rope.interleaved, "false"),
+        ("attention.rope.interleaved", True, attention.rope.interleaved and not latent, "false"),
         ("position", model.position, model.position is not PositionKind.ROPE, "rope"),
         ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
         ("gated", False, not model.gated, "true"),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ def verify(job: Verification, out: Path) -> Exit:
     Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not run by the engine.
     """
     batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
+    job = _without_absent_mtp(job)
     _, rows, length = batches.inputs.shape
     work = Workload(
         seq_len=length,
@@ -110,6 +112,16 @@ def verify(job: Verification, out: Path) -> Exit:
         raise BadInput(*reasons)
     table_of(job.model, job.weights)
     return launch(partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out)
+
+
+def _without_absent_mtp(job: Verification) -> Verification:
+    """A checkpoint may leave out the MTP layers that its config.json names (transformers does); then so do we."""
+    first = f"model.layers.{job.model.layers}."
+    with open_weights(job.weights) as file:
+        if not job.model.mtp_layers or any(name.startswith(first) for name in file.keys()):  # noqa: SIM118
+            return job
+    print(f"{job.weights}: holds no MTP layer; it is left out", file=sys.stderr)
+    return replace(job, model=replace(job.model, mtp_layers=0))
 
 
 def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:

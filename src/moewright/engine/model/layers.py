@@ -17,6 +17,7 @@ from moewright.engine.keep import replayed
 from moewright.engine.model import vocabulary
 from moewright.engine.model.functions import CausalAttention, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
+from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Recompute
@@ -51,11 +52,14 @@ class RotaryTable:
     """cos and sin [S, D/2] fp32 of positions 0..S-1, made once."""
 
     def __init__(self, run: Runtime) -> None:
-        dim, length = run.model.attention.head_dim, run.workload.seq_len
-        inverse = run.model.attention.rope.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), inverse)
-        self.cos = angles.cos().to(run.device, torch.float32)
-        self.sin = angles.sin().to(run.device, torch.float32)
+        spec, length = run.model.attention, run.workload.seq_len
+        # A head may be rotated in part (MLA). gpt-oss alone does not round the bounds of its yarn blend.
+        turning, factor = frequencies(
+            spec.rope, spec.qk_rope_head_dim or spec.head_dim, rounded=run.model.family != "gpt_oss"
+        )
+        angles = torch.outer(torch.arange(length, dtype=torch.float64), turning)
+        self.cos = (angles.cos() * factor).to(run.device, torch.float32)
+        self.sin = (angles.sin() * factor).to(run.device, torch.float32)
 
     def apply(self, x_BSHD: torch.Tensor) -> torch.Tensor:
         length = x_BSHD.shape[1]

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from moewright.engine.keep import Decided, replayed
+from moewright.engine.model.latent import LatentAttention
 from moewright.engine.model.layers import Attention, Embedding, Head, Mlp, Norm, RotaryTable, Slot, token_loss
 from moewright.engine.model.moe import Moe
 from moewright.engine.runtime import Runtime
 from moewright.rules.stages import Chunk
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
+from moewright.spec.model import AttentionKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +41,11 @@ class Layer(nn.Module):
     def __init__(self, run: Runtime, rotary: RotaryTable, number: int) -> None:
         super().__init__()
         self._run = run
-        self.input_norm = Norm(run, run.model.hidden_size)
-        self.attention = Attention(run, rotary)
+        # Fused into the QKV projection for GQA in the stacks that the rules are held against: only MLA replays it.
+        latent = run.model.attention.kind is AttentionKind.MLA
+        self._replays_input = latent and run.replays(Recompute.LAYERNORM)
+        self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input)
+        self.attention = (LatentAttention if latent else Attention)(run, rotary)
         self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM))
         self._is_moe = run.model.moe_layers[number]
         if self._is_moe:
@@ -59,7 +64,9 @@ class Layer(nn.Module):
     def _block(self, decided: Decided | None, batch: int, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self._run.books.within(Module.NORM):
             normed = self.input_norm(x_tH)
-        x_tH = x_tH + self.attention(normed, batch)
+        with self._run.keeper.discard(normed, self.input_norm, x_tH, asked=self._replays_input):
+            attended = self.attention(normed, batch)
+        x_tH = x_tH + attended
         with self._run.books.within(Module.NORM):
             normed = self.post_norm(x_tH)
         with self._run.keeper.discard(normed, self.post_norm, x_tH, asked=self._run.replays(Recompute.LAYERNORM)):

@@ -1,0 +1,60 @@
+"""Rotary frequencies and their scaling for longer contexts, as Hugging Face configurations say them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moewright.spec.model import RopeSpec
+
+
+def frequencies(spec: RopeSpec, dim: int, *, rounded: bool = True) -> tuple[torch.Tensor, float]:
+    """Angles a position [dim/2] fp64, and the factor on cos and sin.
+
+    linear divides all by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those that turn less than `beta_slow`
+    times over the original context, keeps those above `beta_fast`, and blends between; `rounded` says whether the
+    blend's bounds are whole dims. llama3 does so by wavelength, between its low and high frequency factors.
+    """
+    plain = spec.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if spec.scaling == "linear":
+        return plain / spec.factor, 1.0
+    if spec.scaling == "yarn":
+        keep = _yarn_keep(spec, dim, rounded=rounded)
+        return plain / spec.factor * (1 - keep) + plain * keep, _yarn_magnitude(spec)
+    if spec.scaling == "llama3":
+        turns = spec.original_max_position * plain / (2 * math.pi)  # over the original context
+        keep = ((turns - spec.beta_slow) / (spec.beta_fast - spec.beta_slow)).clamp(0, 1)
+        return plain / spec.factor * (1 - keep) + plain * keep, 1.0
+    return plain, 1.0
+
+
+def softmax_factor(spec: RopeSpec) -> float:
+    """What latent attention multiplies 1 / sqrt(head dim) by under yarn (DeepSeek-V2's modeling code)."""
+    if spec.scaling == "default" or not spec.mscale_all_dim:
+        return 1.0
+    return _magnitude(spec.factor, spec.mscale_all_dim) ** 2
+
+
+def _yarn_keep(spec: RopeSpec, dim: int, *, rounded: bool) -> torch.Tensor:
+    """1 where the plain frequency stays, 0 where it is divided, [dim/2]."""
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dim_of(spec.beta_fast), dim_of(spec.beta_slow)
+    if rounded:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001  # both bounds may fall together
+    return 1 - ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
+
+
+def _yarn_magnitude(spec: RopeSpec) -> float:
+    if spec.mscale and spec.mscale_all_dim:
+        return _magnitude(spec.factor, spec.mscale) / _magnitude(spec.factor, spec.mscale_all_dim)
+    return _magnitude(spec.factor, 1.0)
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

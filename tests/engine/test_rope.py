@@ -1,0 +1,63 @@
+"""Rotary frequencies against those of transformers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moewright.engine.model.rope import frequencies, softmax_factor
+from moewright.spec.model import RopeSpec
+
+utils = pytest.importorskip("transformers.modeling_rope_utils")
+
+YARN = {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[torch.Tensor, float]:
+    parameters = {"rope_type": kind, "rope_theta": theta, **table}
+    config = SimpleNamespace(
+        rope_parameters=parameters, head_dim=dim, hidden_size=4 * dim, num_attention_heads=4,
+        max_position_embeddings=163840, standardize_rope_params=lambda: None, per_layer_config={},
+    )  # fmt: skip
+    found: tuple[torch.Tensor, float] = utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "spec"),
+    [
+        ("linear", {"factor": 4.0}, RopeSpec(scaling="linear", factor=4.0)),
+        (
+            "yarn",
+            {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            RopeSpec(scaling="yarn", factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
+        ),
+        ("yarn", YARN, RopeSpec(scaling="yarn", factor=40.0, original_max_position=4096)),
+        (
+            "yarn",
+            {**YARN, "factor": 32.0, "truncate": False},
+            RopeSpec(scaling="yarn", factor=32.0, original_max_position=4096),
+        ),
+        (
+            "llama3",
+            LLAMA3,
+            RopeSpec(scaling="llama3", factor=8.0, original_max_position=8192, beta_slow=1.0, beta_fast=4.0),
+        ),
+    ],
+)
+def test_frequencies_and_magnitude(kind: str, table: dict[str, Any], spec: RopeSpec) -> None:
+    wanted, factor = theirs(kind, table, spec.theta, 64)
+    found, ours = frequencies(spec, 64, rounded=table.get("truncate", True))
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-5, atol=0)
+    assert ours == pytest.approx(factor)
+
+
+def test_latent_attention_scales_its_softmax_under_yarn() -> None:
+    """DeepSeek-V3: 0.1 ln 40 + 1 = 1.369, squared."""
+    deepseek = RopeSpec(scaling="yarn", factor=40.0, original_max_position=4096, mscale_all_dim=1.0)
+    assert softmax_factor(deepseek) == pytest.approx(1.3689**2, rel=1e-4)
+    assert softmax_factor(RopeSpec()) == 1.0
