@@ -38,6 +38,8 @@ MODEL = ModelSpec(
     initializer_range=0.2,  # wide, so that routing has clear margins and gradients are not tiny
 )
 
+DENSE = replace(MODEL, name="tiny-dense", family="qwen3", moe=None, moe_layers=(False,) * 3)
+
 
 def corpus(folder: Path) -> DataSpec:
     """A small corpus of made-up words, byte tokens."""

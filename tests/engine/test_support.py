@@ -19,16 +19,11 @@ def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["ep4", "tp2,ep2", "tp2,etp4", "etp2,ep4,zero0", "mbs2,tp2,ep8", "recompute=full", "recompute=mlp+moe"]
+    "layout",
+    ["ep4", "tp2,ep2", "tp2,etp4", "etp2,ep4,zero0", "mbs2,tp2,ep8", "tp4", "recompute=full", "recompute=mlp+moe"],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
     assert said(layout) == []
-
-
-def test_key_heads_are_not_copied_over_tp_yet() -> None:
-    (reason,) = said("tp4")
-    assert reason.startswith("layout.tp=4: ")
-    assert reason.endswith("nearest legal value: 2")
 
 
 @pytest.mark.parametrize(("precision", "refused"), [(Dtype.FP32, False), (Dtype.BF16, True)])

@@ -19,7 +19,7 @@ from moewright.engine.checkpoint import Piece, alone, latest, load, read_index
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger
-from moewright.spec.model import QkNorm, RouterSpec, ScoreFunction
+from moewright.spec.model import ModelSpec, QkNorm, RouterSpec, ScoreFunction
 from moewright.spec.workload import DataSpec, LossSpec, OptimizerSpec, RouterTraining
 
 pytestmark = pytest.mark.spawn
@@ -46,6 +46,8 @@ LAYOUTS = [
     (2, "tp2,ep2,recompute=moe+layernorm"),
     (4, "tp2,etp2,ep2,mbs2,recompute=full"),
     (4, "etp2,ep2,recompute=moe+mlp"),
+    (4, "tp4,ep2,mbs2"),  # more ranks than key heads
+    (8, "tp4,ep4,recompute=full"),
 ]
 
 
@@ -60,12 +62,14 @@ def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {mbs: train(data, f"mbs{mbs}", 1, tmp_path_factory.mktemp("one")) for mbs in (1, 2, 4)}
 
 
-def train(data: DataSpec, layout: str, world_size: int, run_dir: Path, *, steps: int = 4) -> Path:
+def train(
+    data: DataSpec, layout: str, world_size: int, run_dir: Path, *, steps: int = 4, model: ModelSpec = tiny_jobs.MODEL
+) -> Path:
     """Train `steps` steps, keeping a checkpoint of each."""
     work = tiny_jobs.workload(data, steps=steps)
     optimizer = replace(work.optimizer, bucket_elements=4000)  # several buckets
     work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=steps))
-    assert run(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is Exit.DONE
+    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
     return run_dir
 
 
@@ -90,8 +94,12 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
 def test_equals_one_process(
     world_size: int, layout: str, data: DataSpec, one_process: dict[int, Path], tmp_path: Path
 ) -> None:
-    here = train(data, layout, world_size, tmp_path)
     reference_run = one_process[parse_layout(layout, world_size=world_size).mbs]
+    assert_same(train(data, layout, world_size, tmp_path), reference_run)
+
+
+def assert_same(here: Path, reference_run: Path) -> None:
+    """Two runs of the same steps: every gradient of the first, and what each step logged."""
     wanted, found = state(reference_run, 1), state(here, 1)
     assert wanted.keys() == found.keys()
     for name, reference in wanted.items():
@@ -106,6 +114,19 @@ def test_equals_one_process(
     first = [steps_of(path)[0] for path in (here, reference_run)]
     assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
     assert [load["counts"] for load in first[0]["loads"]] == [load["counts"] for load in first[1]["loads"]]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, "tp2,sp0"), (4, "tp2,sp0,zero0"), (8, "tp4,sp0,recompute=full")]
+)
+def test_tensor_parallelism_without_sequence_parallelism(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    """Dense layers alone, q/k norms over all heads; under tp4 more ranks than key heads."""
+    attention = replace(tiny_jobs.DENSE.attention, qk_norm=QkNorm.FULL)
+    model = replace(tiny_jobs.DENSE, attention=attention)
+    one = train(data, "", 1, tmp_path / "one", model=model)
+    assert_same(train(data, layout, world_size, tmp_path / "cut", model=model), one)
 
 
 def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_path: Path) -> None:

@@ -125,6 +125,20 @@ def test_latent_attention(
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
 
 
+@pytest.mark.parametrize("norm", list(QkNorm))
+@pytest.mark.parametrize("recompute", ["", ",recompute=full"])
+def test_more_ranks_than_key_heads(norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path) -> None:
+    model = replace(tiny_jobs.MODEL, attention=replace(tiny_jobs.MODEL.attention, qk_norm=norm))
+    work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
+    assert_equal(tiny_jobs.plan(work, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["tp2,sp0,mbs2", "tp4,sp0,recompute=full", "tp2,sp0,zero0,recompute=layernorm+mlp"])
+def test_tensor_parallelism_without_sequence_parallelism(layout: str, data: DataSpec, tmp_path: Path) -> None:
+    work = tiny_jobs.workload(data, steps=2)
+    assert_equal(tiny_jobs.plan(work, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path)
+
+
 def assert_equal(plan: Plan, tmp_path: Path) -> None:
     """Run a plan with several buckets and hold every rank's ledger against its prediction."""
     workload = replace(plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000))

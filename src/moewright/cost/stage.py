@@ -71,7 +71,7 @@ def routed(
     chunks = rank_chunks(model, layout, pp_rank)
     layers = tuple(i for chunk in chunks for i in chunk_layers(model, chunk) if is_moe(model, i)) if model.moe else ()
     even = routing.routed_rows(model, workload, layout, 1.0)
-    if selection is None:
+    if selection is None or not layers:
         each = routing.routed_rows(model, workload, layout, load)
         whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
         return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part)

@@ -109,7 +109,8 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
     """Sequence parallelism: each dense MLP gathers its input (again for its weight gradient) and reduce-scatters its
     output, with the transposed pair in backward, attention likewise; the head gathers, the embedding scatters. The
     loss all-reduces the top of the logits, then their sum and the target's; norms of queries and keys over all heads
-    their mean square, and a mean again in backward.
+    their mean square, and a mean again in backward. Without sequence parallelism nothing is gathered, and what would be
+    scattered is all-reduced. More ranks than key heads gather the parts of those.
     """
     c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
     shared = model.moe is not None and model.moe.shared_ffn_size > 0
@@ -117,7 +118,7 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
     shared_again = _replayed(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
     gathered, scattered = _attention_widths(model, layout)
     widths: dict[Collective, list[int]] = {Collective.ALL_GATHER: [], Collective.REDUCE_SCATTER: []}
-    means = losses = 0
+    means = losses = attentions = 0
     for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
         layers = chunk_layers(model, chunk)
         sparse = sum(is_moe(model, layer) for layer in layers)
@@ -130,7 +131,16 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
         whole = 2 * blocks + replays + heads + chunk.embedding
         widths[Collective.REDUCE_SCATTER] += [*len(layers) * scattered, *whole * [model.hidden_size]]
         losses += heads
+        attentions += len(layers)
         means += len(layers) * (4 + 2 * attention_again) if model.attention.qk_norm is QkNorm.FULL else 0
+    if not layout.sp:
+        summed = widths[Collective.REDUCE_SCATTER]
+        yield Collective.ALL_REDUCE, "tp", micro_batches * sum(summed) * c * T, micro_batches * len(summed)
+        widths = {Collective.ALL_GATHER: [], Collective.REDUCE_SCATTER: []}
+    if model.attention.kind is AttentionKind.GQA and layout.tp > model.attention.kv_heads:
+        keys_and_values = attentions * [2 * model.attention.kv_width]
+        widths[Collective.ALL_GATHER] += (1 + attention_again) * keys_and_values
+        widths[Collective.REDUCE_SCATTER] += keys_and_values
     for op, parts in ((Collective.ALL_GATHER, layout.tp), (Collective.REDUCE_SCATTER, 1)):
         yield op, "tp", micro_batches * sum(widths[op]) * c * T // parts, micro_batches * len(widths[op])
     reduced = FP32_BYTES * T * (means + 3 * losses)

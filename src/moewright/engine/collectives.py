@@ -116,6 +116,25 @@ def scatter_sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return reduce_scatter(tensor.new_empty((len(tensor) // group.size, *tensor.shape[1:])), tensor.contiguous(), group)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallel:
+    """A TP group as blocks use it: between them a rank holds its t of the group's T tokens (`sequence`), or all T.
+
+    Each of the two ways is the backward of the other.
+    """
+
+    group: Group
+    sequence: bool
+
+    def whole(self, x_t: torch.Tensor) -> torch.Tensor:
+        """All T tokens, from what a rank holds between blocks."""
+        return gather(x_t, self.group) if self.sequence else x_t
+
+    def summed(self, x_T: torch.Tensor) -> torch.Tensor:
+        """What a rank holds between blocks of the sum over ranks; may overwrite `x_T`."""
+        return scatter_sum(x_T, self.group) if self.sequence else all_reduce(x_T, self.group)
+
+
 class Gather(torch.autograd.Function):
     """`gather` with its transpose in backward: the gathered copies are used by different weights."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from moewright.engine.books import Books
-from moewright.engine.collectives import Group, new_handles
+from moewright.engine.collectives import Group, TensorParallel, new_handles
 from moewright.rules.grid import GROUPS, all_groups, coordinate, group_ranks
 from moewright.spec.layout import Layout
 
@@ -22,6 +22,10 @@ class Mesh:
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
+
+    @property
+    def tensor(self) -> TensorParallel:
+        return TensorParallel(group=self.group("tp"), sequence=self.layout.sp)
 
     def coordinate(self, axis: str) -> int:
         return coordinate(self.layout, self.rank, axis)

@@ -15,7 +15,6 @@ _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of
 def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("sp", str(layout.sp).lower(), (str(layout.tp > 1).lower(),)),
         ("cp", layout.cp, (1,)),
         ("pp", layout.pp, (1,)),
         ("vpp", layout.vpp, (1,)),
@@ -42,11 +41,14 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
 
 
 def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
-    """Cuts that would leave a rank less than one key head, or expert rows that grouped GEMM cannot address."""
-    kv_heads = model.attention.kv_heads
-    if model.attention.kind is AttentionKind.GQA and layout.tp > kv_heads:
-        rule = f"the engine does not yet copy the {kv_heads} key heads over more ranks than they are"
-        yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(kv_heads))
+    """Cuts that would leave a rank part of a row, or expert rows that grouped GEMM cannot address."""
+    attention = model.attention
+    if attention.kind is AttentionKind.GQA and attention.kv_width % layout.tp:
+        rule = f"must divide the {attention.kv_width} rows of the key projection"
+        yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(attention.kv_heads))
+    if attention.kind is AttentionKind.MLA and layout.tp > 1 and not layout.sp:
+        rule = "the engine runs latent attention over tp with sequence parallelism alone"
+        yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
     if model.moe is None or layout.etp == 1:
         return
     step = _GROUPED_ROW_BYTES // workload.precision.nbytes

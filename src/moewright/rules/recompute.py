@@ -107,12 +107,16 @@ def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
 
 def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     spec, c, T, tp = model.attention, size.c, size.T, size.tp
-    if spec.qk_norm is not QkNorm.NONE:
-        # The norms keep their inputs: the projections before rotation are alive beside the rotated copies.
-        rows = 2 * tp if spec.qk_norm is QkNorm.FULL else spec.heads + spec.kv_heads
+    key_heads = max(1, spec.kv_heads // tp)  # more ranks than key heads: neighbours read the same one
+    keys = key_heads * spec.head_dim
+    # The norms keep their inputs: the projections before rotation are alive beside the rotated copies.
+    if spec.qk_norm is QkNorm.FULL:
         yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp)
-        yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * rows // tp)
-    yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width + 2 * spec.kv_width) // tp)
+        yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * 2)
+    elif spec.qk_norm is QkNorm.PER_HEAD:
+        yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width // tp + keys))
+        yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * (spec.heads // tp + key_heads))
+    yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * keys))
 
 
 def _mla_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:

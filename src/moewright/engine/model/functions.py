@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moewright.engine.books import Books
-from moewright.engine.collectives import Group, all_reduce
+from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
 from moewright.engine.kernels import attention, attention_backward
 
 
@@ -28,31 +28,41 @@ class Booked(torch.autograd.Function):
 class RmsNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and, if asked, one fp32 number a row.
 
-    With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is over all of it.
+    With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is over all of it. With
+    `sharers`, which all have the same x, each makes the weight's gradient of its part of the rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, across: Group | None, keep_scale: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        across: Group | None,
+        sharers: Group | None,
+        keep_scale: bool,
     ) -> torch.Tensor:
         wide = x.float()
         scale = _scale(wide, eps, across)
         ctx.save_for_backward(x, weight, scale if keep_scale else None)
-        ctx.eps, ctx.across = eps, across
+        ctx.eps, ctx.across, ctx.sharers = eps, across, sharers
         return (wide.mul_(scale) if wide is not x else wide * scale).to(x.dtype) * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         wide_x = x.float()
         if scale is None:
             scale = _scale(wide_x, ctx.eps, ctx.across)
         normed = wide_x * scale
         wide = grad.float()
-        grad_weight = (wide * normed).flatten(0, -2).sum(0)
+        products = (wide * normed).flatten(0, -2)
+        if ctx.sharers is not None:
+            products = products.tensor_split(ctx.sharers.size)[ctx.sharers.index]
+        grad_weight = products.sum(0)
         wide = wide * weight.float()
         grad_x = (wide - normed * _mean(wide * normed, ctx.across)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _scale(wide: torch.Tensor, eps: float, across: Group | None) -> torch.Tensor:
@@ -103,6 +113,35 @@ class CausalAttention(Booked):
         q, k, v, out, *rest = ctx.saved_tensors
         with ctx.books.within(ctx.module):
             return (*attention_backward(grad, q, k, v, out, tuple(rest)), None)
+
+
+class JoinHeads(torch.autograd.Function):
+    """Keys and values [T,w] of a head cut over some ranks of a group -> of the whole head [T,D], for the queries here.
+
+    Where there are more ranks than key heads, neighbours' queries read the same head. Each rank projects a part of it,
+    and the parts are gathered, so that weights, their gradients and their products are cut like all others
+    (as in Megatron-LM); nothing is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, k_Tw: torch.Tensor, v_Tw: torch.Tensor, group: Group, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = group.size // heads
+        first = group.index // parts * parts
+        ctx.group, ctx.mine = group, slice(first, first + parts)
+        both = gather(torch.cat((k_Tw, v_Tw), 1), group).unflatten(0, (group.size, -1))[ctx.mine]
+        k, v = (x.transpose(0, 1).flatten(1) for x in both.chunk(2, -1))
+        return k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        parts = ctx.mine.stop - ctx.mine.start
+        mine = torch.cat([grad.unflatten(1, (parts, -1)) for grad in grads_TD], -1).transpose(0, 1)
+        both = mine.new_zeros((ctx.group.size, *mine.shape[1:]))
+        both[ctx.mine] = mine
+        k, v = scatter_sum(both.flatten(0, 1), ctx.group).chunk(2, -1)
+        return k, v, None, None
 
 
 class SwiGlu(torch.autograd.Function):

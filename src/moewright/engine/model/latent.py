@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
     def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
-        run, books, tp = self._run, self._run.books, self._run.mesh.group("tp")
+        run, books, tp = self._run, self._run.books, self._run.mesh.tensor
         again = run.replays(Recompute.MLA_UP_PROJ)
         with books.within(Module.ATTENTION):
             x_tQ = x_tH
@@ -71,10 +71,10 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x_tQ: torch.Tensor, batch: int) -> torch.Tensor:
         """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks."""
-        spec, tp = self._spec, self._run.mesh.group("tp")
+        spec, tp = self._spec, self._run.mesh.tensor
         up = self.q_up if spec.q_lora_rank else self.q
         (q,) = ColumnLinear.apply(x_tQ, tp, self._run.books, up.weight)
-        q_BShD = q.reshape(batch, -1, spec.heads // tp.size, spec.head_dim)
+        q_BShD = q.reshape(batch, -1, spec.heads // tp.group.size, spec.head_dim)
         plain, turned = q_BShD.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
         q_BShD = torch.cat((plain, self._turned(turned)), -1)
         factor = softmax_factor(spec.rope)
@@ -84,13 +84,13 @@ class LatentAttention(nn.Module):
         """[t,C] and the down-projection [t,C+R] -> keys and values side by side, [B,S,h,D+V]; all heads share the
         rotated part of the keys.
         """
-        spec, tp = self._spec, self._run.mesh.group("tp")
-        heads = spec.heads // tp.size
+        spec, tp = self._spec, self._run.mesh.tensor
+        heads = spec.heads // tp.group.size
         (kv,) = ColumnLinear.apply(x_tC, tp, self._run.books, self.kv_up.weight)
         plain, values = kv.reshape(batch, -1, heads, spec.qk_nope_head_dim + spec.v_head_dim).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), -1
         )
-        turned_TR = Gather.apply(down_tCR[:, spec.kv_lora_rank :], tp)
+        turned_TR = Gather.apply(down_tCR[:, spec.kv_lora_rank :], tp.group)
         turned = self._turned(turned_TR.reshape(batch, -1, 1, spec.qk_rope_head_dim))
         return torch.cat((plain, turned.expand(-1, -1, heads, -1), values), -1)
 

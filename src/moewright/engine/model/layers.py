@@ -15,7 +15,7 @@ from torch import nn
 
 from moewright.engine.keep import replayed
 from moewright.engine.model import vocabulary
-from moewright.engine.model.functions import CausalAttention, RmsNorm, Rotary, SwiGlu
+from moewright.engine.model.functions import CausalAttention, JoinHeads, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
@@ -35,17 +35,24 @@ class Weight(nn.Module):
 
 
 class Norm(Weight):
-    """RMSNorm over the last dim, which may be cut over TP. One that is `replayed` keeps its input alone."""
+    """RMSNorm over the last dim, which may be cut over TP. One that is `replayed` keeps its input alone.
+
+    Without sequence parallelism the ranks of a TP group norm the same hidden states (not queries and keys, whose heads
+    are cut): each then makes its part of the weight's gradient, which is summed over them as with it.
+    """
 
     ledger_module = Module.NORM
 
-    def __init__(self, run: Runtime, width: int, cuts: Cuts = (), *, replayed: bool = False) -> None:
+    def __init__(
+        self, run: Runtime, width: int, cuts: Cuts = (), *, replayed: bool = False, of_hidden: bool = False
+    ) -> None:
         super().__init__(run, width, cuts=cuts)
         self._eps, self._keep_scale = run.model.norm_eps, not replayed
         self._across = run.mesh.group("tp") if cuts and run.mesh.layout.tp > 1 else None
+        self._sharers = run.mesh.group("tp") if of_hidden and not run.mesh.layout.sp else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return RmsNorm.apply(x, self.weight, self._eps, self._across, self._keep_scale)
+        return RmsNorm.apply(x, self.weight, self._eps, self._across, self._sharers, self._keep_scale)
 
 
 class RotaryTable:
@@ -86,16 +93,19 @@ class Attention(nn.Module):
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
     def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
-        spec, books, tp = self._spec, self._run.books, self._run.mesh.group("tp")
+        spec, books, tp = self._spec, self._run.books, self._run.mesh.tensor
+        size = tp.group.size
         with books.within(Module.ATTENTION):
             q, k, v = ColumnLinear.apply(x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight)
-            if spec.qk_norm is not QkNorm.NONE:
-                q, k = (
-                    norm(y.unflatten(1, (-1, norm.weight.shape[0]))) for norm, y in ((self.q_norm, q), (self.k_norm, k))
-                )
-            q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // tp.size, spec.head_dim))
-            k_BSGD = self._rotary.apply(k.reshape(batch, -1, spec.kv_heads // tp.size, spec.head_dim))
-            v_BSGD = v.view(batch, -1, spec.kv_heads // tp.size, spec.v_head_dim)
+            if spec.qk_norm is QkNorm.FULL:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if size > spec.kv_heads:
+                k, v = JoinHeads.apply(k, v, tp.group, spec.kv_heads)
+            if spec.qk_norm is QkNorm.PER_HEAD:
+                q, k = (norm(y.unflatten(1, (-1, spec.head_dim))) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+            q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // size, spec.head_dim))
+            k_BSGD = self._rotary.apply(k.reshape(batch, q_BSHD.shape[1], -1, spec.head_dim))
+            v_BSGD = v.view(batch, q_BSHD.shape[1], -1, spec.v_head_dim)
             if self._run.replays(Recompute.CORE_ATTN):
                 (out,) = replayed(books, self._core, q_BSHD, k_BSGD, v_BSGD)
             else:
@@ -123,7 +133,7 @@ class Mlp(nn.Module):
             return out
 
     def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
-        books, tp = self._run.books, self._run.mesh.group("tp")
+        books, tp = self._run.books, self._run.mesh.tensor
         (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
         return (RowLinear.apply(SwiGlu.apply(hidden, None), self.down.weight, tp, books),)
 
@@ -156,9 +166,7 @@ class Table(Weight):
 
     def __init__(self, run: Runtime) -> None:
         super().__init__(run, run.model.vocab_size, run.model.hidden_size, cuts=(("tp", 0),))
-        self.part = vocabulary.Part(
-            group=run.mesh.group("tp"), start=self.placement.offsets[0], size=self.placement.inside[0]
-        )
+        self.part = vocabulary.Part(tp=run.mesh.tensor, start=self.placement.offsets[0], size=self.placement.inside[0])
 
 
 class Embedding(Table):
@@ -186,7 +194,7 @@ def token_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under the projection."""
     with run.books.within(Module.HEAD):
-        (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.group("tp"), run.books, table.weight)
+        (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.tensor, run.books, table.weight)
         return vocabulary.CrossEntropy.apply(logits_TV, targets_T, table.part), logits_TV.detach()
 
 

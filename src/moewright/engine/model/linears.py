@@ -2,7 +2,7 @@
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds t of the T tokens of
 its group. A column product gathers them, a row product sums over the ranks and leaves each its t again; backward does
-the transposed. In a group of one t is T and nothing moves.
+the transposed. Without sequence parallelism t is T, and the sums stay whole. In a group of one nothing moves.
 
 Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moewright.engine.books import Books
-from moewright.engine.collectives import Group, gather, scatter_sum
+from moewright.engine.collectives import TensorParallel
 from moewright.engine.kernels import grouped_matmul, matmul
 from moewright.engine.model.functions import Booked
 
@@ -27,41 +27,41 @@ class ColumnLinear(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, x_tK: torch.Tensor, group: Group, books: Books, *weights: torch.Tensor
+        ctx: Any, x_tK: torch.Tensor, tp: TensorParallel, books: Books, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         Booked.remember(ctx, books)
-        ctx.group = group
+        ctx.tp = tp
         ctx.save_for_backward(x_tK, *weights)
-        x_TK = gather(x_tK, group)
+        x_TK = tp.whole(x_tK)
         return tuple(matmul(x_TK, w_NK.T) for w_NK in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_tK, *weights = ctx.saved_tensors
         with ctx.books.within(ctx.module):
-            x_TK = gather(x_tK, ctx.group)
+            x_TK = ctx.tp.whole(x_tK)
             parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
             grad_TK = parts.pop()
             while parts:
                 grad_TK = grad_TK + parts.pop()
-            return scatter_sum(grad_TK, ctx.group), None, None, *(matmul(g_TN.T, x_TK) for g_TN in grads)
+            return ctx.tp.summed(grad_TK), None, None, *(matmul(g_TN.T, x_TK) for g_TN in grads)
 
 
 class RowLinear(Booked):
     """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input columns; keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, group: Group, books: Books) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Books) -> torch.Tensor:
         Booked.remember(ctx, books)
-        ctx.group = group
+        ctx.tp = tp
         ctx.save_for_backward(x_TK, w_NK)
-        return scatter_sum(matmul(x_TK, w_NK.T), group)
+        return tp.summed(matmul(x_TK, w_NK.T))
 
     @staticmethod
     def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x_TK, w_NK = ctx.saved_tensors
         with ctx.books.within(ctx.module):
-            g_TN = gather(g_tN, ctx.group)
+            g_TN = ctx.tp.whole(g_tN)
             return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None, None
 
 

@@ -44,9 +44,9 @@ class Layer(nn.Module):
         # Fused into the QKV projection for GQA in the stacks that the rules are held against: only MLA replays it.
         latent = run.model.attention.kind is AttentionKind.MLA
         self._replays_input = latent and run.replays(Recompute.LAYERNORM)
-        self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input)
+        self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input, of_hidden=True)
         self.attention = (LatentAttention if latent else Attention)(run, rotary)
-        self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM))
+        self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM), of_hidden=True)
         self._is_moe = run.model.moe_layers[number]
         if self._is_moe:
             self.moe = Moe(run, number)
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         rotary = RotaryTable(run)
         self.embedding = Embedding(run)
         self.layers = nn.ModuleDict({str(i): Layer(run, rotary, i) for i in chunk.layers})
-        self.final_norm = Norm(run, run.model.hidden_size)
+        self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True)
         self.head = None if run.model.tie_embeddings else Head(run)
 
     def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor) -> Output:

@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 
-from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
+from moewright.engine.collectives import Group, TensorParallel, all_reduce
 
 _LOSS_ROWS = 512  # rows of logits widened to fp32 at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """This rank's ids [start, start + size) and the group over which the vocabulary is cut."""
+    """This rank's ids [start, start + size) and the ranks over which the vocabulary is cut."""
 
-    group: Group
+    tp: TensorParallel
     start: int
     size: int
+
+    @property
+    def group(self) -> Group:
+        return self.tp.group
 
     def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Row numbers here, 0 for ids of other ranks, and which those are."""
@@ -44,13 +48,13 @@ class Embed(torch.autograd.Function):
         if part.group.size == 1:
             return w_VK.index_select(0, ids_T)
         rows, elsewhere = part.local(ids_T)
-        return scatter_sum(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0), part.group)
+        return part.tp.summed(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (rows,) = ctx.saved_tensors
         (shape, dtype), part = ctx.like, ctx.part
-        grad = gather(grad, part.group).float()
+        grad = part.tp.whole(grad).float()
         if part.group.size > 1:
             rows, elsewhere = part.local(rows)
             grad = grad.masked_fill(elsewhere[:, None], 0.0)
