@@ -101,7 +101,7 @@ def test_rope_dialects_agree() -> None:
 
 def test_llama3_rope_keeps_its_factors() -> None:
     rope = catalogue.model("Llama-3.1-405B").attention.rope
-    assert (rope.scaling, rope.factor, rope.beta_slow, rope.beta_fast) == ("llama3", 8.0, 1.0, 4.0)
+    assert (rope.scaling, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == ("llama3", 8.0, 1.0, 4.0)
 
 
 def test_sparse_step_and_dense_layers() -> None:

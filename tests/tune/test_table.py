@@ -80,7 +80,7 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
         ({"dp": "8"}, "256 devices leave 4"),
         ({"ep": "7"}, "layout.ep=7"),
         ({"offload": "optimizer CPU offload 25%"}, "a part of the optimizer"),
-        ({"oom": "true", "notes": "with VPP switched on (degree not stated)"}, "does not state its degree"),
+        ({"vpp": "", "notes": "with VPP switched on (degree not stated)"}, "does not state its degree"),
     ],
 )
 def test_a_row_that_cannot_be_scored_says_why(tmp_path: Path, change: dict[str, str], reason: str) -> None:
@@ -233,3 +233,12 @@ def test_rows_without_an_id_of_their_own_are_told_apart_by_line(tmp_path: Path) 
     found = table(tmp_path, {}, {}, {"id": ""})
     assert found.order == ("a-1", "a-1@line3", "@line4")
     assert [row.id for row in found.rows] == list(found.order)
+
+
+def test_what_an_out_of_memory_row_leaves_open_is_taken_at_its_least(tmp_path: Path) -> None:
+    stated = {"oom": "true", "time_per_iter_s": "", "gbs": "", "dp": ""}
+    (open_vpp,) = table(tmp_path, {**stated, "pp": "8", "vpp": "", "notes": "VPP on (degree not stated)"}).rows
+    assert (open_vpp.layout.vpp, open_vpp.least) == (12, ("vpp",))
+    (small,) = table(tmp_path, {**stated, "mbs": "", "recompute_modules": "attn moe_expert"}).rows
+    assert small.least == ("mbs", "recompute_granularity")
+    assert small.layout.recompute == (Recompute.FULL,)

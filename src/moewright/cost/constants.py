@@ -136,7 +136,7 @@ _CPU = (
     _constant("sync_s_alltoall", 2e-3, SourceKind.FITTED, "ranks wait for each other: step less CPU time, 2 ranks"),
     _constant("optimizer_bytes_per_parameter", 30.0, SourceKind.ASSUMED, "no rate in the hardware file"),
     _constant("step_tail_s", 0.0, SourceKind.ASSUMED, "nothing launched on the side"),
-    _constant("reserved_share", 0.0, SourceKind.ASSUMED, "the C allocator returns what is freed"),
+    _constant("reserved_share", 0.0, SourceKind.ASSUMED, "what the engine frees it keeps for itself"),
     _constant("reserved_share_sd", 0.03, SourceKind.ASSUMED, "spread of unmodelled temporaries"),
     _constant("context_bytes", 0.0, SourceKind.ASSUMED, "the interpreter is not counted"),
     _constant("communicator_bytes", 0.0, SourceKind.ASSUMED, "gloo keeps no staging buffers to speak of"),

@@ -136,7 +136,7 @@ def _rope_scaling(rope: RopeSpec, family: str) -> dict[str, Any] | None:
         return table
     table["original_max_position_embeddings"] = rope.original_max_position
     if rope.scaling == "llama3":
-        return table | {"low_freq_factor": rope.beta_slow, "high_freq_factor": rope.beta_fast}
+        return table | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
     if (rope.mscale, rope.mscale_all_dim) != (1.0, 0.0):
         table |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moewright.intake.fields import Fields
 from moewright.spec.model import RopeSpec
 
@@ -11,7 +13,7 @@ _MAX_FACTOR = 1e6
 
 
 def read_rope(fields: Fields, family: str, max_position: int, *, interleaved: bool) -> RopeSpec:
-    """The rope of a config. For llama3 scaling, low_freq_factor stands as beta_slow and high_freq_factor as beta_fast.
+    """The rope of a config.
 
     gpt-oss does not round the bounds of its yarn ramp (`truncate: false`), every other family does; a config that says
     otherwise is refused.
@@ -38,35 +40,35 @@ def read_rope(fields: Fields, family: str, max_position: int, *, interleaved: bo
 
 
 def _scaled(table: Fields, spec: RopeSpec, family: str, max_position: int) -> RopeSpec:
-    factor = table.number("factor", low=1, high=_MAX_FACTOR)
+    spec = replace(spec, factor=table.number("factor", low=1, high=_MAX_FACTOR))
     if spec.scaling == "linear":
-        return RopeSpec(theta=spec.theta, scaling="linear", factor=factor, interleaved=spec.interleaved)
+        return spec
     llama3 = spec.scaling == "llama3"
     original = table.whole(
         "original_max_position_embeddings", low=1, high=2**30, default=None if llama3 else max_position
     )
     if llama3:
-        low, high = "low_freq_factor", "high_freq_factor"
-        slow, fast = table.number(low, low=0, high=1e6), table.number(high, low=0, high=1e6)
-    else:
-        slow = table.number("beta_slow", low=0, high=1e6, default=1.0)
-        fast = table.number("beta_fast", low=0, high=1e6, default=32.0)
-    if slow > fast:
-        raise table.refuse(low if llama3 else "beta_slow", f"must be at most {fast:g}", f"{fast:g}")
-    mscale, all_dim = 1.0, 0.0
-    if not llama3:
-        mscale = table.number("mscale", low=0, high=1e3, default=1.0)
-        all_dim = table.number("mscale_all_dim", low=0, high=1e3, default=0.0)
-        table.neutral("truncate", family != "gpt_oss")
-        table.neutral("attention_factor")
-    return RopeSpec(
-        theta=spec.theta,
-        scaling=spec.scaling,
-        factor=factor,
+        low, high = _ordered(table, "low_freq_factor", "high_freq_factor")
+        return replace(spec, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
+    slow, fast = _ordered(table, "beta_slow", "beta_fast", spec.beta_slow, spec.beta_fast)
+    table.neutral("truncate", family != "gpt_oss")
+    table.neutral("attention_factor")
+    return replace(
+        spec,
         original_max_position=original,
-        beta_fast=fast,
         beta_slow=slow,
-        mscale=mscale,
-        mscale_all_dim=all_dim,
-        interleaved=spec.interleaved,
+        beta_fast=fast,
+        mscale=table.number("mscale", low=0, high=1e3, default=spec.mscale),
+        mscale_all_dim=table.number("mscale_all_dim", low=0, high=1e3, default=spec.mscale_all_dim),
     )
+
+
+def _ordered(
+    table: Fields, low: str, high: str, low_default: float | None = None, high_default: float | None = None
+) -> tuple[float, float]:
+    """Two numbers of the table, the first at most the second."""
+    first = table.number(low, low=0, high=1e6, default=low_default)
+    second = table.number(high, low=0, high=1e6, default=high_default)
+    if first > second:
+        raise table.refuse(low, f"must be at most {second:g}", f"{second:g}")
+    return first, second

@@ -44,6 +44,8 @@ class RopeSpec:
     original_max_position: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    low_freq_factor: float = 1.0  # of llama3 scaling
+    high_freq_factor: float = 4.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     interleaved: bool = False

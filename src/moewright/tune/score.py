@@ -117,9 +117,14 @@ def _predicted(row: Measured, calibration: Calibration) -> ScoredRow:
     if row.same_as:
         said.append(f"the same measurement as {row.same_as}")
     verdict = found.verdict
-    if verdict is Verdict.OOM and "recompute_granularity" in row.unknown:
+    if verdict is Verdict.OOM and "recompute_granularity" in row.unknown and not row.oom:
         verdict = Verdict.UNCERTAIN
         said.append("does not fit without recompute, which may have been on")
+    if verdict is Verdict.FITS and row.least:
+        verdict = Verdict.UNCERTAIN
+        said.append(f"would fit at the least that its source leaves open: {', '.join(row.least)}")
+    elif row.least:
+        said.append(f"does not fit even at the least that its source leaves open: {', '.join(row.least)}")
     return ScoredRow(
         id=row.id,
         measured_tokens_per_s_per_gpu=row.speed.tokens_per_s_per_device if row.speed else None,

@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import combinations
 from pathlib import Path
 
+from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules.legality import illegal
 from moewright.rules.stages import parse_stages
@@ -24,6 +25,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.units import GB, GIB
 from moewright.spec.workload import Routing, Workload
 from moewright.tune import cells as read
+from moewright.tune.open_facts import open_columns, readings
 from moewright.tune.speed import Speed, speed_of, without_mtp
 from moewright.tune.stacks import fill
 
@@ -62,8 +64,9 @@ class Peak:
 class Measured:
     """One run: what it was, as far as its source says, and what it measured.
 
-    `unknown` names the columns that decide its speed or memory and are not stated; `same_as` is the earlier row that
-    reports the same measurement ("" for none).
+    `unknown` names the columns that decide its speed or memory and are not stated; `least` those taken at the values
+    that need least memory (out-of-memory rows alone); `same_as` is the earlier row that reports the same measurement
+    ("" for none).
     """
 
     id: str
@@ -76,6 +79,7 @@ class Measured:
     peak: Peak | None
     oom: bool
     unknown: tuple[str, ...]
+    least: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     same_as: str = ""
 
@@ -134,11 +138,30 @@ def read_table(path: Path) -> Table:
             given["id"] = f"{given['id']}@line{place}"
         order.append(given["id"])
         try:
-            rows.append(_measured(given))
+            rows.append(_out_of_memory(given) if given["oom"] == "true" else _measured(given))
         except BadInput as bad:
             skipped.append(Skipped(id=given["id"], cells=given, reason=str(bad)))
     marked = tuple(_repeats(rows))
     return Table(order=tuple(order), rows=marked, skipped=tuple(skipped), contradictions=tuple(_contradictions(marked)))
+
+
+def _out_of_memory(given: Mapping[str, str]) -> Measured:
+    """A row that states running out of memory, what it leaves open taken at what needs least."""
+    columns = open_columns(given, moe=catalogue.model(given["model"]).moe is not None)
+    best: tuple[int, Measured] | None = None
+    refused: BadInput | None = None
+    for reading in readings(given, columns):
+        try:
+            row = _measured(reading)
+        except BadInput as error:
+            refused = refused or error
+            continue
+        peak = estimate(row.model, row.workload, row.hardware, row.layout).peak_bytes
+        if best is None or peak < best[0]:
+            best = peak, replace(row, cells=given, least=tuple(sorted(columns)))
+    if best is None:
+        raise refused or read.wrong("id", given["id"], "has no legal layout")
+    return best[1]
 
 
 def _measured(given: Mapping[str, str]) -> Measured:
@@ -151,7 +174,7 @@ def _measured(given: Mapping[str, str]) -> Measured:
     timed = any(given[c] for c in ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"))
     if not (timed or given["peak_memory_gb"] or given["oom"] == "true"):
         raise read.wrong("id", given["id"], "states neither speed nor memory")
-    if re.search(r"VPP[^;]*degree not stated", given["notes"]):
+    if not given["vpp"] and re.search(r"VPP[^;]*degree not stated", given["notes"]):
         raise read.wrong("vpp", given["vpp"], "the source switches VPP on and does not state its degree")
     devices, seq_len = read.whole("num_gpus", given["num_gpus"]), read.whole("seq_len", given["seq_len"])
     model = catalogue.model(given["model"])
@@ -221,8 +244,6 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
     if given["dp"] and read.whole("dp", given["dp"]) != layout.dp:
         raise read.wrong("dp", given["dp"], f"{devices} devices leave {layout.dp} after tp*cp*pp")
     return read.spread(model, layout)
-
-    return len(parse_stages(stages))
 
 
 def _workload(given: Mapping[str, str], seq_len: int, gbs: int) -> Workload:
