@@ -216,6 +216,40 @@ def test_a_replay_changes_no_bit(data: DataSpec, tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], replayed[name]) for name in plain)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout", "overlap"),
+    [(2, "ep2,mbs2", "grad+param"), (4, "tp2,etp2,ep2,mbs2", "grad+param"), (2, "mbs2,zero0", "grad")],
+)
+def test_overlap_changes_no_bit(world_size: int, layout: str, overlap: str, data: DataSpec, tmp_path: Path) -> None:
+    """Micro-batches, evaluations and checkpoints between the steps, and a resumed session."""
+
+    def run_to(steps: int, layout: str, run_dir: Path) -> Path:
+        work = tiny_jobs.workload(data, steps=steps, eval_every_steps=1)
+        optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=5)
+        work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=5))
+        assert run(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is Exit.DONE
+        return run_dir
+
+    plain = run_to(5, layout, tmp_path / "plain")
+    hidden = tmp_path / "hidden"
+    for steps in (3, 5):
+        run_to(steps, f"{layout},overlap={overlap}", hidden)
+    for step in (1, 2, 3, 4, 5):
+        wanted, found = state(plain, step), state(hidden, step)
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    lines = [
+        {key: line[key] for key in ("step", "loss", "grad_norm", "heldout_loss") if key in line}
+        for path in (plain, hidden)
+        for line in map(json.loads, (path / "steps.jsonl").read_text().splitlines())
+        if line["kind"] in ("step", "eval")
+    ]
+    evals = [line for line in lines if "heldout_loss" in line]
+    assert len(evals) >= 10
+    for found_lines in ([line for line in lines if "loss" in line], evals):
+        half = len(found_lines) // 2
+        assert found_lines[:half] == found_lines[half:]
+
+
 def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
     """A router that sends every token to the first two experts: three of four ranks get no row, and all agree."""
     moe = tiny_jobs.MODEL.moe

@@ -49,6 +49,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (2, "tp2,ep2,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (4, "tp2,etp2,ep2,recompute=moe+layernorm+mlp", Dtype.FP32, LossSpec(z_coeff=0.001)),
         (4, "etp2,ep2,mbs2,recompute=full", Dtype.FP32, LossSpec()),
+        (4, "tp2,ep2,overlap=grad+param", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (2, "mbs2,zero0,overlap=grad", Dtype.FP32, LossSpec()),
     ],
 )
 def test_predicted_equals_counted(

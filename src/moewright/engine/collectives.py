@@ -76,30 +76,60 @@ def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGro
     return mine
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:
-    """Sum (or maximum) over the group, in place."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flight:
+    """A collective under way: `out` is not to be touched, nor `tensor` to be written, before `land`."""
+
+    out: torch.Tensor
+    tensor: torch.Tensor
+    work: dist.Work | None
+
+    def land(self) -> torch.Tensor:
+        """Wait for it, and for good: `out` holds the result."""
+        if self.work is not None:
+            self.work.wait()
+        return self.out
+
+
+def start_all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> Flight:
+    """Start a sum (or maximum) over the group, in place."""
+    work = None
     if group.size > 1:
         group.book(Collective.ALL_REDUCE, tensor)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.handle)
-    return tensor
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
+    return Flight(out=tensor, tensor=tensor, work=work)
+
+
+def start_reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Flight:
+    """Start to sum `tensor` [size * n] over the group; rank i gets slice i in `out` [n]."""
+    if group.size == 1:
+        return Flight(out=out.copy_(tensor), tensor=tensor, work=None)
+    group.book(Collective.REDUCE_SCATTER, tensor)
+    return Flight(out=out, tensor=tensor, work=_scatter_single(out, tensor, group=group.handle, async_op=True))
+
+
+def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Flight:
+    """Start to concatenate each rank's `tensor` [n] into `out` [size * n]."""
+    if group.size == 1:
+        return Flight(out=out.copy_(tensor), tensor=tensor, work=None)
+    group.book(Collective.ALL_GATHER, tensor)
+    return Flight(out=out, tensor=tensor, work=_gather_single(out, tensor, group=group.handle, async_op=True))
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:
+    """Sum (or maximum) over the group, in place."""
+    return start_all_reduce(tensor, group, maximum=maximum).land()
 
 
 def reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum `tensor` [size * n] over the group; rank i gets slice i in `out` [n]."""
-    if group.size == 1:
-        return out.copy_(tensor)
-    group.book(Collective.REDUCE_SCATTER, tensor)
-    _scatter_single(out, tensor, group=group.handle)
-    return out
+    return start_reduce_scatter(out, tensor, group).land()
 
 
 def all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Concatenate each rank's `tensor` [n] into `out` [size * n]."""
-    if group.size == 1:
-        return out.copy_(tensor)
-    group.book(Collective.ALL_GATHER, tensor)
-    _gather_single(out, tensor, group=group.handle)
-    return out
+    return start_all_gather(out, tensor, group).land()
 
 
 def gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:

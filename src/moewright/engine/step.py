@@ -181,7 +181,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         with clock.phase(Phase.BACKWARD):
             loss.backward()
 
-    job.optimizer.begin()
+    job.optimizer.begin(count)
     for router in routers_of(job.model):
         router.begin_step()
     execute(timetable(layout, count)[run.mesh.coordinate("pp")], forward=forward, backward=backward)

@@ -23,7 +23,7 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL,)),
         ("capacity", layout.capacity, (0.0,)),
         ("offload", "+".join(layout.offload), ("",)),
-        ("overlap", "+".join(layout.overlap), ("",)),
+        ("overlap", "+".join(layout.overlap), ("", "grad", "grad+param")),
         ("graphs", "+".join(layout.graphs), ("",)),
         ("layout", layout.stages, ("",)),
     )

@@ -167,6 +167,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
         if stopped:
             break
     recorder.close()
+    job.optimizer.settle()
     collectives.stop()
     return Outcome.STOPPED if stopped else Outcome.DONE
 

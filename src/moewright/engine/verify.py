@@ -173,6 +173,7 @@ def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: 
         curve.append((finite(found.loss), finite(found.norm)))
     if seat.rank == 0:
         _write(job, whole, curve, out)
+    here.optimizer.settle()
     collectives.stop()
     return Outcome.DONE
 

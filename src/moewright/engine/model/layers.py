@@ -8,7 +8,9 @@ Shapes: T = B*S tokens, t = T / tp those of this rank between blocks, H hidden, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,12 +28,21 @@ from moewright.spec.model import QkNorm
 
 
 class Weight(nn.Module):
-    """This rank's part of a named tensor `weight` of `shape`, on the meta device until the flat buffers own it."""
+    """This rank's part of a named tensor `weight` of `shape`, on the meta device until the flat buffers own it.
+
+    Whoever takes `weight` calls `arrive` first: its values may still be on their way from other ranks.
+    """
 
     def __init__(self, run: Runtime, *shape: int, cuts: Cuts = ()) -> None:
         super().__init__()
+        self.arrive: Callable[[], object] | None = None
         self.placement = place(run.mesh, shape, cuts)
         self.weight = nn.Parameter(torch.empty(self.placement.local, dtype=run.dtype, device="meta"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self.arrive is not None:
+            self.arrive()
+        return super().__getattr__(name)
 
 
 class Norm(Weight):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
+from moewright.engine.collectives import Flight
 from moewright.engine.model.layers import Slot
+from moewright.engine.optim.arrivals import Arrivals
 from moewright.engine.optim.flat import FlatBucket, build_buckets
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group
+from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 
 _NORM_ELEMENTS = 1 << 20
@@ -23,7 +27,8 @@ class DistributedOptimizer:
     """ZeRO-1 (or replicated, zero=0) optimizer over all parameters of this rank; `rule` makes the update.
 
     Gradients are summed over the group in which a parameter is held in copies, never averaged: the loss is already
-    divided by the global number of targets.
+    divided by the global number of targets. With overlap=grad a bucket is reduced under backward, as soon as the last
+    of its gradients is in; with overlap=param updated weights come under the next forward. Neither changes a bit.
     """
 
     def __init__(
@@ -41,10 +46,21 @@ class DistributedOptimizer:
                 self.buckets += build_buckets(run, members, run.mesh.group(group), initial)
         self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none
         self._pending: set[str] = set()
+        self._reductions: dict[int, Flight] = {}
+        self._gathers: dict[int, Flight] = {}
         self._shards: list[torch.Tensor] = []
-        for bucket in self.buckets:
+        number = {slot.name: place for place, slot in enumerate(slots)}
+        held = [[slot.name for slot, _ in bucket.views] for bucket in self.buckets]
+        # Backward goes through the model from its end, so a bucket is full when its first parameter has its gradient.
+        self._order = sorted(range(len(held)), key=lambda i: -min(number[name] for name in held[i]))
+        self._arrivals = Arrivals([(i, held[i]) for i in self._order], self._reduce_one)
+        overlap = run.mesh.layout.overlap
+        self._early, self._late = Overlap.GRAD in overlap, Overlap.PARAM in overlap
+        for index, bucket in enumerate(self.buckets):
             for slot, view in bucket.views:
                 slot.parameter.register_post_accumulate_grad_hook(self._accumulate(slot.name, view))
+                if self._late:
+                    slot.owner.arrive = partial(self._land, index)
 
     def _accumulate(self, name: str, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -56,24 +72,31 @@ class DistributedOptimizer:
             else:
                 view.add_(parameter.grad)
             parameter.grad = None
+            if self._early:
+                self._arrivals.came(name)
 
         return hook
 
-    def begin(self) -> None:
+    def begin(self, micro_batches: int) -> None:
         """Forget the gradients of the last step; the first of each parameter overwrites instead of adding."""
         self._pending = {slot.name for bucket in self.buckets for slot, _ in bucket.views}
+        self._reductions = {}
+        self._arrivals.begin(micro_batches)
+
+    def _reduce_one(self, index: int) -> None:
+        """Start to reduce a bucket. A parameter that no micro-batch used has a zero gradient."""
+        for slot, view in self.buckets[index].views:
+            if slot.name in self._pending:
+                view.zero_()
+        self._reductions[index] = self.buckets[index].reduce()
 
     def reduce(self) -> float:
         """Sum gradients over the data-parallel groups; returns this rank's part of the squared global norm.
 
-        A parameter that no micro-batch used has a zero gradient. Summing the parts over the world counts every
-        parameter once: replicas of a gradient divide their part.
+        Summing the parts over the world counts every parameter once: replicas of a gradient divide their part.
         """
-        for bucket in self.buckets:
-            for slot, view in bucket.views:
-                if slot.name in self._pending:
-                    view.zero_()
-        self._shards = [bucket.reduce() for bucket in self.buckets]
+        self._arrivals.finish()
+        self._shards = [self._reductions[index].land() for index in range(len(self.buckets))]
         return sum(
             _squared_norm(shard) / (1 if bucket.sharded else bucket.group.size)
             for bucket, shard in zip(self.buckets, self._shards, strict=True)
@@ -98,9 +121,20 @@ class DistributedOptimizer:
         return [piece for bucket, shard in pairs for piece in bucket.boxes_of("grad/", shard)]
 
     def publish(self) -> None:
-        """Bring the updated weights to every rank."""
-        for bucket in self.buckets:
-            bucket.publish()
+        """Bring the updated weights to every rank: now, or under way to their first use with overlap=param."""
+        for index in reversed(self._order):  # as forward uses them
+            self._gathers[index] = self.buckets[index].publish()
+        if not self._late:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for weights that are under way: before the process group is left."""
+        for index in list(self._gathers):
+            self._land(index)
+
+    def _land(self, index: int) -> None:
+        if index in self._gathers:
+            self._gathers.pop(index).land()
 
     def memory(self) -> tuple[MemoryRow, ...]:
         """Bytes held, one row a (component, module)."""

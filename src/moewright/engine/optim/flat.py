@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moewright.engine.checkpoint import Piece, flat_pieces
-from moewright.engine.collectives import Group, all_gather, all_reduce, reduce_scatter
+from moewright.engine.collectives import Flight, Group, start_all_gather, start_all_reduce, start_reduce_scatter
 from moewright.engine.model.layers import Slot
 from moewright.engine.runtime import Runtime
 from moewright.rules.buckets import Entry, plan_buckets, shard_range
@@ -49,20 +49,18 @@ class FlatBucket:
     views: tuple[tuple[Slot, torch.Tensor], ...]  # each parameter's gradient
     parts: tuple[Part, ...]
 
-    def reduce(self) -> torch.Tensor:
-        """Sum the gradients over the group; returns this rank's shard of them."""
-        if not self.sharded:
-            return all_reduce(self.grads, self.group)
-        if self.group.size == 1:
-            return self.grads
-        return reduce_scatter(torch.empty_like(self.master), self.grads, self.group)
+    def reduce(self) -> Flight:
+        """Start to sum the gradients over the group; it brings this rank's shard of them."""
+        if not self.sharded or self.group.size == 1:
+            return start_all_reduce(self.grads, self.group)
+        return start_reduce_scatter(torch.empty_like(self.master), self.grads, self.group)
 
-    def publish(self) -> None:
-        """Round the master copy to the compute dtype and give every rank of the group the whole of it."""
+    def publish(self) -> Flight:
+        """Round the master copy to the compute dtype; start to give every rank of the group the whole of it."""
         if self.sharded and self.group.size > 1:
-            all_gather(self.weights, self.master.to(self.weights.dtype), self.group)
-        else:
-            self.weights.copy_(self.master)
+            return start_all_gather(self.weights, self.master.to(self.weights.dtype), self.group)
+        self.weights.copy_(self.master)
+        return Flight(out=self.weights, tensor=self.master, work=None)
 
     def memory(self) -> list[MemoryRow]:
         """Bytes of every buffer by component and module; what belongs to no parameter is OTHER."""
