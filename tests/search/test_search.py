@@ -12,9 +12,7 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules.legality import illegal
 from moewright.search import explain
-from moewright.search.frontier import frontier
-from moewright.search.scout import Candidate, Scout
-from moewright.search.search import DOES_NOT_FIT, everything, search
+from moewright.search.search import DOES_NOT_FIT, SLOWER, search
 from moewright.search.space import groups, space_of
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware
@@ -34,20 +32,6 @@ def model() -> ModelSpec:
 @pytest.fixture(scope="module")
 def hardware() -> Hardware:
     return catalogue.hardware("16xH100")
-
-
-def test_candidates_are_legal_and_priced_like_estimates(model: ModelSpec, hardware: Hardware) -> None:
-    """Closed forms and full estimates agree: to 0.1 % in time, to a few percent in memory."""
-    space = space_of(model, WORK, hardware, "ep8,etp1")
-    scout = Scout(space)
-    found = [one for group in groups(space) for one in scout.candidates(group, allowed=everything)]
-    assert len(found) > 100
-    assert not any(illegal(model, WORK, one.layout) for one in found)
-    assert len({layout_text(one.layout) for one in found}) == len(found)
-    for one in found[:: len(found) // 12]:
-        full = estimate(model, WORK, hardware, one.layout)
-        assert one.step_s == pytest.approx(full.step_s, rel=1e-3)
-        assert one.peak_bytes == pytest.approx(full.peak_bytes, rel=0.03)
 
 
 def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: Hardware) -> None:
@@ -80,6 +64,7 @@ def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Har
 
 def test_everything_can_be_pinned(model: ModelSpec, hardware: Hardware) -> None:
     text = "tp2,cp1,pp2,vpp2,ep8,etp1,mbs2,dispatcher=alltoall,recompute=moe+layernorm,overlap=grad"
+    text += ",graphs=none,zero1,layout='Et*12|(t*12|)*2t*12L'"
     ranked = search(model, WORK, hardware, fixed=text)
     assert [plan.layout for plan in ranked.plans] == [parse_layout(text, world_size=16)]
 
@@ -110,7 +95,7 @@ def test_layers_that_split_evenly_nowhere_get_a_layout_string() -> None:
     """DeepSeek-V3 has 61 layers: 61 and 63 are odd."""
     deepseek = catalogue.model("DeepSeek-V3")
     space = space_of(deepseek, WORK, catalogue.hardware("64xH100"), "tp1,cp1,ep8,etp1,mbs1")
-    pipes = {pipe for group in groups(space) for pipe in group.pipes}
+    pipes = {pipe for group in groups(space) for pipe in group.pipes.each}
     assert {(pipe.pp, bool(pipe.stages)) for pipe in pipes} >= {(2, True), (4, True), (8, True)}
     for pipe in pipes:
         layout = Layout(world_size=64, ep=8, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
@@ -123,14 +108,6 @@ def test_dense_models_and_cpus_have_no_dispatcher_choice(hardware: Hardware) -> 
     cpu = replace(hardware, device=replace(hardware.device, kind=DeviceKind.CPU))
     ranked = search(catalogue.model("Qwen3-30B-A3B"), WORK, cpu, fixed="tp1,pp2", top=3)
     assert all(plan.layout.dispatcher == "alltoall" for plan in ranked.plans)
-
-
-def test_frontier_keeps_what_nothing_beats() -> None:
-    def one(step_s: float, peak_bytes: float) -> Candidate:
-        return Candidate(layout=Layout(world_size=1), step_s=step_s, peak_bytes=peak_bytes, spread_bytes=0.0)
-
-    found = frontier([one(2, 5), one(1, 9), one(3, 7), one(4, 1), one(1, 10)])
-    assert [(each.step_s, each.peak_bytes) for each in found] == [(1, 9), (2, 5), (4, 1)]
 
 
 def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
@@ -151,10 +128,14 @@ def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
 def test_full_recompute_is_left_out_where_less_fits(model: ModelSpec) -> None:
     """A layout that fits with room makes its heavier recomputes pointless; they count as slower, not as lost."""
     roomy = catalogue.hardware("64xH100")
-    space = space_of(model, WORK, roomy, "tp1,cp1,pp4,vpp1,ep16,etp1,mbs1,dispatcher=alltoall")
-    scout = Scout(space)
-    found = [one for group in groups(space) for one in scout.candidates(group, allowed=everything)]
-    assert [one.layout.recompute for one in found] == [()]
-    assert scout.dominated == 3
-    fullest = search(model, WORK, catalogue.hardware("16xH100"), fixed="tp1,cp1,pp1,ep8,etp1,mbs4", top=8).plans
+    ranked = search(model, WORK, roomy, fixed="tp1,cp1,pp4,vpp1,ep16,etp1,mbs1,dispatcher=alltoall", top=5)
+    assert {plan.layout.recompute for plan in ranked.plans} == {()}
+    assert dict(ranked.rejected)[SLOWER] == ranked.scored - len(ranked.plans)
+    fullest = search(model, WORK, catalogue.hardware("16xH100"), fixed="tp1,cp1,pp1,ep8,etp1,mbs8", top=8).plans
     assert (Recompute.FULL,) in {plan.layout.recompute for plan in fullest}
+
+
+def test_plans_differ_in_degrees_where_there_are_so_many(model: ModelSpec, hardware: Hardware) -> None:
+    plans = search(model, WORK, hardware, top=6).plans
+    degrees = {(p.layout.tp, p.layout.cp, p.layout.pp, p.layout.ep, p.layout.etp, p.layout.mbs) for p in plans}
+    assert len(degrees) == 6

@@ -54,7 +54,7 @@ def plan(
     from moewright.codec import parse_layout, write_json
     from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_plans
-    from moewright.search import explain, search
+    from moewright.search import explain, search, space
 
     if not 1 <= top <= MAX_TOP:
         close = str(min(max(top, 1), MAX_TOP))
@@ -63,7 +63,7 @@ def plan(
     with as_written(option_field("--why-not")):
         parse_layout(why_not, world_size=asked.hardware.count)
     runs_here = partial(unsupported_layout, model=asked.model, workload=asked.workload)
-    allowed = runs_here if asked.purpose is Purpose.TRAIN else search.everything
+    allowed = runs_here if asked.purpose is Purpose.TRAIN else space.everything
     with as_written(job_field(Path(model))):
         ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed)
     console = console_for(sys.stdout)

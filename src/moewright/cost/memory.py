@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moewright.cost.constants import Constants
 from moewright.cost.saved import Extras, saved_rows
@@ -21,7 +22,7 @@ from moewright.spec.workload import Workload
 
 _BF16_BYTES = 2
 # Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16 bits.
-_LINEAR = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS})
+LINEAR = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,12 +91,12 @@ def held(
 class Beyond:
     """Bytes that a device holds beyond what is allocated, and the standard deviation of the whole."""
 
-    reserved: float
-    communication: float
-    spread: float
+    reserved: Any  # floats, or arrays of one shape
+    communication: Any
+    spread: Any
 
 
-def beyond(constants: Constants, allocated: float, *, groups: float) -> Beyond:
+def beyond(constants: Constants, allocated: Any, *, groups: Any) -> Beyond:
     """Of so many allocated bytes and communicating process groups; both may be arrays of one shape."""
     deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (groups * constants["communicator_bytes_sd"]) ** 2
     return Beyond(
@@ -108,7 +109,7 @@ def beyond(constants: Constants, allocated: float, *, groups: float) -> Beyond:
 def with_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
     """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all micro-batches."""
     for row in states:
-        copied = row.component is Component.WEIGHTS and row.module in _LINEAR
+        copied = row.component is Component.WEIGHTS and row.module in LINEAR
         yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
 
 

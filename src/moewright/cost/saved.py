@@ -138,7 +138,7 @@ def saved_rows(
     for row, after in zip(table, (*table[1:], None), strict=True):
         key = row.micro_batch, row.chunk
         forward, backward = (0, 0) if extras is None else (extras.forward[row.chunk], extras.backward[row.chunk])
-        if row.kind is schedule.Kind.F and after is not None and _paired(layout, after):
+        if row.kind is schedule.Kind.F and after is not None and _paired(layout, row, after):
             layers = max(1, len(chunk_layers(model, chunks[row.chunk])))
             beside = 0 if extras is None else extras.backward[after.chunk]
             transient = beside + sum(kept(*key).values()) // layers
@@ -157,9 +157,10 @@ def saved_rows(
     return _rows(walk.peak, *walk.beside)
 
 
-def _paired(layout: Layout, after: schedule.Row) -> bool:
-    """Whether a forward followed by `after` runs beside it."""
-    return Overlap.EP in layout.overlap and after.kind is schedule.Kind.B
+def _paired(layout: Layout, forward: schedule.Row, after: schedule.Row) -> bool:
+    """Whether a forward followed by `after` runs beside it: beside its own backward it cannot."""
+    own = (forward.micro_batch, forward.chunk) == (after.micro_batch, after.chunk)
+    return Overlap.EP in layout.overlap and after.kind is schedule.Kind.B and not own
 
 
 class _Walk:

@@ -129,9 +129,18 @@ class Pricer:
             kind: layer_time(self._links, size, layout, priced, exchange(self._links, size, moe=kind[0]), moe=kind[0])
             for kind, priced in self._priced.items()
         }
+        return Pieces(
+            layers=layers,
+            embedding=self._embedding,
+            head=self._head,
+            mtp=self._mtp,
+            transfer_s=self.transfer_s(layout),
+        )
+
+    def transfer_s(self, layout: Layout) -> float:
+        """Seconds of one activation to the next stage."""
         where = self._links.span(layout, "pp")
-        transfer = self._links.seconds(Collective.P2P, where, self._transfer_bytes) if layout.pp > 1 else 0.0
-        return Pieces(layers=layers, embedding=self._embedding, head=self._head, mtp=self._mtp, transfer_s=transfer)
+        return self._links.seconds(Collective.P2P, where, self._transfer_bytes) if layout.pp > 1 else 0.0
 
 
 def chunk_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> Times:

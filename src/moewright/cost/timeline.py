@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from moewright.rules.events import StageSeconds, ends_s
 from moewright.rules.schedule import timetable
 from moewright.spec.layout import Layout
 
-Seconds = TypeVar("Seconds", float, np.ndarray)
+Numbers = float | np.ndarray
 
 
 def simulated_s(layout: Layout, stages: Sequence[StageSeconds], *, micro_batches: int, transfer_s: float) -> float:
@@ -32,17 +31,18 @@ def pipeline_s(stage_s: Sequence[float], *, vpp: int, micro_batches: int, transf
     both ways at once. The interleaved table posts them a step ahead, so only those of the fill and drain remain.
     1F1B: sum of S + (m - 1) max S, with S the slowest stage setting the pace; interleaved: m max S + (pp - 1)/v mean S.
     """
-    return closed_s(
-        max(stage_s), sum(stage_s), pp=len(stage_s), vpp=vpp, micro_batches=micro_batches, transfer_s=transfer_s
+    return float(
+        closed_s(
+            max(stage_s), sum(stage_s), pp=len(stage_s), vpp=vpp, micro_batches=micro_batches, transfer_s=transfer_s
+        )
     )
 
 
 def closed_s(
-    slowest_s: Seconds, all_s: Seconds, *, pp: int, vpp: int, micro_batches: int, transfer_s: float
-) -> Seconds:
-    """`pipeline_s` of the slowest of pp stages and the sum of all, of one pipeline or of many at once."""
-    if pp == 1:
-        return micro_batches * slowest_s
-    if vpp == 1:
-        return all_s + 2 * transfer_s * pp + (micro_batches - 1) * (slowest_s + 2 * transfer_s)
-    return micro_batches * slowest_s + (pp - 1) / vpp / pp * all_s + 2 * pp * transfer_s
+    slowest_s: Numbers, all_s: Numbers, *, pp: Numbers, vpp: Numbers, micro_batches: Numbers, transfer_s: Numbers
+) -> np.ndarray:
+    """`pipeline_s` from the slowest of pp stages and the sum of all; every argument may be an array."""
+    waits = np.equal(vpp, 1)
+    fill = np.where(waits, np.subtract(all_s, slowest_s), np.multiply(all_s, np.subtract(pp, 1)) / np.multiply(vpp, pp))
+    shown = np.where(waits, np.add(micro_batches, pp) - 1, pp) * np.greater(pp, 1)
+    return np.asarray(np.multiply(micro_batches, slowest_s) + fill + 2 * shown * transfer_s)

@@ -64,16 +64,19 @@ def vpp_choices(layers: int, pp: int, *, split: Split = Split.EVEN) -> tuple[int
     return () if rest else tuple(v for v in range(1, per_rank + 1) if per_rank % v == 0)
 
 
-def layout_string(layers: int, *, mtp: int, stages: int) -> str:
-    """A legal layout string that spreads the layers evenly, embedding and loss (and MTP layers) counting as one each.
+def layout_string(
+    layers: int, *, mtp: int, stages: int, embedding: int = 1, loss: int = 1, mtp_apart: bool = False
+) -> str:
+    """A legal layout string that spreads the layers evenly, embedding, loss and each MTP layer counting as so many.
 
-    MTP layers go to the last stage, before the loss.
+    MTP layers go to the last stage, before the loss, or apart: to the stage before it, and the loss stands alone.
     """
     load = [0] * stages
-    load[0] += 1
-    load[-1] += 1 + mtp
+    load[0] += embedding
+    load[-1] += layers if mtp_apart else loss
+    load[-1 - mtp_apart] += mtp
     counts = [0] * stages
-    level = 1
+    level = min(load) + 1
     left = layers
     while left:
         for stage in range(stages):
@@ -83,7 +86,8 @@ def layout_string(layers: int, *, mtp: int, stages: int) -> str:
         level += 1
     texts = [_repeat("t", count) for count in counts]
     texts[0] = "E" + texts[0]
-    texts[-1] += _repeat("m", mtp) + "L"
+    texts[-1 - mtp_apart] += _repeat("m", mtp)
+    texts[-1] += "L"
     pieces = []
     for text, run in groupby(texts[:-1]):
         times = len(list(run))

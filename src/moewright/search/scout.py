@@ -1,79 +1,92 @@
-"""Fast closed forms that rank candidates: seconds by the same pieces as an estimate, memory by its leading terms.
+"""Seconds and bytes of all candidates of a group at once: the prices of the cost floor, combined over arrays.
 
-The best candidates get the full estimate of the cost floor; this only decides which ones those are.
+A piece (a layer, an embedding, a pass through the head) is priced once for all pipelines, micro-batch counts and ways
+to hold the states that go with it; the closed form of the pipeline joins them. Nothing here is an estimate of its own:
+the best candidates are estimated in full, and both agree (tests/search/test_scout.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import hypot, prod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from moewright.cost import memory
+import numpy as np
+
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import size_of
-from moewright.cost.saved import layer_bytes
+from moewright.cost.layer_time import exchange
+from moewright.cost.memory import enough_micro_batches
 from moewright.cost.sizes import Sizes
-from moewright.cost.step_time import LayerKind, Pieces, Pricer, Share, kind_of, tail
-from moewright.cost.timeline import pipeline_s
-from moewright.rules import routing, schedule, shards, stages
-from moewright.rules.inventory import parameters
-from moewright.rules.recompute import activation_bytes
-from moewright.search.space import Allowed, Group, Pipe, Space, choices, with_pipe
-from moewright.spec.layout import Layout, Offload
-
-MASTER_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A layout that can fit, with its seconds a step and device bytes by closed forms."""
-
-    layout: Layout
-    step_s: float
-    peak_bytes: float
-    spread_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rank:
-    """What a pipeline rank holds: layers by kind, and how many embeddings, heads and MTP depths."""
-
-    layers: tuple[tuple[LayerKind, int], ...]
-    embedding: int
-    head: int
-    mtp: int
+from moewright.cost.step_time import Pieces, Pricer, kind_of, tail
+from moewright.cost.timeline import closed_s
+from moewright.rules.exclusions import exclusion_reasons
+from moewright.search.room import Room
+from moewright.search.shapes import Array, Moments, Shape, Stack, moments_of, pieces_of, shape_of, stack
+from moewright.search.space import (
+    Group,
+    Pipe,
+    Pipes,
+    Space,
+    Work,
+    context_exchanges,
+    dispatchers,
+    keeps,
+    with_pipe,
+    works,
+)
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Overlap, Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Elements:
-    """Parameters of one rank: (dense, expert) of each kind of layer and of an MTP depth, and of embedding and head."""
+class Scores:
+    """A group without or with overlapped expert communication, as arrays over [pipelines, works, keeps].
 
-    layers: tuple[tuple[LayerKind, tuple[int, int]], ...]
-    embedding: int
-    head: int
-    mtp: tuple[int, int]
+    `legal` says which combinations exist. `step_s` is infinite where it was not worth pricing; `dp_overlap` says where
+    overlapped gradient sums and weight gathers are faster. `base` is the group's layout with what pricing settled.
+    """
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Working:
-    """Bytes of one micro-batch under one choice: kept and short-lived, by kind of layer; short-lived of a head pass."""
-
-    saved: tuple[tuple[LayerKind, int], ...]
-    transient: tuple[tuple[LayerKind, int], ...]
-    head: float
+    pipes: Pipes
+    base: Layout
+    legal: Array
+    peak_bytes: Array
+    spread_bytes: Array
+    step_s: Array
+    dp_overlap: Array
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class States:
-    """What the states take on the pipeline ranks that can be fullest: first, second, last, most layers."""
+@dataclass(frozen=True, kw_only=True)
+class _Pace:
+    """Pipelines whose layers take the same seconds: what the number of micro-batches changes is alike, and the host
+    waits for every transfer (no virtual stages) in all or none. `seats` [Q] are theirs.
+    """
 
-    pp_ranks: tuple[int, ...]
-    ranks: tuple[Rank, ...]
-    shares: tuple[Share, ...]
-    held_bytes: tuple[float, ...]
-    communicators: int
+    like: int
+    synced: bool
+    seats: Array
+    pp: int
+
+
+class _Pricers:
+    """The pricers of a group, made when first needed."""
+
+    def __init__(self, scout: Scout) -> None:
+        self._scout = scout
+        self._known: dict[tuple[Dispatcher, int], Pricer] = {}
+        self._pieces: dict[tuple[Layout, int], Pieces] = {}
+
+    def of(self, base: Layout, pace: _Pace) -> Pricer:
+        key = base.dispatcher, pace.like
+        if key not in self._known:
+            self._known[key] = self._scout.pricer(replace(base, pp=pace.pp))
+        return self._known[key]
+
+    def pieces(self, layout: Layout, pace: _Pace) -> Pieces:
+        key = layout, pace.like
+        if key not in self._pieces:
+            self._pieces[key] = self.of(layout, pace).pieces(layout)
+        return self._pieces[key]
 
 
 class Scout:
@@ -83,200 +96,276 @@ class Scout:
         self._space = space
         self._rates = Rates(space.hardware)
         self._links = Links(space.hardware, self._rates.constants)
-        self._params = parameters(space.model)
-        self._kinds = {kind_of(space.model, layer): layer for layer in range(space.model.layers)}
-        self._elements: dict[tuple[int, int, int], Elements] = {}
-        self._ranks: dict[Pipe, tuple[Rank, ...]] = {}
-        self.without_room = 0
-        self.dominated = 0
-        self._states: dict[tuple[int, int, int, int, Pipe], States] = {}
-        self._tails: dict[tuple[int, int, int, int, int, Pipe], float] = {}
-        self._live: dict[tuple[Pipe, int], tuple[float, ...]] = {}
+        self._pieces = pieces_of(space.model)
+        self.works, self.keeps = works(space), keeps(space)
+        # [v, w]: work w replays less than work v, and nothing else.
+        self._lighter = np.array([[_replays_less(w, v) for w in self.works] for v in self.works], dtype=float)
+        cuda = space.hardware.device.kind is DeviceKind.CUDA
+        sums = (Overlap.GRAD, Overlap.PARAM)
+        self._overlaps_sums = cuda and "overlap" not in space.fixed and space.permits(overlap=sums)
+        self._room = Room(space, self._pieces, self._rates.constants, self.works, self.keeps)
+        kinds = [kind_of(space.model, layer) for layer in range(space.model.layers)]
+        counts = [kinds.count(kind) for kind in self._pieces.kinds]
+        self._whole = np.array([*counts, space.model.mtp_layers, 1, 1], dtype=float)
+        self._shapes: dict[Pipe, Shape] = {}
+        self._moments: dict[tuple[Pipe, int, bool], Moments] = {}
+        self._stacks: dict[tuple[Pipes, int, int, bool], tuple[Stack, tuple[_Pace, ...]]] = {}
+        self._context: dict[tuple[int, int, int, int], CpComm] = {}
+        self._legal: dict[tuple[object, ...], Array] = {}
+        self._tails: dict[tuple[object, ...], float] = {}
 
-    def candidates(self, group: Group, *, allowed: Allowed) -> Iterator[Candidate]:
-        """Candidates of a group that can fit and are allowed. The others are counted: `without_room`, and those that
-        keep more than a fitting one of the same pipeline replays for nothing in `dominated`.
+    def scores(self, group: Group, *, room_bytes: float, below_s: float) -> Iterator[Scores]:
+        """All candidates of a group. Time is left out where it cannot matter: of layouts that need more than
+        `room_bytes` by more than the spread, and of pipelines that take `below_s` or more even without recompute.
         """
-        space, limit = self._space, self._space.hardware.device.memory_bytes.value
-        pipes = [(pipe, self._held_states(group.layout, pipe)) for pipe in group.pipes]
-        roomless = {pipe for pipe, states in pipes if max(states.held_bytes) > limit}
-        for options in choices(space, group.layout):
-            # Few micro-batches change how host time adds, and the eager gradient sums: priced apart.
-            pricers: dict[int, Pricer] = {}
-            roomy: set[Pipe] = set()
-            for choice in options:
-                working: Working | None = None
-                priced: dict[tuple[int, bool, bool, bool], Pieces] = {}
-                for pipe, states in pipes:
-                    if pipe in roomy:
-                        self.dominated += 1
-                        continue
-                    if pipe in roomless:
-                        self.without_room += 1
-                        continue
-                    working = working or self._working(choice)
-                    peak, spread = self._peak(choice, pipe, states, working)
-                    if peak > limit + spread:
-                        self.without_room += 1
-                        continue
-                    layout = with_pipe(choice, pipe, space)
-                    if allowed(layout):
-                        continue
-                    if peak < limit - spread:
-                        roomy.add(pipe)
-                    near = self._links.span(layout, "pp").inside > 1
-                    size = self._size(layout)
-                    like = int(size.steady) if size.fused else size.m
-                    # Without virtual stages the host waits for transfers.
-                    key = like, layout.pp > 1, layout.vpp > 1, near
-                    if key not in priced:
-                        if like not in pricers:
-                            pricers[like] = Pricer(self._rates, self._links, size)
-                        priced[key] = pricers[like].pieces(layout)
-                    step_s = self._moving_s(layout, self._pipe_ranks(pipe), priced[key])
-                    step_s += self._tail_s(layout, pipe, states)
-                    yield Candidate(layout=layout, step_s=step_s, peak_bytes=peak, spread_bytes=spread)
+        pricers, size = _Pricers(self), self._size(group.layout)
+        layers = self._room.layers(size)
+        for overlap in self._expert_overlaps(group.layout):
+            cut = replace(group.layout, overlap=overlap)
+            legal = self._legality(group, cut)
+            if not legal.any():
+                continue
+            stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
+            peak, spread = self._room.device_bytes(size, layers, stacked)
+            worth = legal[:, :, None] & (peak <= room_bytes + spread)
+            roomy = legal[:, :, None] & (peak <= self._space.hardware.device.memory_bytes.value - spread)
+            # Nothing is gained by replaying more, or gathering weights more often, than room asks for.
+            worth[:, :, 1:] &= ~roomy[:, :, :1]
+            worth &= ~(self._lighter @ roomy > 0)
+            base, step, dp_overlap = cut, np.full(peak.shape, np.inf), np.zeros(peak.shape, dtype=bool)
+            if worth.any():
+                base = self._settled(cut, pricers, paces[0])
+                step, dp_overlap = self._price(base, stacked, pricers, paces, worth, below_s)
+            yield Scores(
+                pipes=group.pipes,
+                base=base,
+                legal=np.broadcast_to(legal[:, :, None], peak.shape),
+                peak_bytes=peak,
+                spread_bytes=spread,
+                step_s=step,
+                dp_overlap=dp_overlap,
+            )
+
+    def pricer(self, layout: Layout) -> Pricer:
+        """The prices of layouts with these degrees, micro-batch and dispatcher."""
+        return Pricer(self._rates, self._links, self._size(layout))
+
+    def layout(self, scores: Scores, pipe: int, work: int, keep: int) -> Layout:
+        """The layout of one entry of the arrays."""
+        chosen, states = self.works[work], self.keeps[keep]
+        layout = replace(
+            scores.base,
+            recompute=chosen.recompute,
+            graphs=chosen.graphs,
+            zero=states.zero,
+            offload=tuple(sorted({*chosen.offload, *states.offload})),
+        )
+        if scores.dp_overlap[pipe, work, keep]:
+            layout = _with_dp_overlap(layout)
+        return with_pipe(layout, scores.pipes.each[pipe], self._space)
+
+    def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
+        """Overlaps of the layout without and with that of expert communication, as far as they can gain."""
+        found = [cut.overlap]
+        hides = self._links.constants["ep_overlap_hidden"] > 0
+        if "overlap" not in self._space.fixed and cut.ep > 1 and hides and self._space.permits(overlap=(Overlap.EP,)):
+            found.append((Overlap.EP,))
+        return found
+
+    def _legality(self, group: Group, cut: Layout) -> Array:
+        """[pipelines, works]"""
+        key = group.pipes, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        if key not in self._legal:
+            known: dict[tuple[bool, bool, int], bool] = {}
+            found = np.zeros((len(group.pipes.each), len(self.works)), dtype=bool)
+            for row, pipe in enumerate(group.pipes.each):
+                for column, work in enumerate(self.works):
+                    kind = pipe.pp > 1, pipe.vpp > 1, column
+                    if kind not in known:
+                        layout = with_pipe(cut, pipe, self._space)
+                        layout = replace(layout, recompute=work.recompute, offload=work.offload, graphs=work.graphs)
+                        reasons = exclusion_reasons(self._space.model, self._space.workload, layout)
+                        known[kind] = next(reasons, None) is None
+                    found[row, column] = known[kind]
+            self._legal[key] = found
+        return self._legal[key]
+
+    def _stack(self, group: Group, *, paired: bool) -> tuple[Stack, tuple[_Pace, ...]]:
+        cut, world = group.layout, self._space.hardware.count
+        batch, one_pass = self._space.workload.global_batch * cut.tp * cut.cp, cut.mbs * world
+        key = group.pipes, batch, one_pass, paired
+        if key not in self._stacks:
+            overlap = (Overlap.EP,) if paired else ()
+            layouts, counts = [], []
+            for pipe in group.pipes.each:
+                bare = Layout(world_size=pipe.pp, vpp_group=cut.vpp_group, overlap=overlap)
+                layouts.append(with_pipe(bare, pipe, self._space))
+                counts.append(batch * pipe.pp // one_pass)
+            shapes = [self._shape(pipe, layout) for pipe, layout in zip(group.pipes.each, layouts, strict=True)]
+            moments = [
+                self._fullest(pipe, layout, shape, count)
+                for pipe, layout, shape, count in zip(group.pipes.each, layouts, shapes, counts, strict=True)
+            ]
+            stacked = stack(layouts, shapes, moments, counts)
+            self._stacks[key] = stacked, tuple(self._paces(cut, stacked))
+        return self._stacks[key]
+
+    def _paces(self, cut: Layout, stacked: Stack) -> Iterator[_Pace]:
+        sizes = [self._size(replace(cut, pp=pp)) for pp in stacked.degrees]
+        likes = np.array([int(size.steady) if size.fused else size.m for size in sizes])[stacked.degree]
+        synced = (stacked.pp > 1) & (stacked.vpp == 1)
+        for like, waits in sorted(set(zip(likes.tolist(), synced.tolist(), strict=True))):
+            rows = (likes == like) & (synced == waits)
+            pp = int(stacked.pp[int(np.argmax(rows))])
+            yield _Pace(like=like, synced=waits, seats=rows[stacked.pipe_of_seat], pp=pp)
+
+    def _shape(self, pipe: Pipe, layout: Layout) -> Shape:
+        if pipe not in self._shapes:
+            self._shapes[pipe] = shape_of(self._space.model, self._pieces, layout)
+        return self._shapes[pipe]
+
+    def _fullest(self, pipe: Pipe, layout: Layout, shape: Shape, count: int) -> Moments:
+        key = pipe, enough_micro_batches(layout, count), bool(layout.overlap)
+        if key not in self._moments:
+            self._moments[key] = moments_of(shape, self._pieces, layout, count)
+        return self._moments[key]
 
     def _size(self, layout: Layout) -> Sizes:
         space = self._space
         return size_of(space.model, space.workload, space.hardware, layout, self._rates.constants)
 
-    def _pipe_ranks(self, pipe: Pipe) -> tuple[Rank, ...]:
-        if pipe not in self._ranks:
-            layout = Layout(world_size=pipe.pp, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
-            chunks = stages.chunks(self._space.model, layout)
-            self._ranks[pipe] = tuple(_rank_of(self._space, chunks, pp_rank) for pp_rank in range(pipe.pp))
-        return self._ranks[pipe]
+    def _settled(self, cut: Layout, pricers: _Pricers, pace: _Pace) -> Layout:
+        """The layout with the dispatcher and the exchange of context under which its layers take least, and with what
+        tensor parallelism can overlap. They change neither memory nor each other's order, whatever is recomputed; the
+        exchange of context has nothing to do with experts.
+        """
+        settled = self._with_tensor_overlap(cut)
+        context = cut.tp, cut.cp, cut.mbs, pace.like
+        if context not in self._context:
+            ways = context_exchanges(self._space, cut)
+            tries = [replace(settled, cp_comm=way) for way in ways]
+            self._context[context] = ways[0] if len(ways) == 1 else self._fastest(tries, pricers, pace).cp_comm
+        settled = replace(settled, cp_comm=self._context[context])
+        tries = [replace(settled, dispatcher=each) for each in dispatchers(self._space, cut)]
+        if len(tries) > 1 and self._exchanges_less(tries[-1], tries[0]):
+            return tries[-1]
+        return tries[0] if len(tries) == 1 else self._fastest(tries, pricers, pace)
 
-    def _held_elements(self, layout: Layout) -> Elements:
-        key = (layout.tp, layout.ep, layout.etp)
-        if key not in self._elements:
-            self._elements[key] = self._count(layout)
-        return self._elements[key]
+    def _exchanges_less(self, dedup: Layout, plain: Layout) -> bool:
+        """Whether the rows themselves travel faster without duplicates; sorting and waiting always are."""
+        ours, theirs = (exchange(self._links, self._size(layout), moe=True) for layout in (dedup, plain))
+        return ours.ep_forward <= theirs.ep_forward and ours.ep_backward <= theirs.ep_backward
 
-    def _count(self, layout: Layout) -> Elements:
+    def _fastest(self, tries: Sequence[Layout], pricers: _Pricers, pace: _Pace) -> Layout:
+        """The first of the layouts whose layers take least without recompute."""
+        seconds = [float(self._seconds(pricers, pace, self.works[0].on(one)) @ self._whole) for one in tries]
+        return tries[seconds.index(min(seconds))]
+
+    def _with_tensor_overlap(self, cut: Layout) -> Layout:
+        """Overlap of tensor parallelism hides a share of its time and costs nothing that is priced."""
+        hides = self._links.constants["tp_overlap_hidden"] > 0
+        if "overlap" in self._space.fixed or not (cut.sp and hides and self._space.permits(overlap=(Overlap.TP,))):
+            return cut
+        return replace(cut, overlap=tuple(sorted({*cut.overlap, Overlap.TP})))
+
+    def _seconds(self, pricers: _Pricers, pace: _Pace, layout: Layout) -> Array:
+        """[pieces] seconds of one micro-batch."""
+        priced = pricers.pieces(replace(layout, pp=2 if pace.synced else 1), pace)
+        layers = [priced.layers[kind].total_s for kind in self._pieces.kinds]
         model = self._space.model
-        sums: dict[int, list[int]] = {}
-        for param in self._params:
-            of_layer = sums.setdefault(param.layer, [0, 0])
-            of_layer[param.expert] += prod(shards.local_shape(param, layout))
-        mtp = sums.get(model.layers + 1, [0, 0])
-        return Elements(
-            layers=tuple((kind, (sums[layer][0], sums[layer][1])) for kind, layer in self._kinds.items()),
-            embedding=sums[-1][0],
-            head=sums[model.layers][0] + (sums[-1][0] if model.tie_embeddings else 0),
-            mtp=(mtp[0], mtp[1]),
+        mtp = priced.mtp.total_s + priced.layers[kind_of(model, model.layers + 1)].total_s if model.mtp_layers else 0.0
+        return np.array([*layers, mtp, priced.embedding.total_s, priced.head.total_s])
+
+    def _price(
+        self,
+        base: Layout,
+        stacked: Stack,
+        pricers: _Pricers,
+        paces: Sequence[_Pace],
+        worth: Array,
+        below_s: float,
+    ) -> tuple[Array, Array]:
+        """[pipelines, works, keeps] seconds of a step where it is worth it, and whether with overlapped sums."""
+        variants = [base]
+        if self._overlaps_sums:
+            variants.append(_with_dp_overlap(base))
+        step, overlapped = np.full(worth.shape, np.inf), np.zeros(worth.shape, dtype=bool)
+        # Neither replays nor the host's work for overlapped sums make the lightest work any shorter.
+        least = self._moving(pricers, base, stacked, paces, [0])
+        wanted = worth & (least < below_s)[:, :, None]
+        needed = np.flatnonzero(wanted.any(axis=(0, 2)))
+        if not len(needed):
+            return step, overlapped
+        for variant in variants:
+            moving = self._moving(pricers, variant, stacked, paces, needed)
+            whole = moving[:, :, None] + self._tail_s(variant, stacked, wanted)[:, None, :]
+            found = np.where(wanted[:, needed], whole, np.inf)
+            better = found < step[:, needed]
+            step[:, needed] = np.where(better, found, step[:, needed])
+            overlapped[:, needed] = np.where(better, variant is not base, overlapped[:, needed])
+        return step, overlapped
+
+    def _moving(
+        self, pricers: _Pricers, base: Layout, stacked: Stack, paces: Sequence[_Pace], of_works: Iterable[int]
+    ) -> Array:
+        """[P, works] seconds of all micro-batches through the pipelines."""
+        chosen = [self.works[index] for index in of_works]
+        totals = np.empty((len(stacked.seats), len(chosen)))
+        for pace in paces:
+            pieces = np.stack([self._seconds(pricers, pace, work.on(base)) for work in chosen], axis=1)
+            totals[pace.seats] = stacked.seats[pace.seats] @ pieces
+        pricer = pricers.of(base, paces[0])
+        transfer = np.array([pricer.transfer_s(replace(base, pp=pp)) for pp in stacked.degrees])
+        slowest, whole = stacked.slowest_and_all(totals)
+        return closed_s(
+            slowest,
+            whole,
+            pp=stacked.pp[:, None],
+            vpp=stacked.vpp[:, None],
+            micro_batches=stacked.micro_batches[:, None],
+            transfer_s=transfer[stacked.degree][:, None],
         )
 
-    def _working(self, layout: Layout) -> Working:
-        space, load, size = self._space, routing.expected_load(self._space.workload), self._size(layout)
-        saved, transient = [], []
-        for kind, layer in self._kinds.items():
-            held = layer_bytes(space.model, space.workload, layout, layer, load=load)
-            saved.append((kind, sum(held.values())))
-            transient.append((kind, memory.layer_transient(space.workload, size, layer)))
-        a_logit = 6 if size.fused else 2 * size.c
-        head = a_logit * size.T * space.model.vocab_size / layout.tp
-        return Working(saved=tuple(saved), transient=tuple(transient), head=head)
+    def _tail_s(self, base: Layout, stacked: Stack, wanted: Array) -> Array:
+        """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where nothing is wanted."""
+        found = np.zeros((len(stacked.pp), len(self.keeps)))
+        for column, keep in enumerate(self.keeps):
+            pipes = np.asarray(wanted[:, :, column].any(axis=1))
+            if pipes.any():
+                layout = replace(base, zero=keep.zero, offload=tuple(sorted({*base.offload, *keep.offload})))
+                self._add_tails(found[:, column], layout, stacked, np.flatnonzero(pipes[stacked.pipe_of_seat]))
+        return found
 
-    def _held_states(self, cut: Layout, pipe: Pipe) -> States:
-        key = (cut.tp, cut.cp, cut.ep, cut.etp, pipe)
-        if key not in self._states:
-            layout = with_pipe(cut, pipe, self._space)
-            every, elements = self._pipe_ranks(pipe), self._held_elements(cut)
-            most_layers = max(range(pipe.pp), key=lambda r: sum(count for _, count in every[r].layers))
-            fullest = sorted({0, min(1, pipe.pp - 1), most_layers, pipe.pp - 1})
-            shares = tuple(_share(every[r], elements) for r in fullest)
-            self._states[key] = States(
-                pp_ranks=tuple(fullest),
-                ranks=tuple(every[r] for r in fullest),
-                shares=shares,
-                held_bytes=tuple(self._state_bytes(layout, share) for share in shares),
-                communicators=memory.communicators(layout),
-            )
-        return self._states[key]
-
-    def _tail_s(self, layout: Layout, pipe: Pipe, states: States) -> float:
-        # Only under zero=3 does the tail grow with the micro-batches.
-        often = layout.mbs if layout.zero == 3 else 0
-        key = (layout.tp, layout.cp, layout.ep, layout.etp, often, pipe)
-        if key not in self._tails:
-            size, workload = self._size(layout), self._space.workload
-            tails = [tail(self._rates, self._links, workload, size, layout, share) for share in states.shares]
-            self._tails[key] = max(one.total_s for one in tails)
-        return self._tails[key]
-
-    def _live_sets(self, choice: Layout, pipe: Pipe, states: States) -> tuple[float, ...]:
-        """How many micro-batches of all its layers each of the fullest ranks holds at its peak."""
-        count = self._space.workload.global_batch * choice.tp * choice.cp * pipe.pp // (choice.mbs * choice.world_size)
-        key = (pipe, count)
-        if key not in self._live:
-            layout = with_pipe(choice, pipe, self._space)
-            self._live[key] = tuple(schedule.in_flight(layout, count, r) / pipe.vpp for r in states.pp_ranks)
-        return self._live[key]
-
-    def _state_bytes(self, layout: Layout, share: Share) -> float:
-        workload = self._space.workload
-        held = activation_bytes(workload) + workload.grad_dtype.nbytes
-        on_host = Offload.OPTIMIZER in layout.offload
-        owned = 0 if on_host else MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes
-        total = 0.0
-        for numel, over in ((share.dense, layout.dp * layout.cp), (share.expert, layout.edp)):
-            shard = numel / (over if layout.zero else 1)
-            total += (shard if layout.zero == 3 else numel) * held + shard * owned
-        return total
-
-    def _peak(self, choice: Layout, pipe: Pipe, states: States, working: Working) -> tuple[float, float]:
-        """Device bytes of the fullest rank, and their spread."""
-        c = self._rates.constants
-        saved, transient = dict(working.saved), dict(working.transient)
-        most = 0.0
-        mtp_saved = saved[kind_of(self._space.model, self._space.model.layers - 1)]
-        live_sets = self._live_sets(choice, pipe, states)
-        for rank, held_bytes, live in zip(states.ranks, states.held_bytes, live_sets, strict=True):
-            kept = live * (rank.mtp * mtp_saved + sum([saved[kind] * layers for kind, layers in rank.layers]))
-            short = max([(rank.head + rank.mtp) * working.head, *[transient[kind] for kind, _ in rank.layers]])
-            most = max(most, held_bytes + kept + short)
-        most += c["workspace_bytes"]
-        spread = hypot(c["reserved_share_sd"] * most, states.communicators * c["communicator_bytes_sd"])
-        device = most * (1 + c["reserved_share"]) + c["context_bytes"] + states.communicators * c["communicator_bytes"]
-        return device, spread
-
-    def _moving_s(self, layout: Layout, ranks: tuple[Rank, ...], pieces: Pieces) -> float:
-        """Seconds of all micro-batches through the pipeline."""
-        model = self._space.model
-        seconds = {kind: times.total_s for kind, times in pieces.layers.items()}
-        mtp = pieces.mtp.total_s + (seconds[kind_of(model, model.layers + 1)] if model.mtp_layers else 0.0)
-        head, embedding = pieces.head.total_s, pieces.embedding.total_s
-        totals = [
-            sum([seconds[kind] * count for kind, count in rank.layers])
-            + rank.mtp * mtp
-            + rank.head * head
-            + rank.embedding * embedding
-            for rank in ranks
-        ]
-        count = self._space.workload.global_batch // (layout.mbs * layout.dp)
-        return pipeline_s(totals, vpp=layout.vpp, micro_batches=count, transfer_s=pieces.transfer_s)
+    def _add_tails(self, found: Array, base: Layout, stacked: Stack, seats: Array) -> None:
+        shares = self._room.shares(base, stacked)
+        pipes = stacked.pipe_of_seat[seats]
+        # Only zero=3 reduces and gathers more often with more micro-batches.
+        often = base.mbs if base.zero == 3 else 0
+        same = base.tp, base.cp, base.ep, base.etp, often, base.zero, base.offload, Overlap.GRAD in base.overlap
+        for seat, pipe, pp in zip(seats.tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True):
+            share = shares[seat]
+            key = same, pp, share.dense, share.expert
+            if key not in self._tails:
+                layout = replace(base, pp=pp)
+                last = tail(self._rates, self._links, self._space.workload, self._size(layout), layout, share)
+                self._tails[key] = last.total_s
+            found[pipe] = max(found[pipe], self._tails[key])
 
 
-def _share(rank: Rank, elements: Elements) -> Share:
-    of_kind = dict(elements.layers)
-    dense = sum(of_kind[kind][0] * count for kind, count in rank.layers)
-    expert = sum(of_kind[kind][1] * count for kind, count in rank.layers)
-    dense += rank.embedding * elements.embedding + rank.head * elements.head + rank.mtp * elements.mtp[0]
-    return Share(dense=dense, expert=expert + rank.mtp * elements.mtp[1])
+def _replays_less(light: Work, heavy: Work) -> bool:
+    """Whether everything that `light` replays is replayed by `heavy` too, and more."""
+    few, many = (_replayed(work.recompute) for work in (light, heavy))
+    return few < many and light.offload == heavy.offload
 
 
-def _rank_of(space: Space, chunks: tuple[stages.Chunk, ...], pp_rank: int) -> Rank:
-    mine = [chunk for chunk in chunks if chunk.pp_rank == pp_rank]
-    counts: dict[LayerKind, int] = {}
-    for chunk in mine:
-        for layer in chunk.layers:
-            kind = kind_of(space.model, layer)
-            counts[kind] = counts.get(kind, 0) + 1
-    return Rank(
-        layers=tuple(counts.items()),
-        embedding=sum(chunk.embedding for chunk in mine),
-        head=sum(chunk.loss for chunk in mine),
-        mtp=sum(chunk.mtp for chunk in mine),
-    )
+def _replayed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
+    if Recompute.FULL in recompute:
+        return frozenset(Recompute)
+    inside = (Recompute.MOE_ACT, Recompute.SHARED_EXPERTS) if Recompute.MOE in recompute else ()
+    return frozenset((*recompute, *inside))
+
+
+def _with_dp_overlap(layout: Layout) -> Layout:
+    """With gradient sums under backward, and weight gathers where there are any."""
+    added = {Overlap.GRAD} if layout.zero == 0 else {Overlap.GRAD, Overlap.PARAM}
+    return replace(layout, overlap=tuple(sorted({*layout.overlap, *added})))

@@ -8,40 +8,32 @@ from dataclasses import dataclass
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.legality import illegal
+from moewright.search.best import RESOLVED, Best
 from moewright.search.explain import why_first
-from moewright.search.frontier import frontier
-from moewright.search.scout import Candidate, Scout
-from moewright.search.space import Allowed, groups, space_of
-from moewright.spec.errors import Reason
+from moewright.search.scout import Scout
+from moewright.search.space import Allowed, everything, groups, space_of
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan, Verdict
+from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
-# Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan that may not fit has
-# to be that much faster to come before one that fits.
-RESOLVED = 1.05
 DOES_NOT_FIT = "does not fit in memory"
 SLOWER = "slower than the layouts shown"
+
+_SPARE = 6  # candidates beyond what is shown: some turn out not to fit when estimated in full
+_EXTRA_BYTES = (GIB, 8 * GIB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Plans, best first; what was rejected, by rule; why the first is first; memory against time over all that fit;
-    and how many layouts were scored.
-    """
+    """Plans, best first; what was rejected, by rule; why the first is first; and how many layouts were scored."""
 
     plans: tuple[Plan, ...]
     rejected: tuple[tuple[str, int], ...]
     why: tuple[str, ...]
-    frontier: tuple[Candidate, ...]
     scored: int
-
-
-def everything(_: Layout) -> tuple[Reason, ...]:
-    """The predicate that allows every layout."""
-    return ()
 
 
 def search(
@@ -53,25 +45,21 @@ def search(
     top: int = 10,
     allowed: Allowed = everything,
 ) -> Ranked:
-    """The `top` fastest layouts that may fit. `fixed` is layout text whose keys are pinned; `allowed` gives the
-    reasons against a layout that is legal but cannot be run. Raises BadInput when `fixed` is wrong.
+    """The `top` fastest layouts that may fit, each the best of its degrees where there are so many.
+
+    `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that is legal but cannot
+    be run. Raises BadInput when `fixed` is wrong.
     """
-    space = space_of(model, workload, hardware, fixed)
+    space = space_of(model, workload, hardware, fixed, allowed=allowed)
     scout = Scout(space)
-    rejected: Counter[str] = Counter()
-
-    def counted(layout: Layout) -> tuple[Reason, ...]:
-        reasons = allowed(layout)
-        rejected.update({reason.rule for reason in reasons})
-        return reasons
-
-    fitting: list[Candidate] = []
+    best = Best(space, scout, keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
     for group in groups(space):
-        fitting += scout.candidates(group, allowed=counted)
-    rejected[DOES_NOT_FIT] += scout.without_room
-    fitting.sort(key=lambda candidate: candidate.step_s)
+        for scores in scout.scores(group, room_bytes=best.room_bytes, below_s=best.below_s):
+            best.take(scores)
+    rejected: Counter[str] = Counter(best.refused)
+    rejected[DOES_NOT_FIT] += best.without_room
     plans: list[Plan] = []
-    for candidate in fitting:
+    for candidate in best.ranked():
         if len(plans) == top:
             break
         reasons = illegal(model, workload, candidate.layout)
@@ -83,14 +71,13 @@ def search(
             rejected[DOES_NOT_FIT] += 1
         else:
             plans.append(plan)
-    rejected[SLOWER] = max(0, len(fitting) - len(plans)) + scout.dominated
+    rejected[SLOWER] = max(0, best.scored - sum(rejected.values()) - len(plans))
     plans.sort(key=_order)
     return Ranked(
         plans=tuple(plans),
         rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
         why=why_first(tuple(plans)),
-        frontier=frontier(fitting),
-        scored=len(fitting) + scout.without_room + scout.dominated,
+        scored=best.scored,
     )
 
 

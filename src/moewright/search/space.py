@@ -1,16 +1,20 @@
-"""The layouts worth pricing: every legal combination of degrees, micro-batch, recompute and dispatcher, by divisors."""
+"""The layouts worth pricing, lazily: degrees and pipelines by divisors, and the choices that go with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 from moewright.codec import given_fields, parse_layout
+from moewright.rules.exclusions import exclusion_reasons
 from moewright.rules.legality import divisors, illegal
+from moewright.rules.schedule import schedule_reasons
 from moewright.rules.stages import Split, layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
-from moewright.spec.layout import Dispatcher, Layout, Overlap, Recompute, Schedule
+from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Recompute, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
@@ -22,6 +26,11 @@ MAX_UNEVEN_VPP = 4
 Allowed = Callable[[Layout], tuple[Reason, ...]]
 
 
+def everything(_: Layout) -> tuple[Reason, ...]:
+    """The predicate that allows every layout."""
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipe:
     """A pipeline shape: stages, virtual stages, and the layout string when there is one."""
@@ -31,28 +40,67 @@ class Pipe:
     stages: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pipes:
+    """Pipelines that go together; one object for each such set, which stands for it in tables."""
+
+    each: tuple[Pipe, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Candidates that cut a layer alike: pipeline, recompute and dispatcher differ. `layout` has no pipeline."""
+    """Candidates that cut a layer alike and take the same micro-batch. `layout` has no pipeline and no choices."""
 
     layout: Layout
-    pipes: tuple[Pipe, ...]
+    pipes: Pipes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one micro-batch of a layer keeps and replays, and whether its expert communication is overlapped."""
+
+    recompute: tuple[Recompute, ...]
+    offload: tuple[Offload, ...]
+    graphs: tuple[Graphs, ...]
+
+    def on(self, layout: Layout) -> Layout:
+        return replace(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """How the states are held."""
+
+    zero: int
+    offload: tuple[Offload, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What is searched: `base` holds what the user fixed and the defaults of the rest; `fixed` names the former."""
+    """What is searched: `base` holds what the user fixed and the defaults of the rest; `fixed` names the former;
+    `allowed` gives the reasons against a layout that is legal but cannot be run.
+    """
 
     model: ModelSpec
     workload: Workload
     hardware: Hardware
     base: Layout
     fixed: frozenset[str]
+    allowed: Allowed = everything
+
+    def permits(self, **fields: Any) -> bool:
+        """Whether nothing speaks against these values of themselves, whatever else a layout holds."""
+        reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
+        names = {"layout" if name == "stages" else name for name in fields}
+        return not any(reason.field.removeprefix("layout.") in names for reason in reasons)
 
 
-def space_of(model: ModelSpec, workload: Workload, hardware: Hardware, fixed: str) -> Space:
+def space_of(
+    model: ModelSpec, workload: Workload, hardware: Hardware, fixed: str, *, allowed: Allowed = everything
+) -> Space:
     """The space around `fixed`, layout text whose keys are pinned. Raises BadInput when the text is wrong."""
     return Space(
+        allowed=allowed,
         model=model,
         workload=workload,
         hardware=hardware,
@@ -65,6 +113,7 @@ def groups(space: Space) -> Iterator[Group]:
     """Every group with a legal pipeline. The last word on a layout is rules.legality's."""
     world, batch = space.hardware.count, space.workload.global_batch
     pipes = tuple(_pipes(space))
+    known: dict[tuple[Pipe, ...], Pipes] = {}
     for tp in _axis(space, "tp", _tensor(space)):
         sp = space.base.sp if "sp" in space.fixed else tp > 1
         for cp in _axis(space, "cp", _context(space, tp)):
@@ -73,21 +122,73 @@ def groups(space: Space) -> Iterator[Group]:
                     fitting = [p for p in pipes if _fits(world, p.pp, tp * cp, etp * ep)]
                     for mbs in _axis(space, "mbs", MICRO_BATCHES):
                         cut = replace(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep, mbs=mbs)
-                        kept = tuple(p for p in fitting if _schedules(p, batch, mbs * world // (tp * cp * p.pp)))
+                        kept = tuple(p for p in fitting if _schedules(space, p, batch, mbs * world // (tp * cp * p.pp)))
                         if kept:
-                            yield Group(layout=cut, pipes=kept)
+                            yield Group(layout=cut, pipes=known.setdefault(kept, Pipes(each=kept)))
 
 
-def choices(space: Space, cut: Layout) -> Iterator[tuple[Layout, ...]]:
-    """The choices of a group: for every dispatcher, the recompute sets from the fastest to the smallest."""
-    recomputes = [space.base.recompute] if "recompute" in space.fixed else _recomputes(space.model)
-    if Overlap.EP in cut.overlap:
-        recomputes = [one for one in recomputes if {Recompute.FULL, Recompute.MOE}.isdisjoint(one)]
-    dispatchers = [space.base.dispatcher]
-    if "dispatcher" not in space.fixed and cut.ep > 1 and space.hardware.device.kind is DeviceKind.CUDA:
-        dispatchers.append(Dispatcher.DEEPEP)
-    for dispatcher in dispatchers:
-        yield tuple(replace(cut, recompute=recompute, dispatcher=dispatcher) for recompute in recomputes)
+def works(space: Space) -> tuple[Work, ...]:
+    """What a layer may keep and replay, none first. Each takes the widest graphs that its recompute leaves legal."""
+    base = space.base
+    recomputes = [base.recompute]
+    if "recompute" not in space.fixed:
+        recomputes = [one for one in _recomputes(space.model) if space.permits(recompute=one)]
+    offload = tuple(item for item in base.offload if item is not Offload.OPTIMIZER)
+    found = []
+    for recompute in recomputes:
+        graphs = base.graphs if "graphs" in space.fixed else _widest_graphs(space, recompute)
+        found.append(Work(recompute=recompute, offload=offload, graphs=graphs))
+    return tuple(found)
+
+
+def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Graphs, ...]:
+    """Graphs take host time away and cost nothing that is priced. Those of a whole iteration need a fixed number of
+    rows an expert, which changes what is trained: only when asked for.
+    """
+    if space.hardware.device.kind is not DeviceKind.CUDA:
+        return ()
+    for graphs in ((Graphs.ATTN, Graphs.MOE_ROUTER), (Graphs.ATTN,)):
+        one = Layout(world_size=1, recompute=recompute, graphs=graphs)
+        reasons = exclusion_reasons(space.model, space.workload, one)
+        if space.permits(graphs=graphs) and not any(reason.field == "layout.graphs" for reason in reasons):
+            return graphs
+    return ()
+
+
+def keeps(space: Space) -> tuple[Keep, ...]:
+    """Ways to hold the states. zero=0 is never smaller nor faster than zero=1 (it reduces the same bytes in two rounds
+    and updates every parameter on every rank), so it is taken only when asked for.
+    """
+    offload = (Offload.OPTIMIZER,) if Offload.OPTIMIZER in space.base.offload else ()
+    levels = [space.base.zero] if "zero" in space.fixed else [zero for zero in (1, 3) if space.permits(zero=zero)]
+    return tuple(Keep(zero=zero, offload=offload) for zero in levels)
+
+
+def dispatchers(space: Space, cut: Layout) -> tuple[Dispatcher, ...]:
+    """The plain all-to-all, and the fastest that removes duplicates. An all-gather holds the tokens of the whole group,
+    which memory does not price: only when asked for.
+    """
+    if "dispatcher" in space.fixed:
+        return (space.base.dispatcher,)
+    if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
+        return (Dispatcher.ALL_TO_ALL,)
+    return tuple(each for each in (Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP) if space.permits(dispatcher=each))
+
+
+def context_exchanges(space: Space, cut: Layout) -> tuple[CpComm, ...]:
+    """The legal ways to exchange keys and values."""
+    if "cp_comm" in space.fixed or cut.cp == 1:
+        return (space.base.cp_comm,)
+    legal = [
+        way
+        for way in (CpComm.P2P, CpComm.ALL_GATHER, CpComm.A2A)
+        if space.permits(cp_comm=way)
+        and not any(
+            reason.field == "layout.cp_comm"
+            for reason in exclusion_reasons(space.model, space.workload, replace(cut, cp_comm=way))
+        )
+    ]
+    return tuple(legal)
 
 
 def with_pipe(layout: Layout, pipe: Pipe, space: Space) -> Layout:
@@ -131,38 +232,78 @@ def _expert_tensor(space: Space) -> tuple[int, ...]:
 
 
 def _pipes(space: Space) -> Iterator[Pipe]:
-    """Every split that comes out even; where none does, layout strings that spread the layers as evenly as they go."""
+    """Every split that comes out even, and layout strings whose ends hold more or fewer layers than the middle."""
     world, model, base = space.hardware.count, space.model, space.base
     string_stages = len(parse_stages(base.stages)) if base.stages else 0
     for pp in _axis(space, "pp", divisors(world)):
-        found = {(v, base.stages) for split in Split for v in vpp_choices(model.layers, pp, split=split)}
         if string_stages:
             found = {(string_stages // pp, base.stages)} if string_stages % pp == 0 else set()
-        elif not found:
-            most = min(MAX_UNEVEN_VPP, (model.layers + 2) // pp)
-            found = {(v, layout_string(model.layers, mtp=model.mtp_layers, stages=pp * v)) for v in range(1, most + 1)}
+        else:
+            found = {(v, "") for split in Split for v in vpp_choices(model.layers, pp, split=split)}
+            found |= set() if "stages" in space.fixed else set(_uneven(model, pp))
         for vpp, text in sorted(found):
-            if "vpp" not in space.fixed or vpp == base.vpp:
-                yield Pipe(pp=pp, vpp=vpp, stages=text)
+            pipe = Pipe(pp=pp, vpp=vpp, stages=text)
+            if ("vpp" not in space.fixed or vpp == base.vpp) and _permitted(space, pipe):
+                yield pipe
+
+
+def _permitted(space: Space, pipe: Pipe) -> bool:
+    layout = with_pipe(space.base, pipe, space)
+    return space.permits(pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages, schedule=layout.schedule)
+
+
+def _uneven(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
+    """(vpp, layout string) where embedding and head count as none, one or two layers. A head that counts two leaves
+    the last stage fewer layers; an embedding that counts none, or less where the first layers are dense, gives the
+    first stage more. MTP layers may stand in a stage of their own.
+    """
+    if pp == 1:
+        return
+    first = (1, 0) if model.moe is None or model.moe_layers[0] else (1, -1)
+    for vpp in range(1, MAX_UNEVEN_VPP + 1):
+        stages = pp * vpp
+        if stages > model.layers + 2:
+            return
+        ends = [(1, False), (2, False), *([(1, True)] if model.mtp_layers and pp > 2 else [])]
+        for embedding, (loss, apart) in product(first, ends):
+            counted = model.layers + embedding + loss
+            if model.mtp_layers or counted % stages or (embedding, loss) != (1, 1):
+                text = layout_string(
+                    model.layers, mtp=model.mtp_layers, stages=stages, embedding=embedding, loss=loss, mtp_apart=apart
+                )
+                yield vpp, text
 
 
 def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
     return world % (pp * dense) == 0 and world % (pp * expert) == 0
 
 
-def _schedules(pipe: Pipe, batch: int, of_pass: int) -> bool:
-    """The batch divides into whole micro-batches, and an interleaved table of groups of pp takes that many."""
+def _schedules(space: Space, pipe: Pipe, batch: int, of_pass: int) -> bool:
+    """Whether the batch divides into whole micro-batches, and there is a timetable for so many."""
     if not of_pass or batch % of_pass:
         return False
-    count = batch // of_pass
-    return pipe.vpp == 1 or (count >= pipe.pp and count % pipe.pp == 0)
+    if not space.fixed.isdisjoint(("schedule", "vpp_group")):
+        return not schedule_reasons(with_pipe(space.base, pipe, space), batch // of_pass)
+    # An interleaved table in groups of pp, the default.
+    return pipe.vpp == 1 or batch // of_pass % pipe.pp == 0
 
 
 def _recomputes(model: ModelSpec) -> list[tuple[Recompute, ...]]:
-    """Each replays more than the ones before it and keeps less: none, cheap outputs, whole blocks, everything."""
+    """Norms, the up-projections of latent attention, and ever more of the MLP; last the whole layer. Attention is not
+    made again alone: flash attention keeps next to nothing.
+    """
     has_experts = model.moe is not None and any(model.moe_layers)
-    up = {Recompute.MLA_UP_PROJ} if model.attention.kind is AttentionKind.MLA else set()
-    cheap = {Recompute.LAYERNORM, Recompute.MOE_ACT} if has_experts else {Recompute.LAYERNORM}
-    block = {Recompute.LAYERNORM, Recompute.MOE if has_experts else Recompute.MLP}
-    found = [set(), cheap, cheap | up, block, block | up, {Recompute.FULL}]
-    return list(dict.fromkeys(tuple(sorted(one)) for one in found))
+    blocks: list[set[Recompute]] = [set()]
+    if has_experts:
+        blocks.append({Recompute.MOE_ACT})
+        if model.moe is not None and model.moe.shared_ffn_size:
+            blocks.append({Recompute.MOE_ACT, Recompute.SHARED_EXPERTS})
+        blocks.append({Recompute.MOE})
+    if not has_experts or not all(model.moe_layers):
+        blocks.append({Recompute.MLP, *({Recompute.MOE} if has_experts else ())})
+    norms: list[set[Recompute]] = [set(), {Recompute.LAYERNORM}]
+    ups: list[set[Recompute]] = (
+        [set(), {Recompute.MLA_UP_PROJ}] if model.attention.kind is AttentionKind.MLA else [set()]
+    )
+    found = [block | norm | up for block in blocks for up in ups for norm in norms]
+    return [tuple(sorted(one)) for one in (*found, {Recompute.FULL})]

@@ -1,0 +1,136 @@
+"""The best candidates seen so far, and what else a search has to remember."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from moewright.search.scout import Scores, Scout
+from moewright.search.shapes import Array
+from moewright.search.space import Space, everything
+from moewright.spec.layout import Layout, Overlap
+
+# Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan that may not fit has
+# to be that much faster to come before one that fits.
+RESOLVED = 1.05
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A layout with its seconds a step and device bytes by closed forms."""
+
+    layout: Layout
+    step_s: float
+    peak_bytes: float
+    spread_bytes: float
+    firm: bool  # fits by more than the spread
+
+    @property
+    def rank_s(self) -> float:
+        """What it is ranked by."""
+        return self.step_s * (1.0 if self.firm else RESOLVED)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """What tells plans apart at first sight; the rest is how well these are done."""
+        one = self.layout
+        return one.tp, one.cp, one.pp, one.ep, one.etp, one.mbs
+
+
+class Best:
+    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be lost."""
+
+    def __init__(self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...]) -> None:
+        self._space, self._scout, self._keep = space, scout, keep
+        self._limit = space.hardware.device.memory_bytes.value
+        self._found: list[Candidate] = []
+        self.below_s = np.inf
+        self.scored = self.without_room = 0
+        self.refused: Counter[str] = Counter()
+        self.with_more: dict[float, Candidate] = {}
+        self.by_overlap: dict[bool, Candidate] = {}
+        self._extra_bytes = extra_bytes
+
+    @property
+    def room_bytes(self) -> float:
+        """Up to where time is worth pricing."""
+        return self._limit + max(self._extra_bytes, default=0.0)
+
+    def take(self, scores: Scores) -> None:
+        """Remember what is good of a group."""
+        fits = scores.legal & (scores.peak_bytes <= self._limit + scores.spread_bytes)
+        self.scored += int(scores.legal.sum())
+        self.without_room += int((scores.legal & ~fits).sum())
+        usable = self._allowed(scores, np.isfinite(scores.step_s))
+        firm = usable & (scores.peak_bytes < self._limit - scores.spread_bytes)
+        for mask, ranked in ((firm, 1.0), (usable & fits & ~firm, RESOLVED)):
+            self._take_pipes(scores, np.where(mask, scores.step_s, np.inf), ranked, firm=ranked == 1.0)
+        for extra in self._extra_bytes:
+            roomy = usable & (scores.peak_bytes < self._limit + extra - scores.spread_bytes)
+            self._keep_fastest(self.with_more, extra, scores, roomy)
+        self._keep_fastest(self.by_overlap, Overlap.EP in scores.base.overlap, scores, firm)
+
+    def ranked(self) -> list[Candidate]:
+        """The best of each set of degrees first, best first; then the others."""
+        seen: set[tuple[int, ...]] = set()
+        first: list[Candidate] = []
+        rest: list[Candidate] = []
+        for candidate in sorted(self._found, key=lambda one: one.rank_s):
+            (rest if candidate.degrees in seen else first).append(candidate)
+            seen.add(candidate.degrees)
+        return [*first, *rest]
+
+    def _take_pipes(self, scores: Scores, steps: Array, factor: float, *, firm: bool) -> None:
+        """The fastest way to run each pipeline."""
+        flat = steps.reshape(len(steps), -1)
+        places = flat.argmin(axis=1)
+        fastest = flat[np.arange(len(flat)), places]
+        for pipe in np.flatnonzero(fastest * factor < self.below_s):
+            work, keep = np.unravel_index(places[pipe], steps.shape[1:])
+            self._found.append(self._candidate(scores, (int(pipe), int(work), int(keep)), firm=firm))
+        if len(self._found) > 4 * self._keep:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Let go of all but the best, and the best of each of the best degrees."""
+        kept: list[Candidate] = []
+        seen: set[tuple[int, ...]] = set()
+        for place, one in enumerate(sorted(self._found, key=lambda one: one.rank_s)):
+            new = one.degrees not in seen and len(seen) < self._keep
+            if new or place < self._keep:
+                kept.append(one)
+                seen.add(one.degrees)
+            if new and len(seen) == self._keep:
+                self.below_s = min(self.below_s, one.rank_s)
+        self._found = kept
+
+    def _candidate(self, scores: Scores, place: tuple[int, ...], *, firm: bool) -> Candidate:
+        return Candidate(
+            layout=self._scout.layout(scores, *place),
+            step_s=float(scores.step_s[place]),
+            peak_bytes=float(scores.peak_bytes[place]),
+            spread_bytes=float(scores.spread_bytes[place]),
+            firm=firm,
+        )
+
+    def _keep_fastest(self, table: dict[Key, Candidate], key: Key, scores: Scores, mask: Array) -> None:
+        steps = np.where(mask, scores.step_s, np.inf)
+        place = np.unravel_index(int(steps.argmin()), steps.shape)
+        if steps[place] < (table[key].step_s if key in table else np.inf):
+            table[key] = self._candidate(scores, tuple(int(i) for i in place), firm=True)
+
+    def _allowed(self, scores: Scores, mask: Array) -> Array:
+        """Of the entries in `mask`, those that nothing speaks against."""
+        if self._space.allowed is everything:
+            return mask
+        found = mask.copy()
+        for place in np.argwhere(mask):
+            reasons = self._space.allowed(self._scout.layout(scores, *place.tolist()))
+            self.refused.update({reason.rule for reason in reasons})
+            found[tuple(place)] = not reasons
+        return found

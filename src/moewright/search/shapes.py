@@ -1,0 +1,243 @@
+"""Pipelines as arrays: what each pipeline rank holds, and the moments at which its memory can be fullest.
+
+A piece is what prices are known for: a kind of layer, or one of embedding, head and MTP depth. A moment is a row of
+piece counts alive together. Moments that another one of the same rank exceeds in every count are left out, so a few
+rows stand for a whole timetable; ranks that hold the same are stood for by the first of them, which holds most in
+flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from moewright.cost.memory import enough_micro_batches
+from moewright.cost.step_time import LayerKind, kind_of
+from moewright.rules import schedule, stages
+from moewright.spec.layout import Layout, Overlap
+from moewright.spec.model import ModelSpec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """The pieces of a model, in the order of all arrays: kinds of layer, then an MTP depth, embedding, and a pass
+    through the head. An MTP depth holds its layer; it embeds and makes its pass through the head itself.
+    """
+
+    kinds: tuple[LayerKind, ...]
+
+    @property
+    def mtp(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def embedding(self) -> int:
+        return len(self.kinds) + 1
+
+    @property
+    def head(self) -> int:
+        return len(self.kinds) + 2
+
+    @property
+    def count(self) -> int:
+        return len(self.kinds) + 3
+
+
+def pieces_of(model: ModelSpec) -> Pieces:
+    return Pieces(kinds=tuple(dict.fromkeys(kind_of(model, layer) for layer in range(model.layers))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One pipeline. `chunks` [pp ranks that differ][chunk] are piece counts; `ranks` the first rank that holds each,
+    `alike` how many do.
+    """
+
+    chunks: Array  # [seats, vpp, pieces]
+    ranks: tuple[int, ...]
+    alike: Array  # [seats]
+
+    @cached_property
+    def held(self) -> Array:
+        """[seats, pieces]"""
+        return np.asarray(self.chunks.sum(axis=1))
+
+
+def shape_of(model: ModelSpec, pieces: Pieces, layout: Layout) -> Shape:
+    """What the pipeline ranks of a layout hold. A schedule that is not the same for a rank and the ones after it keeps
+    every rank apart.
+    """
+    rows = np.zeros((layout.pp, layout.vpp, pieces.count))
+    place = {kind: index for index, kind in enumerate(pieces.kinds)}
+    for chunk in stages.chunks(model, layout):
+        row = rows[chunk.pp_rank, chunk.vpp_rank]
+        for layer in chunk.layers:
+            row[place[kind_of(model, layer)]] += 1
+        row[pieces.mtp] = chunk.mtp
+        row[pieces.embedding] = chunk.embedding
+        row[pieces.head] = chunk.loss
+    first: dict[bytes | int, int] = {}
+    alike: dict[bytes | int, int] = {}
+    for rank in range(layout.pp):
+        key = rank if layout.schedule.splits_backward else rows[rank].tobytes()
+        first.setdefault(key, rank)
+        alike[key] = alike.get(key, 0) + 1
+    ranks = tuple(first.values())
+    return Shape(chunks=rows[list(ranks)], ranks=ranks, alike=np.array([alike[key] for key in first]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """`live` [rows, pieces] alive on seat `seat` [rows]; beside them forwards end that make `forward` [rows] passes
+    through the head, and backwards run of chunks that hold the `backward` [rows, pieces].
+    """
+
+    seat: Array
+    live: Array
+    forward: Array
+    backward: Array
+
+
+def moments_of(shape: Shape, pieces: Pieces, layout: Layout, micro_batches: int) -> Moments:
+    """The moments of every seat of a shape, under the timetable of the layout."""
+    enough = enough_micro_batches(layout, micro_batches)
+    seats, found = [], []
+    for seat, rank in enumerate(shape.ranks):
+        kinds, chunks, frees = _rows(layout, enough, rank)
+        rows = _moments(shape.chunks[seat], pieces, kinds, chunks, frees, paired=Overlap.EP in layout.overlap)
+        rows = _undominated(rows)
+        seats.append(np.full(len(rows), seat))
+        found.append(rows)
+    every = np.concatenate(found)
+    n = pieces.count
+    return Moments(seat=np.concatenate(seats), live=every[:, :n], forward=every[:, n], backward=every[:, n + 1 :])
+
+
+def _rows(layout: Layout, micro_batches: int, rank: int) -> tuple[Array, Array, Array]:
+    """Of the rows of a rank: whether each is a forward, its chunk, and whether it frees what its forward kept."""
+    if layout.schedule.splits_backward:
+        table = schedule.timetable(layout, micro_batches)[rank]
+        owing = schedule.split_backwards(table)
+        runs = [row.kind is schedule.Kind.F for row in table]
+        frees = [
+            row.kind is schedule.Kind.W or (row.kind is schedule.Kind.B and (row.micro_batch, row.chunk) not in owing)
+            for row in table
+        ]
+        return np.array(runs), np.array([row.chunk for row in table]), np.array(frees)
+    order = np.array([chunk for _, chunk in schedule.forward_order(layout, micro_batches)])
+    ahead, count = schedule.warmup(layout, micro_batches, rank), len(order)
+    forward = np.zeros(2 * count, dtype=bool)
+    forward[:ahead] = True
+    forward[ahead : 2 * count - ahead : 2] = True
+    chunks = np.empty(2 * count, dtype=int)
+    chunks[forward] = order
+    chunks[~forward] = layout.vpp - 1 - order
+    return forward, chunks, ~forward
+
+
+def _moments(chunks: Array, pieces: Pieces, forward: Array, chunk: Array, frees: Array, *, paired: bool) -> Array:
+    """[rows, pieces + 1 + pieces]: what lives as each row runs, passes of its forward, pieces of its backward.
+
+    cost.saved walks the same rows one by one; where a forward runs beside a backward it holds a layer of the forward
+    more, once before either has ended and once after both.
+    """
+    one = np.eye(chunks.shape[0])[chunk]
+    kept = np.cumsum(one * forward[:, None] - one * frees[:, None], axis=0)
+    during = kept + one * frees[:, None]  # a backward still holds what it frees
+    passes = chunks[:, pieces.mtp] + chunks[:, pieces.head]
+    live = during @ chunks
+    backward = np.where(forward[:, None], 0.0, chunks[chunk])
+    made = np.where(forward, passes[chunk], 0.0)
+    rows = np.concatenate([live, made[:, None], backward], axis=1)
+    if not paired or forward.sum() == 1:  # a forward cannot run beside its own backward
+        return rows
+    beside = np.flatnonzero(forward[:-1] & ~forward[1:])
+    layers = np.maximum(1, chunks[:, : pieces.mtp + 1].sum(axis=1))
+    part = (chunks / layers[:, None])[chunk[beside]]
+    ends = kept[beside + 1] @ chunks + part
+    starts = (kept[beside] - one[beside]) @ chunks + part
+    extra = np.concatenate([made[beside, None], chunks[chunk[beside + 1]]], axis=1)
+    alone = np.ones(len(rows), dtype=bool)
+    alone[beside] = alone[beside + 1] = False
+    both = [np.concatenate([state, extra], axis=1) for state in (starts, ends)]
+    return np.concatenate([rows[alone], *both])
+
+
+def _undominated(rows: Array) -> Array:
+    """Rows that no other exceeds in every column; which kinds a backward holds counts, not how many."""
+    n = (rows.shape[1] - 1) // 2
+    keys = rows.copy()
+    layers = keys[:, n + 1 : -2]
+    layers[:] = layers > 0
+    _, index = np.unique(np.round(keys, 9), axis=0, return_index=True)
+    rows, keys = rows[index], keys[index]
+    over = np.asarray((keys[:, None, :] <= keys[None, :, :] + 1e-9).all(axis=2))
+    np.fill_diagonal(over, False)
+    return np.asarray(rows[~np.asarray(over.any(axis=1))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Several pipelines end to end: arrays over pipelines [P], their seats [Q] and moments [M]; `*_starts` [P] say
+    where those of each pipeline, and of each seat, begin. `Moments.seat` counts through all pipelines.
+    """
+
+    pp: Array  # [P]
+    degrees: tuple[int, ...]  # the values of pp
+    degree: Array  # [P] place in `degrees`
+    vpp: Array  # [P]
+    micro_batches: Array  # [P]
+    seats: Array  # [Q, pieces]
+    alike: Array  # [Q]
+    seat_starts: Array  # [P]
+    pipe_of_seat: Array  # [Q]
+    moments: Moments
+    moment_starts: Array  # [Q]
+
+    def fullest(self, of_moments: Array) -> Array:
+        """[M, ...] -> [Q, ...]: the highest of each seat."""
+        return np.asarray(np.maximum.reduceat(of_moments, self.moment_starts, axis=0))
+
+    def most(self, of_seats: Array) -> Array:
+        """[Q, ...] -> [P, ...]: the highest of each pipeline."""
+        return np.asarray(np.maximum.reduceat(of_seats, self.seat_starts, axis=0))
+
+    def slowest_and_all(self, of_seats: Array) -> tuple[Array, Array]:
+        """[Q, ...] -> two of [P, ...]: the largest of each pipeline, and the sum over its ranks."""
+        weighted = of_seats * self.alike.reshape(-1, *[1] * (of_seats.ndim - 1))
+        return self.most(of_seats), np.asarray(np.add.reduceat(weighted, self.seat_starts, axis=0))
+
+
+def stack(
+    layouts: Sequence[Layout], shapes: Sequence[Shape], moments: Sequence[Moments], counts: Sequence[int]
+) -> Stack:
+    """Pipelines of these layouts, each with so many micro-batches."""
+    of_pipe = [len(shape.ranks) for shape in shapes]
+    starts = np.cumsum([0, *of_pipe[:-1]])
+    together = Moments(
+        seat=np.concatenate([each.seat + start for each, start in zip(moments, starts, strict=True)]),
+        live=np.concatenate([each.live for each in moments]),
+        forward=np.concatenate([each.forward for each in moments]),
+        backward=np.concatenate([each.backward for each in moments]),
+    )
+    pp = np.array([layout.pp for layout in layouts])
+    degrees, degree = np.unique(pp, return_inverse=True)
+    return Stack(
+        pp=pp,
+        degrees=tuple(int(each) for each in degrees),
+        degree=degree,
+        vpp=np.array([layout.vpp for layout in layouts]),
+        micro_batches=np.array(counts),
+        seats=np.concatenate([shape.held for shape in shapes]),
+        alike=np.concatenate([shape.alike for shape in shapes]),
+        seat_starts=starts,
+        pipe_of_seat=np.repeat(np.arange(len(shapes)), of_pipe),
+        moments=together,
+        moment_starts=np.flatnonzero(np.diff(together.seat, prepend=-1)),
+    )
