@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import comb
 
 import pytest
 import torch
 
 from moewright.engine.books import Books
+from moewright.engine.dispatch.dedup import copies_to
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
 from moewright.engine.model.router import Router, choose, scores_of, select
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, LossSpec, RouterForce, RouterTraining
+from moewright.spec.workload import DataSpec, DropPolicy, LossSpec, RouterForce, RouterTraining
 from tiny_jobs import MODEL, workload
 
 transformers = pytest.importorskip("transformers")
@@ -190,3 +192,28 @@ def test_forced_experts() -> None:
     loads = [skewed(torch.randn(640, MODEL.hidden_size))[0].counts for _ in range(2)]
     assert torch.equal(*loads)
     assert loads[0].max() > 1.5 * loads[0].float().mean()
+
+
+@pytest.mark.parametrize("policy", list(DropPolicy))
+def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) -> None:
+    found = select(logits(), RouterSpec(top_k=4))
+    kept = found.within(10, policy)
+    assert torch.equal(found.within(64, policy), found.experts)
+    for expert in range(16):
+        rows = (found.experts == expert).nonzero()
+        here = {tuple(place) for place in (kept == expert).nonzero().tolist()}
+        order = sorted(
+            range(len(rows)), key=lambda i: -found.weights[tuple(rows[i])] if policy is DropPolicy.PROBS else i
+        )
+        assert here == {tuple(rows[i].tolist()) for i in order[:10]}
+    assert ((kept == found.experts) | (kept == 16)).all()
+
+
+def test_copies_are_the_distinct_ranks_of_each_token() -> None:
+    """Uniform choice of k = 4 of 16 experts on 4 ranks reaches 4 (1 - C(12,4)/C(16,4)) of them on average."""
+    experts = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i))[:4] for i in range(4000)])
+    copies = copies_to(experts, 16, 4)
+    assert copies.tolist() == [int((experts // 4 == rank).any(1).sum()) for rank in range(4)]
+    reached = 4 * (1 - comb(12, 4) / comb(16, 4))
+    assert copies.sum() / 4000 == pytest.approx(reached, abs=3 * 0.7 / 4000**0.5)
+    assert copies_to(torch.full((5, 4), 16), 16, 4).tolist() == [0] * 4  # all dropped

@@ -20,7 +20,7 @@ from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec, QkNorm, RouterSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, LossSpec, OptimizerSpec, RouterTraining
+from moewright.spec.workload import DataSpec, DropPolicy, LossSpec, OptimizerSpec, RouterTraining
 
 pytestmark = pytest.mark.spawn
 
@@ -41,6 +41,10 @@ LAYOUTS = [
     (4, "etp2,ep2"),  # ETP without TP
     (4, "tp2,etp2,ep2,zero0"),
     (8, "tp2,ep4,mbs2"),
+    (4, "ep4,dispatcher=allgather,mbs2"),
+    (4, "tp2,etp2,ep2,dispatcher=allgather"),
+    (4, "ep4,dispatcher=dedup"),
+    (4, "tp2,ep2,dispatcher=dedup,mbs2"),
     (1, "mbs2,recompute=full"),
     (1, "mbs2,recompute=core_attn+layernorm+mlp+moe_act"),
     (2, "tp2,ep2,recompute=moe+layernorm"),
@@ -200,6 +204,25 @@ def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
     for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", list(DropPolicy))
+def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_path: Path) -> None:
+    """A capacity below the load: what a rank drops is its own affair, so the same ranks drop the same rows."""
+    work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02), router=RouterTraining(drop_policy=policy))
+    runs = {}
+    for dispatcher in ("alltoall", "allgather", "dedup"):
+        runs[dispatcher] = tmp_path / dispatcher
+        layout = f"ep4,capacity0.75,dispatcher={dispatcher}"
+        assert run(tiny_jobs.plan(work, layout, world_size=4), runs[dispatcher]) is Exit.DONE
+    first, *others = (steps_of(path) for path in runs.values())
+    most = 8 * 8 * 6  # passes of all ranks, experts, ceil(32 tokens * 2 / 8 * 0.75) rows
+    assert all(0 < sum(load["counts"]) <= most for load in first[0]["loads"])
+    for other in others:
+        for ours, theirs in zip(other, first, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert [load["counts"] for load in other[0]["loads"]] == [load["counts"] for load in first[0]["loads"]]
 
 
 def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:

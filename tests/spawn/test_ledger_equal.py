@@ -51,6 +51,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (4, "etp2,ep2,mbs2,recompute=full", Dtype.FP32, LossSpec()),
         (4, "tp2,ep2,overlap=grad+param", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "mbs2,zero0,overlap=grad", Dtype.FP32, LossSpec()),
+        (4, "ep4,dispatcher=allgather", Dtype.BF16, LossSpec()),
+        (4, "tp2,etp2,ep2,dispatcher=allgather,recompute=moe", Dtype.FP32, LossSpec(aux_coeff=0.01)),
+        (4, "ep4,dispatcher=dedup,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "tp2,ep2,dispatcher=dedup,recompute=full", Dtype.FP32, LossSpec()),
+        (4, "ep4,capacity0.75", Dtype.FP32, LossSpec(aux_coeff=0.01)),
+        (4, "ep2,capacity1.25,dispatcher=dedup", Dtype.FP32, LossSpec()),
+        (2, "ep2,capacity0.75,dispatcher=allgather", Dtype.BF16, LossSpec()),
     ],
 )
 def test_predicted_equals_counted(

@@ -18,6 +18,7 @@ INT64_BYTES = 8
 FP32_BYTES = 4
 
 ByModule = Mapping[Module, int]
+_Load = tuple[float, routing.Moved | None]  # of one layer and micro-batch
 
 # The saved tensor (rules.recompute) that each offload choice moves to the host: its module's input.
 _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
@@ -47,13 +48,21 @@ _QUANTISED_BESIDE = frozenset({(Module.ATTENTION, "attention_out")})
 
 
 def layer_bytes(
-    model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float, inputs: float | None = None
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    layer: int,
+    *,
+    load: float,
+    moved: routing.Moved | None = None,
+    inputs: float | None = None,
 ) -> dict[Module, int]:
     """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module.
 
-    `inputs`: the quantised input of an 8-bit linear over its 16-bit size; None where linears are not 8-bit.
+    `load` and `moved` as in rules.recompute. `inputs`: the quantised input of an 8-bit linear over its 16-bit size;
+    None where linears are not 8-bit.
     """
-    rows = recompute.saved_by_layer(model, workload, layout, layer, load=load)
+    rows = recompute.saved_by_layer(model, workload, layout, layer, load=load, moved=moved)
     sums: dict[Module, int] = {}
     for row in recompute.kept(rows, layout.recompute):
         if not offloaded(row, layout.offload):
@@ -124,11 +133,12 @@ def saved_rows(
     communication overlaps, a forward runs layer by layer beside the backward of another micro-batch, which frees a
     layer for each that it keeps: the two hold one layer more, not a chunk.
     """
-    known: dict[tuple[int, tuple[float, ...]], ByModule] = {}
+    known: dict[tuple[int, tuple[_Load, ...]], ByModule] = {}
     logits_kept = extras is None or extras.logits_kept
 
     def kept(micro_batch: int, chunk: int) -> ByModule:
-        loads = tuple(rows.load(micro_batch, layer) for layer in chunk_layers(model, chunks[chunk]))
+        layers = chunk_layers(model, chunks[chunk])
+        loads = tuple((rows.load(micro_batch, layer), rows.moved(micro_batch, layer)) for layer in layers)
         key = chunk, loads
         if key not in known:
             known[key] = _chunk_bytes(model, workload, layout, chunks[chunk], loads, logits_kept, inputs)
@@ -192,17 +202,17 @@ def _chunk_bytes(
     workload: Workload,
     layout: Layout,
     chunk: Chunk,
-    loads: tuple[float, ...],
+    loads: tuple[_Load, ...],
     logits_kept: bool,
     inputs: float | None,
 ) -> ByModule:
     sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
-    kinds: dict[tuple[bool, bool, float], dict[Module, int]] = {}
+    kinds: dict[tuple[bool, bool, _Load], dict[Module, int]] = {}
     for layer, load in zip(chunk_layers(model, chunk), loads, strict=True):
         mtp = layer > model.layers
         kind = (mtp, model.moe_layers[-1 if mtp else layer], load)
         if kind not in kinds:
-            kinds[kind] = layer_bytes(model, workload, layout, layer, load=load, inputs=inputs)
+            kinds[kind] = layer_bytes(model, workload, layout, layer, load=load[0], moved=load[1], inputs=inputs)
         for module, nbytes in kinds[kind].items():
             sums[module] = sums.get(module, 0) + nbytes
     return sums

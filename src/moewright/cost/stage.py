@@ -41,6 +41,11 @@ class Routed:
     rows: tuple[tuple[int, ...], ...]  # [micro_batch][index into layers]
     sent_here: tuple[tuple[int, ...], ...]
     widest: tuple[tuple[int, ...], ...]
+    moves: tuple[tuple[routing.Moved, ...], ...]
+
+    def moved(self, micro_batch: int, layer: int) -> routing.Moved | None:
+        """What the dispatch moves; None for a layer without experts."""
+        return self.moves[micro_batch][self.layers.index(layer)] if layer in self.layers else None
 
     def load(self, micro_batch: int, layer: int) -> float:
         """Rows over the mean; 1 for a layer without experts."""
@@ -74,7 +79,8 @@ def routed(
     if selection is None or not layers:
         each = routing.routed_rows(model, workload, layout, load)
         whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
-        return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part)
+        moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
+        return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
     _check(model, layout, micro_batches, selection)
     every = [*(i for i, moe in enumerate(model.moe_layers) if moe), *range(model.layers + 1, max((0, *layers)) + 1)]
     parts = [
@@ -92,7 +98,23 @@ def routed(
         rows=_over(sum, parts),
         sent_here=parts[grid.coordinate(layout, rank, "etp")],
         widest=_over(max, parts),
+        moves=tuple(
+            tuple(_moved(layout, rank, selection, micro_batch, every.index(i)) for i in layers)
+            for micro_batch in range(micro_batches)
+        ),
     )
+
+
+def _moved(layout: Layout, rank: int, selection: Selection, micro_batch: int, layer: int) -> routing.Moved:
+    """What one rank's dispatch moved, as recorded."""
+    sources = _sources(layout, rank, selection)
+    here = grid.coordinate(layout, rank, "ep")
+    out = coming = 0
+    if selection.copies:
+        of_source = selection.copies[micro_batch][layer]
+        out, coming = sum(of_source[sources[here]]), sum(of_source[source][here] for source in sources)
+    sent = sum(selection.counts[micro_batch][layer][sources[here]])
+    return routing.Moved(sent=sent, copies_out=out, copies_in=coming)
 
 
 def _over(

@@ -9,12 +9,13 @@ from moewright.cost.states import BucketSet
 from moewright.rules import grid, routing
 from moewright.rules.recompute import activation_bytes
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import Layout, Recompute
+from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.ledger import CommRow
-from moewright.spec.model import AttentionKind, ModelSpec, QkNorm
+from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm
 from moewright.spec.workload import Workload
 
 INT64_BYTES = 8
+INT32_BYTES = 4
 FP32_BYTES = 4
 _STATISTICS_BYTES = 4 * 8  # squared gradient norm, votes to stop, two loss sums, in fp64
 
@@ -62,20 +63,24 @@ def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) ->
 
 
 def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
-    """Forward, and replay of it: counts, rows out, probabilities, rows back; backward: the last three the other way."""
+    """What the dispatcher moves: forward, replay of it, and backward."""
     if model.moe is None or not rows.layers:
         return
-    c, h, k = activation_bytes(workload), model.hidden_size, model.moe.router.top_k
-    sent = routing.micro_batch_tokens(workload, layout) * k
-    passes = len(rows.rows) * len(rows.layers)
-    out = passes * sent * (c * h + FP32_BYTES)
-    received = sum(map(sum, rows.sent_here))
-    back = received * c * h
+    passes, forwards = len(rows.rows) * len(rows.layers), 1 + _replayed(layout, Recompute.MOE)
+    if layout.dispatcher is Dispatcher.ALL_GATHER:
+        yield from _gathered(model.moe, workload, layout, model.hidden_size, passes, forwards)
+        return
+    c, h = activation_bytes(workload), model.hidden_size
+    moves = [moved for of_batch in rows.moves for moved in of_batch]
+    if layout.dispatcher is Dispatcher.DEDUP:
+        yield from _copied(model.moe, layout, c * h, moves, forwards)
+        return
+    # Counts, rows out, probabilities, rows back; backward the last three the other way.
+    sent, received = sum(moved.sent for moved in moves), sum(map(sum, rows.sent_here))
     counts = passes * INT64_BYTES * model.moe.experts
-    probs_back = received * FP32_BYTES
-    forwards = 1 + _replayed(layout, Recompute.MOE)
+    out, back = sent * (c * h + FP32_BYTES), received * c * h
     yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * 4 * passes
-    yield Collective.ALL_TO_ALL, "ep", passes * sent * c * h + back + probs_back, 3 * passes
+    yield Collective.ALL_TO_ALL, "ep", sent * c * h + back + received * FP32_BYTES, 3 * passes
     # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and reduce-scatter the
     # results; in backward the transposed.
     widest = sum(map(sum, rows.widest))
@@ -83,6 +88,31 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     yield Collective.REDUCE_SCATTER, "etp", forwards * layout.etp * widest * c * h, forwards * passes
     yield Collective.ALL_GATHER, "etp", widest * c * h, passes
     yield Collective.REDUCE_SCATTER, "etp", layout.etp * widest * (c * h + FP32_BYTES), 2 * passes
+
+
+def _gathered(
+    moe: MoeSpec, workload: Workload, layout: Layout, hidden: int, passes: int, forwards: int
+) -> Iterator[_Call]:
+    """The all-gather dispatcher: choices, tokens, probabilities gathered, sums scattered; backward the transposed."""
+    t, k, ranks = routing.micro_batch_tokens(workload, layout), moe.router.top_k, layout.ep * layout.etp
+    row = activation_bytes(workload) * hidden
+    tokens, probs = passes * t * row, passes * t * k * FP32_BYTES
+    choices = passes * t * k * INT64_BYTES
+    yield Collective.ALL_GATHER, "etp_ep", forwards * (choices + tokens + probs), forwards * 3 * passes
+    yield Collective.REDUCE_SCATTER, "etp_ep", forwards * ranks * tokens, forwards * passes
+    yield Collective.ALL_GATHER, "etp_ep", tokens, passes
+    yield Collective.REDUCE_SCATTER, "etp_ep", ranks * (tokens + probs), 2 * passes
+
+
+def _copied(moe: MoeSpec, layout: Layout, row: int, moves: Sequence[routing.Moved], forwards: int) -> Iterator[_Call]:
+    """The de-duplicating dispatcher: counts; a copy's wanted experts (int32), its row and its probabilities; partial
+    sums back. Backward: gradients of the sums out, of rows and probabilities back.
+    """
+    out, coming = sum(moved.copies_out for moved in moves), sum(moved.copies_in for moved in moves)
+    told, k = len(moves) * INT64_BYTES * (moe.experts + layout.ep), moe.router.top_k
+    forward = told + out * (INT32_BYTES * k + row + FP32_BYTES * k) + coming * row
+    yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 5 * len(moves)
+    yield Collective.ALL_TO_ALL, "ep", out * row + coming * (row + FP32_BYTES * k), 3 * len(moves)
 
 
 def _replayed(layout: Layout, *policies: Recompute) -> bool:

@@ -93,7 +93,9 @@ class Trainee:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did. counts [micro-batches, MoE layers, E] are this rank's, loads [MoE layers, E] everyone's."""
+    """What one step did. counts [micro-batches, MoE layers, E] are this rank's (under dedup followed by its copies to
+    each EP rank), loads [MoE layers, E] everyone's.
+    """
 
     loss: float
     aux_loss: float
@@ -141,7 +143,10 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
     found = accumulate(job, clock, step=step, stop_asked=stop_asked)
     apply(job, clock, found, lr=lr)
     counts = found.counts
-    loads = all_reduce(counts.sum(0), job.run.mesh.group("tp_cp_dp")) if counts.numel() else counts.sum(0)
+    moe = job.run.model.moe
+    loads = counts[:, :, : moe.experts if moe else 0].sum(0)
+    if loads.numel():
+        all_reduce(loads, job.run.mesh.group("tp_cp_dp"))
     if found.finite:
         for router, load in zip(routers_of(job.model), loads, strict=True):
             router.rebalance(load)

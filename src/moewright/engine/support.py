@@ -20,8 +20,7 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         ("vpp", layout.vpp, (1,)),
         ("zero", layout.zero, (1, 0)),
         ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
-        ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL,)),
-        ("capacity", layout.capacity, (0.0,)),
+        ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", "+".join(layout.offload), ("",)),
         ("overlap", "+".join(layout.overlap), ("", "grad", "grad+param")),
         ("graphs", "+".join(layout.graphs), ("",)),
@@ -51,6 +50,9 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
     if model.moe is None or layout.etp == 1:
         return
+    if layout.dispatcher is Dispatcher.DEDUP:
+        rule = "the engine's de-duplicating dispatcher moves rows of whole experts"
+        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
     step = _GROUPED_ROW_BYTES // workload.precision.nbytes
     if model.moe.ffn_size // layout.etp % step:
         rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"

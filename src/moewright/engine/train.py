@@ -49,6 +49,7 @@ from moewright.rules.inventory import count
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, Session, StepRecord
@@ -302,16 +303,20 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
     """Write what this rank counted on this step, and (rank 0) the selection that explains its routed rows."""
     run = job.run
     gathered = collectives.gather_json(result.counts.tolist())
-    selection = Selection(
-        step=step,
-        counts=tuple(
+    experts = run.model.moe.experts if run.model.moe else 0
+
+    def said(part: slice) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
+        """[micro-batch][layer][rank], that part of what each rank sent."""
+        return tuple(
             tuple(
-                tuple(tuple(int(n) for n in rank[micro_batch][layer]) for rank in gathered)
+                tuple(tuple(int(n) for n in rank[micro_batch][layer][part]) for rank in gathered)
                 for layer in range(len(gathered[0][micro_batch]))
             )
             for micro_batch in range(len(gathered[0]))
-        ),
-    )
+        )
+
+    dedup = run.mesh.layout.dispatcher is Dispatcher.DEDUP
+    selection = Selection(step=step, counts=said(slice(experts)), copies=said(slice(experts, None)) if dedup else ())
     notes: tuple[str, ...] = ()
     if run.device.type == "cpu" and not native_bf16():
         notes = ("this CPU has no bf16 dot product: GEMM operands are widened to fp32 while they multiply, not kept",)

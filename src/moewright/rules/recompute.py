@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from moewright.rules import routing
-from moewright.spec.layout import Layout, Recompute
+from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
 from moewright.spec.workload import Workload
@@ -51,12 +51,19 @@ class _Sizes:
 
 
 def saved_by_layer(
-    model: ModelSpec, workload: Workload, layout: Layout, layer: int, *, load: float
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    layer: int,
+    *,
+    load: float,
+    moved: routing.Moved | None = None,
 ) -> tuple[Saved, ...]:
     """What `layer` keeps before any recompute, rows of zero left out.
 
-    `load` is the rank's expert rows over the mean. Layers above `model.layers` are MTP depths (see inventory.Param):
-    a layer like the last one, after the two norms and the projection, all booked to MTP.
+    `load` is the rank's expert rows over the mean, `moved` what its dispatch moves (None: even routing). Layers above
+    `model.layers` are MTP depths (see inventory.Param): a layer like the last one, after the two norms and the
+    projection, all booked to MTP.
     """
     T = workload.seq_len * layout.mbs // layout.cp
     size = _Sizes(
@@ -69,7 +76,8 @@ def saved_by_layer(
     mtp = layer > model.layers
     rows = [*_attention(model, size)]
     if model.moe_layers[-1 if mtp else layer]:
-        rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load))
+        moved = moved or routing.expected_moves(model, workload, layout)
+        rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load), moved)
     else:
         rows += _dense(model, size)
     if mtp:
@@ -139,24 +147,38 @@ def _dense(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     yield _row(Module.DENSE_MLP, "activation", c * T * ffn // size.tp, Recompute.MLP)
 
 
-def _moe(model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: int) -> Iterator[Saved]:
+def _moe(
+    model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: int, moved: routing.Moved
+) -> Iterator[Saved]:
     if model.moe is None:
         return
     c, t, f, wide, etp = size.c, size.t, model.moe.ffn_size, 2 if model.gated else 1, layout.etp
     moe = Recompute.MOE
-    sent = t * model.moe.router.top_k
     yield _row(Module.ROUTER, "post_norm_out", c * t * size.h, Recompute.LAYERNORM)
     yield from _router(model.moe, workload, t)
     yield _row(Module.EXPERTS, "permuted", c * R * size.h, moe)
     yield _row(Module.EXPERTS, "fc1", c * R * wide * f // etp, moe)
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
-    # Each sort keeps its order and the inverse: by expert on this side, and by local expert where rows come mixed. Rows
-    # that ETP ranks gathered are picked out of their padding in that order: the places are kept, they have no inverse.
-    mixed = 2 * R if layout.ep > 1 and model.moe.experts > layout.ep else 0
-    yield _row(Module.EXPERTS, "indices", INT64_BYTES * (2 * sent + (R if etp > 1 else mixed)), moe)
+    yield _row(Module.EXPERTS, "indices", INT64_BYTES * _indices(model.moe, layout, t, R, moved), moe)
     yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (model.moe.experts // layout.ep), moe)
     yield from _shared(model, size)
+
+
+def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved) -> int:
+    """Numbers that say which row went where, kept for the way back.
+
+    Each sort keeps the row of every slot and the token of every row; where slots may have no row, the slots of the rows
+    too. All-to-all sorts by expert on this side, and by local expert where rows come mixed; rows that ETP ranks
+    gathered are picked out of their padding in that order: the places are kept, they have no inverse.
+    """
+    slots = t * moe.router.top_k
+    if layout.dispatcher is Dispatcher.ALL_GATHER:
+        return slots * layout.ep * layout.etp + 2 * R
+    if layout.dispatcher is Dispatcher.DEDUP:
+        return slots + moved.copies_out + moved.copies_in * moe.router.top_k + 2 * R
+    mixed = 2 * R if layout.ep > 1 and moe.experts > layout.ep else 0
+    return slots + moved.sent * (2 if layout.capacity else 1) + (R if layout.etp > 1 else mixed)
 
 
 def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:

@@ -53,11 +53,33 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
     if model.moe is None:
         return 0
     tokens, top_k, experts = micro_batch_tokens(workload, layout), model.moe.router.top_k, model.moe.experts
-    rows = round(load * tokens * top_k * layout.etp)
-    if layout.capacity > 0:
-        sources = layout.ep * layout.etp
-        rows = min(rows, capacity_rows(tokens, top_k, experts, layout.capacity) * sources * (experts // layout.ep))
-    return rows
+    even = tokens * top_k * layout.etp
+    if layout.capacity <= 0:
+        return round(load * even)
+    sources = layout.ep * layout.etp
+    most = capacity_rows(tokens, top_k, experts, layout.capacity) * sources * (experts // layout.ep)
+    return min(round(load * min(even, most)), most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends, and under dedup the
+    copies of tokens, one a rank, that it sends and receives.
+    """
+
+    sent: int
+    copies_out: int
+    copies_in: int
+
+
+def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Moved:
+    """Under even routing, as many copies out as in: docs/formulas.md 3."""
+    if model.moe is None:
+        return Moved(sent=0, copies_out=0, copies_in=0)
+    tokens, top_k = micro_batch_tokens(workload, layout), model.moe.router.top_k
+    rows = capacity_rows(tokens, top_k, model.moe.experts, layout.capacity)
+    copies = round(tokens * expected_distinct(layout.ep, top_k))
+    return Moved(sent=min(tokens * top_k, rows * model.moe.experts), copies_out=copies, copies_in=copies)
 
 
 def expected_load(workload: Workload) -> float:

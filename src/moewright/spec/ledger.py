@@ -99,7 +99,12 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks."""
+    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks.
+
+    Rows that a capacity dropped are in no count. Under dedup, copies[...][...][source_rank][ep_rank] counts the tokens
+    that crossed, each once a rank; () otherwise.
+    """
 
     step: int
     counts: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    copies: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()

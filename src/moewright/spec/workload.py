@@ -67,6 +67,13 @@ class RouterForce(StrEnum):
     SKEWED = "skewed"  # a fixed random preference for experts, of `force_std`
 
 
+class DropPolicy(StrEnum):
+    """Which rows an expert keeps when a capacity bounds them."""
+
+    PROBS = "probs"  # those of the highest weight
+    POSITION = "position"  # the first tokens
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterTraining:
     """What training does to the router besides its losses."""
@@ -74,6 +81,7 @@ class RouterTraining:
     bias_update_rate: float = 1e-3  # of the selection bias, where the model has one; a step's move (arXiv 2408.15664)
     force: RouterForce = RouterForce.NONE
     force_std: float = 1.0
+    drop_policy: DropPolicy = DropPolicy.PROBS  # where the layout gives a capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
-from moewright.engine.dispatch.seam import Route, Routed
+from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows
 from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots, count_rows
 
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # rows to and from each rank, and of each ETP part
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """`slots` are the rows sent; `send` and `receive` count rows a rank of the expert group; `regroup` sorts received
+    rows by local expert, None when they already are; `ends` [E_local] int32 are the running ends of the local experts'
+    rows.
+
+    Where experts are cut over ETP, its ranks gather each other's received rows, each padded to `widest` rows, and
+    `places` [R] are the rows that are none of the padding, sorted by local expert.
+    """
+
+    slots: Rows
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    regroup: torch.Tensor | None
+    ungroup: torch.Tensor | None
+    ends: torch.Tensor
+    places: torch.Tensor | None
+    widest: int
 
 
 class AllToAll:
@@ -18,45 +38,42 @@ class AllToAll:
     sums of their partial outputs go back to where the rows came from.
     """
 
-    def __init__(self, group: Group, slices: Group, experts: int, *, even: bool) -> None:
-        """`even`: experts are taken in turn on every rank alike, so that the host knows all sizes without looking."""
+    def __init__(self, group: Group, slices: Group, experts: int, *, even: bool, drops: bool) -> None:
+        """`even`: experts are taken in turn on every rank alike, so that the host knows all sizes without looking.
+        `drops`: slots may have been dropped.
+        """
         self._group = group
         self._slices = slices
         self._experts = experts
         self._even = even
+        self._drops = drops
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[Routed, Route]:
         """Sort (token, slot) pairs by expert and agree with the groups on how many rows go where."""
-        top_k = experts_Tk.shape[1]
-        order = torch.argsort(experts_Tk.flatten(), stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
-        counts = count_rows(experts_Tk, self._experts)
+        counts = count_rows(experts_Tk, self._experts + 1)[:-1]
         size, local = self._group.size, self._experts // self._group.size
         received = all_to_all(counts, self._group, send=[local] * size, receive=[local] * size).view(size, local)
         held = gather(received, self._slices).view(-1, size, local)
-        # The one wait for the device in a layer: split sizes must be known on the host.
         send, receive, parts = (
-            self._even_sizes(order.numel())
-            if self._even
-            else _sizes(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
+            self._even_sizes(experts_Tk.numel())
+            if self._even and not self._drops
+            else on_host(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
         )
+        slots = sorted_rows(experts_Tk, sum(send))
         widest, rows_here = max(parts), sum(parts)
         regroup = ungroup = places = None
         if self._slices.size > 1:
             places = _places(held, widest, rows_here)
         elif size > 1 and local > 1:
-            expert = torch.arange(local, device=order.device).repeat(size)
+            expert = torch.arange(local, device=held.device).repeat(size)
             expert_of_row = expert.repeat_interleave(received.flatten(), output_size=rows_here)
             regroup = torch.argsort(expert_of_row, stable=True)
             ungroup = torch.empty_like(regroup)
-            ungroup[regroup] = torch.arange(regroup.numel(), device=order.device)
+            ungroup[regroup] = torch.arange(regroup.numel(), device=held.device)
         route = Route(
-            top_k=top_k,
-            order=order,
-            inverse=inverse,
+            slots=slots,
             send=send,
             receive=receive,
             regroup=regroup,
@@ -65,11 +82,14 @@ class AllToAll:
             places=places,
             widest=widest,
         )
-        rows = Spread.apply(x_TH, order, inverse, top_k)
-        weights = Reorder.apply(weights_Tk.flatten(), order, inverse)
+        rows = Spread.apply(x_TH, slots.tokens, slots.rows)
+        if self._drops:
+            weights = Select.apply(weights_Tk.flatten(), slots.places)
+        else:
+            weights = Reorder.apply(weights_Tk.flatten(), slots.places, slots.rows.flatten())
         return Routed(rows=rows, weights=weights), route
 
-    def _even_sizes(self, rows: int) -> _Sizes:
+    def _even_sizes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         size, local = self._group.size, self._experts // self._group.size
         each, more = divmod(rows, self._experts)  # the first `more` experts get one row more
         to = tuple(each * local + min(max(more - rank * local, 0), local) for rank in range(size))
@@ -110,15 +130,8 @@ class AllToAll:
         return all_to_all(rows, self._group, send=route.receive, receive=route.send)
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        """Sum the k rows of each token: [T*k,H] -> [T,H]."""
-        return SumSlots.apply(rows, route.order, route.inverse, route.top_k)
-
-
-def _sizes(send: torch.Tensor, receive: torch.Tensor, parts: torch.Tensor) -> _Sizes:
-    """On the host, in one copy."""
-    split = len(send), len(receive), len(parts)
-    a, b, c = torch.cat((send, receive, parts)).cpu().split(split)
-    return tuple(a.tolist()), tuple(b.tolist()), tuple(c.tolist())
+        """Sum the rows of each token: [T*k,H] -> [T,H]."""
+        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows)
 
 
 def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:

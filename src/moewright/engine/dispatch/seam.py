@@ -7,7 +7,7 @@ Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the exper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,42 +21,50 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
-    """Where the rows of one forward went, for the way back.
-
-    `order` [T*k] sorts (token, slot) pairs by expert, `inverse` undoes it; `send` and `receive` count rows a rank of
-    the expert group; `regroup` sorts received rows by local expert, None when they already are; `ends` [E_local] int32
-    are the running ends of the local experts' rows.
-
-    Where experts are cut over ETP, its ranks gather each other's received rows, each padded to `widest` rows, and
-    `places` [R] are the rows that are none of the padding, sorted by local expert.
+class Rows:
+    """Which row each (token, slot) pair became: tokens [R] says of which token a row is, rows [T,k] which row a slot
+    has, R where it has none; `places` [R] are the slots of the rows, numbered t * k + j.
     """
 
-    top_k: int
-    order: torch.Tensor
-    inverse: torch.Tensor
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    regroup: torch.Tensor | None
-    ungroup: torch.Tensor | None
-    ends: torch.Tensor
-    places: torch.Tensor | None
-    widest: int
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+def on_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Several lists of sizes from the device in one copy: the one wait for it in a layer."""
+    parts = torch.cat(counts).cpu().split([len(one) for one in counts])
+    return tuple(tuple(part.tolist()) for part in parts)
+
+
+def sorted_rows(ids_Tk: torch.Tensor, kept: int) -> Rows:
+    """Rows by id, slots of equal id in their order; only the `kept` first become rows."""
+    order = torch.argsort(ids_Tk.flatten(), stable=True)
+    rows = torch.empty_like(order)
+    rows[order] = torch.arange(order.numel(), device=order.device)
+    if kept < order.numel():
+        order, rows = order[:kept].clone(), rows.clamp_(max=kept)
+    return Rows(tokens=order // ids_Tk.shape[1], rows=rows.view(ids_Tk.shape), places=order)
 
 
 class Dispatcher(Protocol):
-    """One way to bring tokens to their experts and the results back."""
+    """One way to bring tokens to their experts and the results back. A slot whose expert is E was dropped.
+
+    `preprocess` agrees with the other ranks on sizes and gives, beside the rows, what the later steps need to know: its
+    own kind of route, of which `ends` [E_local] int32, the running ends of the local experts' rows, is all that others
+    read.
+    """
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[Routed, Route]: ...
+    ) -> tuple[Routed, Any]: ...
 
-    def dispatch(self, routed: Routed, route: Route) -> Routed: ...
+    def dispatch(self, routed: Routed, route: Any) -> Routed: ...
 
-    def postprocess(self, routed: Routed, route: Route) -> Routed: ...
+    def postprocess(self, routed: Routed, route: Any) -> Routed: ...
 
-    def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor: ...
+    def combine_preprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
-    def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor: ...
+    def combine(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
-    def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor: ...
+    def combine_postprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...

@@ -179,51 +179,52 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Spread(torch.autograd.Function):
-    """Copy each token to its routed rows: x [T,K] -> [T*k,K]; the transpose of SumSlots. Keeps `inverse`.
+    """Copy each token to its routed rows: x [T,K] -> [R,K]; the transpose of SumSlots. Keeps `rows`.
 
-    Row i holds token order[i] // top_k; `inverse` is the inverse permutation of `order`.
+    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.top_k = top_k
-        return _spread(x_TK, order, top_k)
+    def forward(ctx: Any, x_TK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_Tk)
+        return x_TK.index_select(0, tokens_R)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _gather(grad, inverse, ctx.top_k), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows_Tk,) = ctx.saved_tensors
+        return _sum_slots(grad, rows_Tk), None, None
 
 
 class SumSlots(torch.autograd.Function):
-    """Sum each token's routed rows: [T*k,K] -> [T,K]; the transpose of Spread. Keeps `order`."""
+    """Sum each token's routed rows: [R,K] -> [T,K]; the transpose of Spread. Keeps `tokens`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return _gather(rows, inverse, top_k)
+    def forward(ctx: Any, rows_RK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens_R)
+        return _sum_slots(rows_RK, rows_Tk)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return _spread(grad, order, ctx.top_k), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (tokens_R,) = ctx.saved_tensors
+        return grad.index_select(0, tokens_R), None, None
 
 
-def _spread(x_TK: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-    return x_TK.index_select(0, order // top_k)
-
-
-def _gather(rows: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
-    # A sum over a token's own k rows in their fixed order: deterministic, unlike a scatter-add.
-    return rows.index_select(0, inverse).unflatten(0, (-1, top_k)).sum(1)
+def _sum_slots(rows_RK: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    """A sum over a token's own rows in their fixed order: deterministic, unlike a scatter-add."""
+    if len(rows_RK) == rows_Tk.numel():  # every slot has a row
+        return rows_RK.index_select(0, rows_Tk.flatten()).unflatten(0, rows_Tk.shape).sum(1)
+    padded = torch.cat((rows_RK, rows_RK.new_zeros((1, *rows_RK.shape[1:]))))
+    total = padded.index_select(0, rows_Tk[:, 0])
+    for slot in range(1, rows_Tk.shape[1]):
+        total += padded.index_select(0, rows_Tk[:, slot])
+    return total
 
 
 def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:
     """How often each of 0..extent-1 stands in `ids`: [extent] int64, without torch.bincount's wait for the device."""
     flat = ids.flatten()
-    return torch.zeros(extent, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(extent, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
 
 
 class Reorder(torch.autograd.Function):

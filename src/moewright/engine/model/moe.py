@@ -10,13 +10,18 @@ from functools import partial
 
 import torch
 
+from moewright.engine.dispatch import seam
+from moewright.engine.dispatch.allgather import AllGather
 from moewright.engine.dispatch.alltoall import AllToAll
+from moewright.engine.dispatch.dedup import Dedup, copies_to
 from moewright.engine.keep import Decided, replayed
+from moewright.engine.model.functions import count_rows
 from moewright.engine.model.layers import Experts, Mlp, Weight
 from moewright.engine.model.linears import GateLinear
 from moewright.engine.model.router import Router, Selected
 from moewright.engine.runtime import Runtime
-from moewright.spec.layout import Recompute
+from moewright.rules.routing import capacity_rows, experts_of
+from moewright.spec.layout import Dispatcher, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MoeSpec
 from moewright.spec.workload import RouterForce
@@ -39,7 +44,7 @@ class SharedExperts(Mlp):
 
 
 class Moe(torch.nn.Module):
-    """[T,H] -> [T,H], with the auxiliary loss (coefficients applied) and the expert counts [E] of this rank."""
+    """[T,H] -> [T,H], with the auxiliary loss (coefficients applied) and what this rank sent (see `_sent`)."""
 
     def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
@@ -50,8 +55,7 @@ class Moe(torch.nn.Module):
         self.router = Router(run, spec.experts, number)
         self.experts = Experts(run, spec.experts, spec.ffn_size)
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
-        even = run.workload.router.force is RouterForce.BALANCED
-        self._dispatcher = AllToAll(run.mesh.group("ep"), run.mesh.group("etp"), spec.experts, even=even)
+        self._dispatcher = _dispatcher(run, spec)
 
     def forward(self, x_TH: torch.Tensor, decided: Decided | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`decided`: of the replayed block that this is part of, None outside of one."""
@@ -65,14 +69,43 @@ class Moe(torch.nn.Module):
         with books.within(Module.ROUTER):
             selected, aux = self.router(x_TH, decided)
         with books.within(Module.EXPERTS):
-            out = self._routed(x_TH, selected)
+            experts_Tk = self._kept(selected)
+            out = self._routed(x_TH, experts_Tk, selected.weights)
         if self.shared is not None:
             out = out + self.shared(x_TH)
-        return out, aux, selected.counts
+        return out, aux, self._sent(experts_Tk, selected.counts)
 
-    def _routed(self, x_TH: torch.Tensor, selected: Selected) -> torch.Tensor:
+    @torch.no_grad()
+    def _kept(self, selected: Selected) -> torch.Tensor:
+        """The ids [T,k], E where capacity leaves no room. Dropped weights are not made up for by the others."""
+        layout, (tokens, top_k) = self._run.mesh.layout, selected.experts.shape
+        if not layout.capacity:
+            return selected.experts
+        rows = capacity_rows(tokens, top_k, self._spec.experts, layout.capacity)
+        return selected.within(rows, self._run.workload.router.drop_policy)
+
+    @torch.no_grad()
+    def _sent(self, experts_Tk: torch.Tensor, chosen_E: torch.Tensor) -> torch.Tensor:
+        """Rows that this rank sends to each expert [E]; under dedup followed by the copies to each rank [E + ep]."""
+        layout, experts = self._run.mesh.layout, self._spec.experts
+        rows = count_rows(experts_Tk, experts + 1)[:-1] if layout.capacity else chosen_E
+        if layout.dispatcher is not Dispatcher.DEDUP:
+            return rows
+        return torch.cat((rows, copies_to(experts_Tk, experts, layout.ep)))
+
+    def _routed(self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
         way = self._dispatcher
-        routed, route = way.preprocess(x_TH, selected.experts, selected.weights)
+        routed, route = way.preprocess(x_TH, experts_Tk, weights_Tk)
         routed = way.postprocess(way.dispatch(routed, route), route)
         rows = self.experts(routed.rows, routed.weights, route.ends)
         return way.combine_postprocess(way.combine(way.combine_preprocess(rows, route), route), route)
+
+
+def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
+    layout, mesh = run.mesh.layout, run.mesh
+    if layout.dispatcher is Dispatcher.ALL_GATHER:
+        return AllGather(mesh.group("etp_ep"), experts_of(run.model, layout, mesh.coordinate("ep")))
+    if layout.dispatcher is Dispatcher.DEDUP:
+        return Dedup(mesh.group("ep"), spec.experts)
+    even = run.workload.router.force is RouterForce.BALANCED
+    return AllToAll(mesh.group("ep"), mesh.group("etp"), spec.experts, even=even, drops=layout.capacity > 0)

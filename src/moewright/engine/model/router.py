@@ -19,7 +19,7 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.inventory import selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
-from moewright.spec.workload import RouterForce
+from moewright.spec.workload import DropPolicy, RouterForce
 
 _TINY = 1e-20  # under a sum of independent scores, all of which may be zero
 
@@ -32,6 +32,17 @@ class Selected:
     weights: torch.Tensor
     scores: torch.Tensor
     counts: torch.Tensor
+
+    def within(self, rows: int, policy: DropPolicy) -> torch.Tensor:
+        """The ids [T,k] with E where an expert already has `rows` rows; weights of the others stay as they are."""
+        flat, extent = self.experts.flatten(), len(self.counts)
+        first = torch.arange(len(flat), device=flat.device)
+        if policy is DropPolicy.PROBS:
+            first = self.weights.detach().flatten().argsort(descending=True, stable=True)
+        order = first[flat[first].argsort(stable=True)]  # by expert, then by what the policy prefers
+        starts = self.counts.cumsum(0) - self.counts
+        late = torch.arange(len(flat), device=flat.device) - starts[flat[order]] >= rows
+        return flat.index_fill(0, order[late], extent).view_as(self.experts)
 
 
 def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""The de-duplicating all-to-all: a token crosses to a rank once, with the list of its experts there, and one weighted
+partial sum comes back (docs/formulas.md 3). It pays where a token has several experts on a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moewright.engine.collectives import Group, all_to_all
+from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows
+from moewright.engine.model.functions import Select, Spread, SumSlots, count_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """`copies` are the rows sent, one a token and rank; `slots` the rows of the local experts among the slots of the
+    received copies; `send` and `receive` count copies a rank; `ends` [E_local] int32.
+    """
+
+    copies: Rows
+    slots: Rows
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    ends: torch.Tensor
+
+
+class Dedup:
+    """Dispatch over an expert-parallel group of whole experts."""
+
+    def __init__(self, group: Group, experts: int) -> None:
+        self._group = group
+        self._experts = experts
+
+    def preprocess(
+        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+    ) -> tuple[Routed, Route]:
+        """One copy a token and rank; tell each rank how many come, and which experts each of them wants."""
+        group, size, local = self._group, self._group.size, self._experts // self._group.size
+        counts = count_rows(experts_Tk, self._experts + 1)[:-1].view(size, local)
+        rank_Tk = experts_Tk // local
+        first_Tk = _first_of_each(rank_Tk, size)
+        sent = count_rows(first_Tk, size + 1)[:-1]
+        told = all_to_all(torch.cat((counts, sent[:, None]), 1), group, send=[1] * size, receive=[1] * size)
+        per_expert = told[:, :local].sum(0)
+        send, receive, rows = on_host(sent, told[:, local], per_expert.sum()[None])
+        copies = sorted_rows(first_Tk, sum(send))
+        rank_of_copy = first_Tk.flatten()[copies.places]
+        wanted = experts_Tk[copies.tokens] - rank_of_copy[:, None] * local
+        wanted = wanted.masked_fill((wanted < 0) | (wanted >= local), local).to(torch.int32)
+        wanted = all_to_all(wanted, group, send=send, receive=receive)
+        route = Route(
+            copies=copies,
+            slots=sorted_rows(wanted, rows[0]),
+            send=send,
+            receive=receive,
+            ends=per_expert.cumsum(0).to(torch.int32),
+        )
+        # A copy takes all weights of its token along; the receiver uses those of its own experts.
+        return (
+            Routed(
+                rows=Spread.apply(x_TH, copies.tokens, copies.rows),
+                weights=Spread.apply(weights_Tk, copies.tokens, copies.rows),
+            ),
+            route,
+        )
+
+    def dispatch(self, routed: Routed, route: Route) -> Routed:
+        """Copies and weights to the ranks of their experts."""
+        rows = all_to_all(routed.rows, self._group, send=route.send, receive=route.receive)
+        return Routed(
+            rows=rows, weights=all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
+        )
+
+    def postprocess(self, routed: Routed, route: Route) -> Routed:
+        """A row for each expert here that a copy wants, by expert."""
+        slots = route.slots
+        rows = Spread.apply(routed.rows, slots.tokens, slots.rows)
+        return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
+
+    def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+        """The weighted sum of the experts here for each copy."""
+        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows)
+
+    def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+        """Partial sums back to the ranks of their tokens."""
+        return all_to_all(rows, self._group, send=route.receive, receive=route.send)
+
+    def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+        """Sum what the ranks sent for each token."""
+        return SumSlots.apply(rows, route.copies.tokens, route.copies.rows)
+
+
+def copies_to(experts_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
+    """How many tokens go to each of `ranks` ranks, each once: [ranks] int64."""
+    return count_rows(_first_of_each(experts_Tk // (experts // ranks), ranks), ranks + 1)[:-1]
+
+
+def _first_of_each(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:
+    """Each token's ranks, every one once and the repeats as `none`."""
+    top_k = rank_Tk.shape[1]
+    earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=rank_Tk.device).tril(-1)
+    same = rank_Tk[:, :, None] == rank_Tk[:, None, :]
+    return rank_Tk.masked_fill((same & earlier).any(2), none)
