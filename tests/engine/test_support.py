@@ -35,4 +35,4 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
 
 
 def test_axes_that_are_not_built_are_refused() -> None:
-    assert said("cp2")[0].startswith("layout.cp=2: the engine does not run this yet")
+    assert said("cp2,cp_comm=a2a")[0].startswith("layout.cp_comm=a2a: the engine does not run this yet")

@@ -52,6 +52,13 @@ LAYOUTS = [
     (4, "etp2,ep2,recompute=moe+mlp"),
     (4, "tp4,ep2,mbs2"),  # more ranks than key heads
     (8, "tp4,ep4,recompute=full"),
+    (2, "cp2,mbs2"),
+    (4, "cp4,ep4,mbs4"),  # EP across CP
+    (4, "cp2,ep2,mbs2,cp_comm=allgather,recompute=core_attn"),
+    (4, "tp2,cp2,ep4,zero0,recompute=full"),  # EP across TP and CP
+    (8, "tp2,cp4,etp2,ep4,cp_comm=allgather"),
+    (8, "cp2,ep8,mbs2"),  # EP across CP and DP
+    (8, "tp4,cp2,ep2,mbs2"),  # more ranks than key heads
 ]
 
 

@@ -58,6 +58,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (4, "ep4,capacity0.75", Dtype.FP32, LossSpec(aux_coeff=0.01)),
         (4, "ep2,capacity1.25,dispatcher=dedup", Dtype.FP32, LossSpec()),
         (2, "ep2,capacity0.75,dispatcher=allgather", Dtype.BF16, LossSpec()),
+        (4, "cp4,ep4,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "tp2,cp2,ep2,cp_comm=allgather", Dtype.BF16, LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01)),
+        (2, "cp2,recompute=core_attn", Dtype.BF16, LossSpec()),
+        (4, "tp2,cp2,ep4,mbs2,cp_comm=allgather,recompute=full", Dtype.FP32, LossSpec()),
     ],
 )
 def test_predicted_equals_counted(
@@ -112,6 +116,8 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
         (2, "tp2,ep2,recompute=mla_up_proj+moe_act", 24, Dtype.FP32),
         (4, "tp2,ep2,mbs2,recompute=full", 24, Dtype.FP32),
         (2, "tp2,mbs2,recompute=core_attn", 24, Dtype.FP32),
+        (2, "cp2,mbs2,recompute=mla_up_proj", 24, Dtype.BF16),
+        (4, "tp2,cp2,cp_comm=allgather,recompute=core_attn", 24, Dtype.FP32),
     ],
 )
 def test_latent_attention(

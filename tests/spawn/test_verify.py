@@ -197,6 +197,10 @@ LAYOUTS = [
     ("qwen3", 2, "tp2,zero0"),
     ("deepseek_v2", 4, "tp2,ep4"),
     ("deepseek_v3", 4, "tp2,ep2,mbs2"),
+    ("qwen3_moe", 4, "cp4,ep2,mbs2"),
+    ("olmoe", 4, "tp2,cp2,ep4,mbs2,cp_comm=allgather"),
+    ("deepseek_v3", 4, "cp2,ep4"),
+    ("deepseek_v2", 4, "tp2,cp2,cp_comm=allgather"),
 ]
 
 

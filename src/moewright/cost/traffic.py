@@ -9,7 +9,7 @@ from moewright.cost.states import BucketSet
 from moewright.rules import grid, routing
 from moewright.rules.recompute import activation_bytes
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import Dispatcher, Layout, Recompute
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Recompute
 from moewright.spec.ledger import CommRow
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm
 from moewright.spec.workload import Workload
@@ -32,6 +32,7 @@ def comm_rows(
         *_expert(model, workload, layout, rows),
         *_gradients(workload, layout, sets, len(rows.rows)),
         *_tensor(model, workload, layout, rank, len(rows.rows)),
+        *_context(model, workload, layout, rank, len(rows.rows)),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
     ]
     for op, group, nbytes, count in calls:
@@ -191,6 +192,26 @@ def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list
     forward = inputs + also
     again = _replayed(layout, Recompute.MLA_UP_PROJ) * forward
     return [*forward, *inputs, h, *again], [h, *forward, *_replayed(layout) * [h]]
+
+
+def _context(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
+    """Keys and values of every attention layer: sent on cp - 1 times (or gathered once) in forward and in backward,
+    where their gradients, summed in fp32, go all the way round (or are reduced and scattered).
+    """
+    spec, ring = model.attention, layout.cp
+    layers = sum(len(chunk_layers(model, c)) for c in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")))
+    passes = micro_batches * layers
+    heads = spec.heads if spec.kind is AttentionKind.MLA else spec.kv_heads
+    widths = max(1, heads // layout.tp) * (spec.head_dim + spec.v_head_dim)
+    block = workload.seq_len * layout.mbs // layout.cp * widths
+    visits = passes * (2 + _replayed(layout, Recompute.CORE_ATTN))
+    keys = activation_bytes(workload) * block
+    if layout.cp_comm is CpComm.ALL_GATHER:
+        yield Collective.ALL_GATHER, "cp", visits * keys, visits
+        yield Collective.REDUCE_SCATTER, "cp", passes * ring * FP32_BYTES * block, passes
+    else:
+        yield Collective.P2P, "cp", (ring - 1) * visits * keys, (ring - 1) * visits
+        yield Collective.P2P, "cp", ring * passes * FP32_BYTES * block, ring * passes
 
 
 def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:

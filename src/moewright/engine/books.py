@@ -37,26 +37,34 @@ def _bmm(args: tuple[Any, ...]) -> int:
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(a.shape[2]) * int(b.shape[2])
 
 
-def _attention(args: tuple[Any, ...]) -> int:
-    """Causal half of q k^T and p v for q [B,heads,S,Dq], v [B,kv_heads,S,Dv]."""
+def _attention(args: tuple[Any, ...], *, causal: bool) -> int:
+    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, or the causal half of them."""
     q, v = args[0], args[2]
     batch, heads, rows, dim = q.shape
     columns = getattr(v, "true_width", v.shape[3])
-    return int(batch) * int(heads) * int(rows) * int(rows) * (int(dim) + int(columns))
+    return (1 if causal else 2) * int(batch) * int(heads) * int(rows) * int(v.shape[2]) * (int(dim) + int(columns))
+
+
+def _attention_forward(args: tuple[Any, ...]) -> int:
+    return _attention(args, causal=len(args) > 4 and args[4])  # torch leaves out arguments that have their default
+
+
+def _attention_backward_on_cpu(args: tuple[Any, ...]) -> int:
+    """Twice the forward: the convention of model FLOPs, which leaves out the recomputed scores."""
+    return 2 * _attention(args[1:], causal=args[7])
 
 
 def _attention_backward(args: tuple[Any, ...]) -> int:
-    """Twice the forward: the convention of model FLOPs, which leaves out the recomputed scores."""
-    return 2 * _attention(args[1:])
+    return 2 * _attention(args[1:], causal=args[11])
 
 
 _FLOPS: tuple[tuple[str, FlopOp, Callable[[tuple[Any, ...]], int]], ...] = (
     ("mm", FlopOp.GEMM, _mm),
     ("bmm", FlopOp.GEMM, _bmm),
     ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm),
-    ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention),
-    ("_scaled_dot_product_flash_attention_for_cpu_backward", FlopOp.ATTENTION, _attention_backward),
-    ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention),
+    ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention_forward),
+    ("_scaled_dot_product_flash_attention_for_cpu_backward", FlopOp.ATTENTION, _attention_backward_on_cpu),
+    ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention_forward),
     ("_scaled_dot_product_flash_attention_backward", FlopOp.ATTENTION, _attention_backward),
 )
 

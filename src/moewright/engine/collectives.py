@@ -218,6 +218,31 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
 
 
+class Shift:
+    """A tensor on its way to the next rank of a ring, and that of the rank before on its way here."""
+
+    def __init__(self, tensor: torch.Tensor, group: Group) -> None:
+        group.book(Collective.P2P, tensor)
+        self._sent, self._received = (
+            tensor.contiguous(),
+            torch.empty_like(tensor, memory_format=torch.contiguous_format),
+        )
+        after, before = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
+        # One batch: NCCL runs what a pair of ranks exchanges in order, and two sends first would wait for each other.
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, after, group.handle),
+                dist.P2POp(dist.irecv, self._received, before, group.handle),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        """What the rank before sent, once it is here."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
 def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not booked."""
     if not dist.is_initialized():

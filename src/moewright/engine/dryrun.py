@@ -104,7 +104,7 @@ class _Blank:
     """Micro-batches without content."""
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = run.mesh.layout.mbs, run.workload.seq_len
+        shape = run.mesh.layout.mbs, run.workload.seq_len // run.mesh.layout.cp
         return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
 

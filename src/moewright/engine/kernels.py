@@ -48,20 +48,21 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
 
 
 def attention(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, *, causal: bool = True
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Causal attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what backward needs.
+    """Attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what backward needs.
 
-    On CPU the second part is the natural-log sum of exponentials [B,H,S] in fp32.
+    The first of the latter is the natural-log sum of exponentials [B,H,S] in fp32; CUDA adds its random state. Without
+    `causal` every query attends every key, and there may be more keys than queries, or fewer.
     """
     q, k, v = (_widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     width = v.shape[-1]
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, _as_wide(v, q), 0.0, True)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, _as_wide(v, q), 0.0, causal)
         return out[..., :width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    out, *rest = _aten._scaled_dot_product_flash_attention(q, k, _as_wide(v, q), 0.0, True)
+    out, *rest = _aten._scaled_dot_product_flash_attention(q, k, _as_wide(v, q), 0.0, causal)
     lse, seed, offset = rest[0], rest[5], rest[6]
     return out[..., :width].transpose(1, 2).contiguous(), (lse, seed, offset)
 
@@ -84,20 +85,24 @@ def attention_backward(
     v_BSGD: torch.Tensor,
     out_BSHD: torch.Tensor,
     rest: tuple[torch.Tensor, ...],
+    *,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes."""
+    """Gradients of q, k and v, in their shapes and dtypes. Where the keys given are only some of those attended, `out`
+    and the log-sum in `rest` are over all of them, and so the gradients are these keys' part.
+    """
     grad, q, k, v, out = (_widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
     width = v.shape[-1]
     grad, v, out = (_as_wide(x, q) for x in (grad, v, out))
     if q.device.type == "cpu":
         lse = rest[0]
-        got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
+        got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     else:
         lse, seed, offset = rest
-        heads, length, share = k.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+        heads, share = k.shape[1], q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, wide_k, wide_v, out, lse, None, None, length, length, 0.0, True, seed, offset
+            grad, q, wide_k, wide_v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
         )
         got = (dq, *(g.unflatten(1, (heads, share)).sum(2) for g in (dk, dv)))
     dq, dk, dv = (g.transpose(1, 2) for g in (got[0], got[1], got[2][..., :width]))

@@ -9,6 +9,7 @@ import torch
 from moewright.engine.books import Books
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh
+from moewright.rules.context import held
 from moewright.spec.layout import Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
@@ -27,6 +28,12 @@ class Runtime:
     def dtype(self) -> torch.dtype:
         """Compute dtype, in which weights and activations are stored."""
         return torch_dtype(self.workload.precision)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Places in every sequence of the tokens that this rank's CP part holds, int64 [seq_len / cp], on the CPU."""
+        parts = held(self.workload.seq_len, self.mesh.layout.cp, self.mesh.coordinate("cp"))
+        return torch.cat([torch.arange(part.start, part.stop) for part in parts])
 
     def replays(self, policy: Recompute) -> bool:
         """Whether the layout asks for this recomputation."""

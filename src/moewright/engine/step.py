@@ -50,7 +50,7 @@ class Batches(Protocol):
     """Where micro-batches come from."""
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [mbs, seq_len] of this rank, for the step counted from 0; targets < 0 are none."""
+        """Inputs and targets [mbs, seq_len / cp] of this rank, for the step counted from 0; targets < 0 are none."""
         ...
 
 
@@ -62,7 +62,7 @@ class Data:
     sampler: Sampler
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [mbs, seq_len] of this rank, for the step counted from 0."""
+        """Inputs and targets [mbs, seq_len / cp] of this rank, for the step counted from 0."""
         layout, work = run.mesh.layout, run.workload
         rows = rows_of(
             global_batch=work.global_batch,
@@ -73,8 +73,8 @@ class Data:
         )
         ids = self.sampler.batch(step, work.global_batch)[rows.start : rows.stop]
         tokens = fetch(self.dataset, ids, seq_len=work.seq_len, vocab_size=run.model.vocab_size)
-        batch = torch.from_numpy(tokens).to(run.device)
-        return batch[:, :-1].clone(), batch[:, 1:].clone()
+        batch, here = torch.from_numpy(tokens), run.positions
+        return batch[:, here].to(run.device), batch[:, here + 1].to(run.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
         valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets in batches)], device=run.device)
         valid_targets = int(all_reduce(valid, run.mesh.group("dp_cp")))
-    aux_share = count * run.mesh.group("dp_cp").size
+    aux_share = count * layout.dp  # the auxiliary losses of the ranks that share tokens add up
 
     def forward(micro_batch: int) -> torch.Tensor:
         with clock.phase(Phase.FORWARD), run.keeper.forward(job.optimizer.resident):

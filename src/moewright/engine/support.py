@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
-from moewright.spec.layout import Dispatcher, Layout, Schedule
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
@@ -15,7 +15,7 @@ _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of
 def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("cp", layout.cp, (1,)),
+        ("cp_comm", layout.cp_comm, (CpComm.P2P, CpComm.ALL_GATHER)),
         ("pp", layout.pp, (1,)),
         ("vpp", layout.vpp, (1,)),
         ("zero", layout.zero, (1, 0)),

@@ -32,6 +32,7 @@ from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply
 from moewright.engine.support import unsupported_layout, unsupported_model
 from moewright.engine.weights import SELECTION_BIAS, in_their_names, open_weights, read_part, table_of
+from moewright.rules.context import held
 from moewright.rules.legality import illegal, micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
@@ -71,7 +72,8 @@ class FixedBatches:
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = rows_here(run, micro_batch)
         batch = step % len(self.inputs)
-        inputs, targets = (x[batch, rows.start : rows.stop].to(run.device) for x in (self.inputs, self.targets))
+        here = run.positions
+        inputs, targets = (x[batch, rows.start : rows.stop, here].to(run.device) for x in (self.inputs, self.targets))
         return inputs, targets
 
 
@@ -183,23 +185,34 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
     """Logits and token losses of the first batch, this rank's rows and part of the vocabulary."""
     run = here.run
     rows, length, vocab = run.workload.global_batch, run.workload.seq_len, run.model.vocab_size
+    cp = run.mesh.layout.cp
+    parts = held(length, cp, run.mesh.coordinate("cp"))
     found = []
     for number in range(micro_batches(run.workload, run.mesh.layout)):
         out = here.model(*batches.micro_batch(run, 0, number))
         first = rows_here(run, number).start
         width = out.logits.shape[1]
         start = run.mesh.coordinate("tp") * width
-        logits = out.logits.unflatten(0, (-1, length))[:, :, : max(0, vocab - start)]
-        nll = out.nll.unflatten(0, (-1, length))
-        found.append(
-            Piece(
-                name="logits",
-                global_shape=(rows, length, vocab),
-                offsets=(first, 0, start),
-                tensor=logits.float().contiguous(),
+        logits = out.logits.unflatten(0, (-1, length // cp))[:, :, : max(0, vocab - start)].float()
+        nll = out.nll.unflatten(0, (-1, length // cp))
+        for place, part in enumerate(parts):
+            columns = slice(place * len(part), (place + 1) * len(part))
+            found.append(
+                Piece(
+                    name="logits",
+                    global_shape=(rows, length, vocab),
+                    offsets=(first, part.start, start),
+                    tensor=logits[:, columns].contiguous(),
+                )
             )
-        )
-        found.append(Piece(name="nll", global_shape=(rows, length), offsets=(first, 0), tensor=nll.contiguous()))
+            found.append(
+                Piece(
+                    name="nll",
+                    global_shape=(rows, length),
+                    offsets=(first, part.start),
+                    tensor=nll[:, columns].contiguous(),
+                )
+            )
     return found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from moewright.engine.collectives import Gather
 from moewright.engine.keep import replayed
-from moewright.engine.model.functions import CausalAttention
+from moewright.engine.model.context import attend
 from moewright.engine.model.layers import Norm, RotaryTable, Weight
 from moewright.engine.model.linears import ColumnLinear, GateLinear, RowLinear
 from moewright.engine.model.rope import softmax_factor
@@ -102,4 +102,4 @@ class LatentAttention(nn.Module):
 
     def _core(self, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor) -> tuple[torch.Tensor]:
         k, v = kv_BShDV.split((self._spec.head_dim, self._spec.v_head_dim), -1)
-        return (CausalAttention.apply(q_BShD, k, v, self._run.books),)
+        return (attend(self._run, q_BShD, k, v),)

@@ -17,7 +17,8 @@ from torch import nn
 
 from moewright.engine.keep import replayed
 from moewright.engine.model import vocabulary
-from moewright.engine.model.functions import CausalAttention, JoinHeads, RmsNorm, Rotary, SwiGlu
+from moewright.engine.model.context import attend
+from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
@@ -67,21 +68,20 @@ class Norm(Weight):
 
 
 class RotaryTable:
-    """cos and sin [S, D/2] fp32 of positions 0..S-1, made once."""
+    """cos and sin [S, D/2] fp32 of the positions that this rank holds of a sequence, made once."""
 
     def __init__(self, run: Runtime) -> None:
-        spec, length = run.model.attention, run.workload.seq_len
+        spec = run.model.attention
         # A head may be rotated in part (MLA). gpt-oss alone does not round the bounds of its yarn blend.
         turning, factor = frequencies(
             spec.rope, spec.qk_rope_head_dim or spec.head_dim, rounded=run.model.family != "gpt_oss"
         )
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), turning)
+        angles = torch.outer(run.positions.double(), turning)
         self.cos = (angles.cos() * factor).to(run.device, torch.float32)
         self.sin = (angles.sin() * factor).to(run.device, torch.float32)
 
     def apply(self, x_BSHD: torch.Tensor) -> torch.Tensor:
-        length = x_BSHD.shape[1]
-        return Rotary.apply(x_BSHD, self.cos[:length], self.sin[:length])
+        return Rotary.apply(x_BSHD, self.cos, self.sin)
 
 
 class Attention(nn.Module):
@@ -124,7 +124,7 @@ class Attention(nn.Module):
             return RowLinear.apply(out.reshape(v.shape[0], -1), self.o.weight, tp, books)
 
     def _core(self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> tuple[torch.Tensor]:
-        return (CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, self._run.books),)
+        return (attend(self._run, q_BSHD, k_BSGD, v_BSGD),)
 
 
 class Mlp(nn.Module):
