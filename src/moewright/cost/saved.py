@@ -11,7 +11,7 @@ from moewright.rules import recompute, routing, schedule, shards
 from moewright.rules.stages import Chunk
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
 INT64_BYTES = 8
@@ -34,8 +34,8 @@ _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
 )
 
 
-# Inputs of 8-bit linears, kept quantised alone; `attention_out` is kept by flash attention too, in 16 bits, and the
-# router reads its input in 16 bits. (arXiv 2603.07685: 16 of 131 GB less in a DeepSeek-V3 run.)
+# Inputs of 8-bit linears: each keeps a quantised copy of its own and nobody keeps the 16 bits. The output projection is
+# told to keep its input as it is, which attention keeps anyway. (Megatron-LM, attention.py: save_original_input.)
 _QUANTISED = frozenset(
     {
         *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
@@ -44,7 +44,6 @@ _QUANTISED = frozenset(
         (Module.SHARED_EXPERTS, "activation"),
     }
 )
-_QUANTISED_BESIDE = frozenset({(Module.ATTENTION, "attention_out")})
 
 
 def layer_bytes(
@@ -66,7 +65,7 @@ def layer_bytes(
     sums: dict[Module, int] = {}
     for row in recompute.kept(rows, layout.recompute):
         if not offloaded(row, layout.offload):
-            sums[row.module] = sums.get(row.module, 0) + quantised(row, inputs)
+            sums[row.module] = sums.get(row.module, 0) + quantised(model, row, inputs)
     return sums
 
 
@@ -75,12 +74,21 @@ def offloaded(row: recompute.Saved, choices: Collection[Offload]) -> bool:
     return any((row.module, row.name) == _OFFLOADED.get(choice) for choice in choices)
 
 
-def quantised(row: recompute.Saved, inputs: float | None) -> int:
-    """Bytes of a kept tensor where 8-bit linears keep their inputs in `inputs` of their 16-bit size."""
+def quantised(model: ModelSpec, row: recompute.Saved, inputs: float | None) -> int:
+    """Bytes of a kept tensor where 8-bit linears keep their inputs in `inputs` of their 16-bit size.
+
+    The two down-projections of latent attention read one norm's output and keep a copy each. The router reads its
+    input in 16 bits, shared experts keep a copy beside. Together they are what arXiv 2603.07685 prints of DeepSeek-V3.
+    """
     if inputs is None:
         return row.bytes
-    share = inputs if (row.module, row.name) in _QUANTISED else 1.0
-    return round(row.bytes * (share + (inputs if (row.module, row.name) in _QUANTISED_BESIDE else 0.0)))
+    share = 1.0
+    if (row.module, row.name) in _QUANTISED:
+        twice = row.name == "input_norm_out" and model.attention.kind is AttentionKind.MLA
+        share = inputs * (2 if twice else 1)
+    elif (row.module, row.name) == (Module.ROUTER, "post_norm_out") and model.moe and model.moe.shared_ffn_size:
+        share = 1.0 + inputs
+    return round(row.bytes * share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
