@@ -79,7 +79,6 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
         ({"time_per_iter_s": ""}, "states neither speed nor memory"),
         ({"dp": "8"}, "256 devices leave 4"),
         ({"ep": "7"}, "layout.ep=7"),
-        ({"offload": "optimizer CPU offload 25%"}, "a part of the optimizer"),
         ({"vpp": "", "notes": "with VPP switched on (degree not stated)"}, "does not state its degree"),
     ],
 )
@@ -242,3 +241,14 @@ def test_what_an_out_of_memory_row_leaves_open_is_taken_at_its_least(tmp_path: P
     (small,) = table(tmp_path, {**stated, "mbs": "", "recompute_modules": "attn moe_expert"}).rows
     assert small.least == ("mbs", "recompute_granularity")
     assert small.layout.recompute == (Recompute.FULL,)
+
+
+def test_parts_of_full_recompute_and_of_the_optimizer(tmp_path: Path) -> None:
+    (row,) = table(tmp_path, {"offload": "optimizer CPU offload 25%"}).rows
+    assert (row.layout.offload, row.layout.offload_fraction) == ((Offload.OPTIMIZER,), 0.25)
+    full = {"recompute_granularity": "full"}
+    first, every = table(
+        tmp_path, {**full, "recompute_modules": "full block 5"}, {**full, "recompute_modules": "uniform, 1 layer"}
+    ).rows
+    assert (first.layout.recompute_block, first.layout.recompute_span) == (5, 1)
+    assert (every.layout.recompute_block, every.layout.recompute_span) == (0, 1)

@@ -90,7 +90,7 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"dispatcher={layout.dispatcher}")
     if layout.capacity:
         parts.append(f"capacity={layout.capacity!r}")
-    parts += [f"{key}={'+'.join(getattr(layout, key))}" for key, _ in _SETS if getattr(layout, key)]
+    parts += [f"{key}={'+'.join(_words(layout, key))}" for key, _ in _SETS if getattr(layout, key)]
     if layout.stages:
         parts.append(f"layout='{layout.stages}'")
     return ",".join(parts)
@@ -107,7 +107,7 @@ def _fields(text: str) -> tuple[dict[str, Any], int | None]:
             if item.key in seen:
                 raise BadInput(Reason(field=item.key, value=item.value, rule="is given twice"))
             seen.add(item.key)
-            values["stages" if item.key == "layout" else item.key] = _value(item)
+            values["stages" if item.key == "layout" else item.key] = _value(_counted(item, values))
         except BadInput as error:
             faults += error.reasons
     if faults:
@@ -150,6 +150,50 @@ def _item(part: str) -> _Item:
     if not equals and folded not in _NUMBERS:
         raise BadInput(Reason(field=folded, rule="needs a value", nearest=f"{folded}=..."))
     return _Item(key=folded, value=value)
+
+
+def _words(layout: Layout, key: str) -> Iterator[str]:
+    """Members of a set as text, with their numbers."""
+    for member in getattr(layout, key):
+        if member is Recompute.FULL and layout.recompute_block:
+            yield f"block{layout.recompute_block}"
+        elif member is Recompute.FULL and layout.recompute_span > 1:
+            yield f"uniform{layout.recompute_span}"
+        elif member is Offload.OPTIMIZER and layout.offload_fraction != 1:
+            yield f"optimizer{layout.offload_fraction!r}"
+        else:
+            yield member.value
+
+
+def _counted(item: _Item, values: dict[str, Any]) -> _Item:
+    """The item without the numbers of its words, which go to fields of their own: "block5" and "uniform2" are full
+    recompute of the first 5 layers of each chunk, and of 2 layers a checkpoint; "optimizer0.5" offloads half.
+    """
+    if item.key not in ("recompute", "offload"):
+        return item
+    words = []
+    for word in item.value.split("+"):
+        match = re.fullmatch(r"(block|uniform|optimizer)(\d.*)", word.strip().casefold())
+        if not match or (match[1] == "optimizer") != (item.key == "offload"):
+            words.append(word)
+        elif match[1] == "optimizer":
+            values["offload_fraction"] = _fraction(match[2], word)
+            words.append(match[1])
+        else:
+            number = _whole(_Item(key=match[1], value=match[2]))
+            values["recompute_block" if match[1] == "block" else "recompute_span"] = number
+            words.append(Recompute.FULL)
+    return _Item(key=item.key, value="+".join(words))
+
+
+def _fraction(text: str, word: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if 0 < number <= 1:
+        return number
+    raise BadInput(Reason(field="offload", value=word, rule="takes a fraction above 0, at most 1", nearest="optimizer"))
 
 
 def _value(item: _Item) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from moewright.cost import memory
 from moewright.cost.comm import Links
@@ -12,7 +13,7 @@ from moewright.cost.layer_time import Times
 from moewright.cost.ledger import flop_rows, replayed_rows
 from moewright.cost.outside import optimizer_ops
 from moewright.cost.sizes import Sizes, sizes
-from moewright.cost.stage import Routed, rank_chunks, routed
+from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, routed
 from moewright.cost.states import BucketSet, bucket_sets
 from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, owned_by, stage_times, step_time, tail
 from moewright.cost.traffic import comm_rows
@@ -221,6 +222,16 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
         head=False,
         mtp=model.mtp_layers,
     )
+    if size.layout.recompute_block:
+        chunks = stages.chunks(model, size.layout)
+        layers = replayed_layers(model, size.layout, chunks)
+        moe_layers = sum(is_moe(model, layer) for layer in layers)
+        whole = replace(
+            whole,
+            layers=tuple(layer for layer in layers if layer < model.layers),
+            routed_rows=workload.tokens_per_step * top_k * moe_layers,
+            mtp=sum(layer > model.layers for layer in layers),
+        )
     one = Layout(world_size=1, recompute=size.layout.recompute)
     return flops.total_model_flops(replayed_rows(model, workload, one, whole))
 
@@ -236,7 +247,8 @@ def _assumptions(hardware: Hardware, rates: Rates, workload: Workload, layout: L
     )
     if layout.offload:
         source = "transfers to the host are taken to hide under compute"
-        yield Assumption(name="offload", value="+".join(layout.offload), kind=SourceKind.ASSUMED, source=source)
+        part = "" if layout.offload_fraction == 1 else f" ({layout.offload_fraction:.0%} of the optimizer)"
+        yield Assumption(name="offload", value="+".join(layout.offload) + part, kind=SourceKind.ASSUMED, source=source)
     facts = [
         ("memory_bytes", device.memory_bytes),
         ("memory_Bps", device.memory_Bps),

@@ -198,7 +198,7 @@ def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved:
     forward_s = _joint(p, device, host / 3) + sync
     _put(exposed, TimePart.HOST, forward_s - device)
     device = device_s(priced.backward, moved.ep_backward, 3 * tp, 2 * moved.cp)
-    light = _replay(layout, priced, moved, exposed, host, p)
+    light = _replay(layout, priced, moved, exposed, host, p, share=_replayed_share(size))
     host_back = 2 * host / 3 + c["host_s_per_recompute_module"] * len(_small(layout))
     backward_s = _joint(p, device + light, host_back) + sync
     _put(exposed, TimePart.HOST, backward_s - device - light)
@@ -226,12 +226,19 @@ def _small(layout: Layout) -> tuple[Recompute, ...]:
 
 
 def _replay(
-    layout: Layout, priced: Priced, moved: Exchange, exposed: dict[TimePart, float], host: float, p: float
+    layout: Layout,
+    priced: Priced,
+    moved: Exchange,
+    exposed: dict[TimePart, float],
+    host: float,
+    p: float,
+    *,
+    share: float,
 ) -> float:
     """Books what backward runs again; returns the seconds that join the backward's own device time.
 
-    Full recompute is one forward more, with its collectives and host time; `moe` its block with 0.6 of the host time.
-    Both stand as blocks of their own.
+    Full recompute is one forward more, with its collectives and host time, of the `share` of the layers that it takes;
+    `moe` its block with 0.6 of the host time. Both stand as blocks of their own.
     """
     chosen = layout.recompute
     if not chosen:
@@ -239,7 +246,7 @@ def _replay(
     if Recompute.FULL in chosen:
         device = sum(seconds for _, seconds in priced.forward)
         device += moved.ep_forward + 2 * moved.tp_blocks * moved.tp + moved.cp
-        _put(exposed, TimePart.RECOMPUTE, _joint(p, device, host / 3))
+        _put(exposed, TimePart.RECOMPUTE, share * _joint(p, device, host / 3))
         return 0.0
     small = frozenset(_small(layout))
     block = 0.0
@@ -253,6 +260,14 @@ def _replay(
         block = _joint(p, block + moved.ep_forward, 0.6 * host / 3) if moved.ep_forward or block else 0.0
     _put(exposed, TimePart.RECOMPUTE, block + light)
     return light
+
+
+def _replayed_share(size: Sizes) -> float:
+    """Of a chunk's layers: those that full recompute takes, where it takes the first alone."""
+    layout = size.layout
+    if not layout.recompute_block:
+        return 1.0
+    return min(1.0, layout.recompute_block * layout.pp * layout.vpp / size.model.layers)
 
 
 def _joint(exponent: float, device: float, host: float) -> float:

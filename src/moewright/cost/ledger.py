@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moewright.cost.saved import saved_rows
-from moewright.cost.stage import Routed, rank_chunks, routed
+from moewright.cost.stage import Routed, chunk_layers, rank_chunks, replayed_layers, routed
 from moewright.cost.states import bucket_sets, state_rows
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, grid, schedule
@@ -65,19 +65,25 @@ def flop_rows(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int
     share = _share(model, workload, layout, pp_rank, rows)
     sums: dict[tuple[FlopOp, Module], int] = {}
     trained = flops.flop_rows(model, layout, share, seq_len=workload.seq_len)
-    for row in (*trained, *replayed_rows(model, workload, layout, share)):
+    again = _share(model, workload, layout, pp_rank, rows, replayed=True)
+    for row in (*trained, *replayed_rows(model, workload, layout, again)):
         sums[row.op, row.module] = sums.get((row.op, row.module), 0) + row.flops
     return tuple(FlopRow(op=op, module=module, flops=value) for (op, module), value in sorted(sums.items()) if value)
 
 
-def _share(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed) -> flops.Share:
+def _share(
+    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed, *, replayed: bool = False
+) -> flops.Share:
+    """What the rank works on, or the layers of it that recompute touches."""
     chunks = rank_chunks(model, layout, pp_rank)
+    layers = replayed_layers(model, layout, chunks) if replayed else None
+    mine = [layer for chunk in chunks for layer in chunk_layers(model, chunk) if layers is None or layer in layers]
     return flops.Share(
-        layers=tuple(layer for chunk in chunks for layer in chunk.layers),
+        layers=tuple(layer for layer in mine if layer < model.layers),
         tokens=len(rows.rows) * workload.seq_len * layout.mbs // layout.cp,
-        routed_rows=rows.total,
+        routed_rows=rows.total if layers is None else rows.of(layers),
         head=any(chunk.loss for chunk in chunks),
-        mtp=sum(chunk.mtp for chunk in chunks),
+        mtp=sum(layer > model.layers for layer in mine),
     )
 
 

@@ -60,8 +60,7 @@ def held(
     """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
     model, layout = size.model, size.layout
     beside = extras(workload, constants, size, chunks)
-    on_host = (Component.MASTER, Component.MOMENTS) if Offload.OPTIMIZER in layout.offload else ()
-    states = [row for row in state_rows(workload, layout, sets) if row.component not in on_host]
+    states = list(on_device(layout, state_rows(workload, layout, sets)))
     inputs: float | None = None
     if workload.precision.nbytes == 1:
         states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))
@@ -104,6 +103,16 @@ def beyond(constants: Constants, allocated: Any, *, groups: Any) -> Beyond:
         communication=groups * constants["communicator_bytes"],
         spread=deviation**0.5,
     )
+
+
+def on_device(layout: Layout, states: Sequence[MemoryRow]) -> Iterator[MemoryRow]:
+    """States without the part of master weights and moments that the layout keeps on the host."""
+    here = 1 - layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 1.0
+    for row in states:
+        if row.component not in (Component.MASTER, Component.MOMENTS):
+            yield row
+        elif here:
+            yield replace(row, bytes=round(here * row.bytes))
 
 
 def with_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
@@ -158,6 +167,7 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
         before = recompute.saved_by_layer(model, workload, layout, layer, load=load)
         after = recompute.kept(before, layout.recompute)
         replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
+        replayed *= layout.recompute_span
     return layer_gradients(size, layer) + replayed
 
 

@@ -55,15 +55,16 @@ def layer_bytes(
     load: float,
     moved: routing.Moved | None = None,
     inputs: float | None = None,
+    place: int = 0,
 ) -> dict[Module, int]:
     """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module.
 
-    `load` and `moved` as in rules.recompute. `inputs`: the quantised input of an 8-bit linear over its 16-bit size;
-    None where linears are not 8-bit.
+    `load` and `moved` as in rules.recompute; `place` of the layer in its chunk. `inputs`: the quantised input of an
+    8-bit linear over its 16-bit size; None where linears are not 8-bit.
     """
     rows = recompute.saved_by_layer(model, workload, layout, layer, load=load, moved=moved)
     sums: dict[Module, int] = {}
-    for row in recompute.kept(rows, layout.recompute):
+    for row in recompute.kept_at(rows, layout, place):
         if not offloaded(row, layout.offload):
             sums[row.module] = sums.get(row.module, 0) + quantised(model, row, inputs)
     return sums
@@ -215,12 +216,15 @@ def _chunk_bytes(
     inputs: float | None,
 ) -> ByModule:
     sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
-    kinds: dict[tuple[bool, bool, _Load], dict[Module, int]] = {}
-    for layer, load in zip(chunk_layers(model, chunk), loads, strict=True):
+    kinds: dict[tuple[object, ...], dict[Module, int]] = {}
+    for place, (layer, load) in enumerate(zip(chunk_layers(model, chunk), loads, strict=True)):
         mtp = layer > model.layers
-        kind = (mtp, model.moe_layers[-1 if mtp else layer], load)
+        again = recompute.replayed(layout, place), place % layout.recompute_span == 0
+        kind = (mtp, model.moe_layers[-1 if mtp else layer], load, again)
         if kind not in kinds:
-            kinds[kind] = layer_bytes(model, workload, layout, layer, load=load[0], moved=load[1], inputs=inputs)
+            kinds[kind] = layer_bytes(
+                model, workload, layout, layer, load=load[0], moved=load[1], inputs=inputs, place=place
+            )
         for module, nbytes in kinds[kind].items():
             sums[module] = sums.get(module, 0) + nbytes
     return sums

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from moewright.rules import grid, routing, stages
+from moewright.rules import grid, recompute, routing, stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Selection
@@ -26,6 +26,16 @@ def is_moe(model: ModelSpec, layer: int) -> bool:
 def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.Chunk, ...]:
     """The virtual stages of a pipeline rank, by chunk index."""
     return tuple(chunk for chunk in stages.chunks(model, layout) if chunk.pp_rank == pp_rank)
+
+
+def replayed_layers(model: ModelSpec, layout: Layout, chunks: Sequence[stages.Chunk]) -> frozenset[int]:
+    """Layers of the chunks that some recompute policy touches: all, unless full recompute takes the first alone."""
+    return frozenset(
+        layer
+        for chunk in chunks
+        for place, layer in enumerate(chunk_layers(model, chunk))
+        if recompute.replayed(layout, place)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +66,12 @@ class Routed:
     @property
     def total(self) -> int:
         return sum(map(sum, self.rows))
+
+    def of(self, layers: Collection[int]) -> int:
+        """Rows through these layers alone."""
+        return sum(
+            n for of_batch in self.rows for layer, n in zip(self.layers, of_batch, strict=True) if layer in layers
+        )
 
 
 def routed(

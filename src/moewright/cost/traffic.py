@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks
+from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers
 from moewright.cost.states import BucketSet
 from moewright.rules import grid, routing
 from moewright.rules.recompute import activation_bytes
@@ -25,7 +26,16 @@ _Call = tuple[Collective, str, int, int]  # operation, group, payload bytes of a
 def comm_rows(
     model: ModelSpec, workload: Workload, layout: Layout, rank: int, rows: Routed, sets: Sequence[BucketSet]
 ) -> tuple[CommRow, ...]:
-    """Sorted rows; groups of one rank make no call."""
+    """Sorted rows; groups of one rank make no call. Where full recompute takes some layers alone, its part of the calls
+    is theirs by number: exact where the layers are alike."""
+    if layout.recompute_block:
+        all_of, none = (
+            comm_rows(model, workload, replace(layout, recompute_block=0, recompute=chosen), rank, rows, sets)
+            for chosen in (layout.recompute, ())
+        )
+        chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
+        held = sum(len(chunk_layers(model, chunk)) for chunk in chunks)
+        return tuple(_between(none, all_of, len(replayed_layers(model, layout, chunks)), held))
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
         *_step(model, workload, layout, rows),
@@ -42,6 +52,15 @@ def comm_rows(
     return tuple(
         CommRow(op=op, group=group, bytes=nbytes, calls=count) for (op, group), (nbytes, count) in sorted(sums.items())
     )
+
+
+def _between(few: Sequence[CommRow], many: Sequence[CommRow], part: int, of: int) -> Iterator[CommRow]:
+    """`few`, and `part` of the `of` layers' share in what `many` has more."""
+    had = {(row.op, row.group): row for row in few}
+    for row in many:
+        least = had.get((row.op, row.group), replace(row, bytes=0, calls=0))
+        nbytes = least.bytes + (row.bytes - least.bytes) * part // of
+        yield replace(least, bytes=nbytes, calls=least.calls + (row.calls - least.calls) * part // of)
 
 
 def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:

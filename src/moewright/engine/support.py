@@ -42,6 +42,9 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
 def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
     """Cuts that would leave a rank part of a row, or expert rows that grouped GEMM cannot address."""
     attention = model.attention
+    if layout.recompute_block or layout.recompute_span > 1:
+        rule = "the engine replays all layers, one a checkpoint"
+        yield Reason(field="layout.recompute", value="block, uniform", rule=rule, nearest="full")
     if attention.kind is AttentionKind.GQA and attention.kv_width % layout.tp:
         rule = f"must divide the {attention.kv_width} rows of the key projection"
         yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(attention.kv_heads))

@@ -211,8 +211,8 @@ def _memory(layout: Layout) -> Iterator[Flag]:
         yield "--ckpt-format", "fsdp_dtensor"
     if Recompute.FULL in layout.recompute:
         yield "--recompute-granularity", "full"
-        yield "--recompute-method", "uniform"
-        yield "--recompute-num-layers", "1"
+        yield "--recompute-method", "block" if layout.recompute_block else "uniform"
+        yield "--recompute-num-layers", str(layout.recompute_block or layout.recompute_span)
     elif layout.recompute:
         yield "--recompute-granularity", "selective"
         yield ("--recompute-modules", *(module.value for module in layout.recompute))
@@ -268,6 +268,8 @@ def _optimizer(workload: Workload, layout: Layout) -> Iterator[Flag]:
     offloaded, moments = Offload.OPTIMIZER in layout.offload, optimizer.moment_dtype
     if offloaded:
         yield ("--optimizer-cpu-offload",)
+        if layout.offload_fraction < 1:
+            yield "--optimizer-offload-fraction", _number(layout.offload_fraction)
     if offloaded or moments is not Dtype.FP32:
         yield ("--use-precision-aware-optimizer",)
         yield "--exp-avg-dtype", moments.value

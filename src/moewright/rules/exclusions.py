@@ -47,6 +47,12 @@ def _recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             rule="full replays every module and stands alone",
             nearest="full",
         )
+    if Recompute.FULL in chosen and layout.recompute_block and layout.recompute_span > 1:
+        value, rule = (
+            f"block{layout.recompute_block}+uniform{layout.recompute_span}",
+            "block and uniform exclude each other",
+        )
+        yield Reason(field="layout.recompute", value=value, rule=rule, nearest=f"block{layout.recompute_block}")
     idle = {
         Recompute.MOE: ("a model with experts", has_experts(model)),
         Recompute.MOE_ACT: ("a model with experts", has_experts(model)),

@@ -85,6 +85,20 @@ def saved_by_layer(
     return tuple(row for row in rows if row.bytes)
 
 
+def replayed(layout: Layout, place: int) -> tuple[Recompute, ...]:
+    """The policies of the layer at `place` of its chunk: full recompute may take the first layers alone."""
+    return () if 0 < layout.recompute_block <= place else layout.recompute
+
+
+def kept_at(rows: Collection[Saved], layout: Layout, place: int) -> tuple[Saved, ...]:
+    """The rows that the layer at `place` of its chunk keeps. A checkpoint over several layers keeps the first's input
+    alone of what any of them reads from the one before."""
+    left = kept(rows, replayed(layout, place))
+    if place % layout.recompute_span:
+        left = tuple(row for row in left if row.name != "layer_input")
+    return left
+
+
 def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Saved, ...]:
     """The rows that stay when `policies` are on."""
     return tuple(row for row in rows if not any(policy in policies for policy in row.freed_by))

@@ -150,9 +150,11 @@ class Room:
             sharded = sharded_states(keep.zero)
             for component, nbytes in element.items():
                 if component in (Component.MASTER, Component.MOMENTS) and Offload.OPTIMIZER in keep.offload:
-                    continue
+                    on_device = 1 - self._space.base.offload_fraction
+                else:
+                    on_device = 1.0
                 here = padded / over if component in sharded else padded
-                found[:, column] += nbytes * here.sum(axis=1)
+                found[:, column] += on_device * nbytes * here.sum(axis=1)
                 if component is Component.WEIGHTS and self._copies:
                     copies = copied / over if component in sharded else copied
                     found[:, column] += nbytes * self._copies * copies.sum(axis=1)
@@ -186,7 +188,11 @@ class Room:
             rows = recompute.saved_by_layer(model, workload, cut, layer, load=load)
             stays, there = self._mask(rows)
             whole = np.array([row.bytes for row in rows], dtype=float)
-            kept = whole if self._inputs is None else np.array([float(quantised(row, self._inputs)) for row in rows])
+            kept = (
+                whole
+                if self._inputs is None
+                else np.array([float(quantised(model, row, self._inputs)) for row in rows])
+            )
             saved[piece] = there @ kept
             transient[piece] = memory.layer_gradients(size, layer) + replays * (whole.sum() - stays @ whole)
         for piece in (pieces.mtp, pieces.embedding, pieces.head):

@@ -98,7 +98,10 @@ class Layout:
     vpp_group: int = 0  # micro-batches a group of the interleaved table; 0: pp
     cp_comm: CpComm = CpComm.P2P
     recompute: tuple[Recompute, ...] = ()
+    recompute_block: int = 0  # full recompute of so many first layers of each chunk; 0: of all
+    recompute_span: int = 1  # layers that one checkpoint of full recompute covers
     offload: tuple[Offload, ...] = ()
+    offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     capacity: float = 0.0  # 0: dropless
     overlap: tuple[Overlap, ...] = ()

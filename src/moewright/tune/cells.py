@@ -105,8 +105,6 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
     if folded in ("", "none"):
         return ()
     if folded == "full":
-        if "block" in modules:
-            raise wrong("recompute_modules", modules, "full recompute of a part of the layers is not modelled")
         return (Recompute.FULL,)
     if modules == "(empty list)":
         return ()
@@ -118,6 +116,18 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
             raise wrong("recompute_modules", modules, "is no policy of modules that is modelled")
         found.add(known)
     return tuple(sorted(found))
+
+
+def recomputed_layers(granularity: str, modules: str, method: str) -> int | None:
+    """Layers that full recompute takes by a method of Megatron's, "full block 5" or "uniform, 2 layers"."""
+    match = re.search(rf"\b{method}\D*(\d+)", modules) if granularity.casefold() == "full" else None
+    return int(match[1]) if match else None
+
+
+def offloaded_fraction(text: str) -> float:
+    """Share of the optimizer on the host, where it is: all of it unless a percentage stands beside."""
+    part = re.search(r"optimizer[^;]*?([\d.]+) ?%", text)
+    return number("offload", part[1]) / 100 if part else 1.0
 
 
 def dispatcher(text: str) -> Dispatcher:
@@ -145,9 +155,6 @@ def offloaded(text: str) -> tuple[Offload, ...]:
     found: set[Offload] = set()
     for piece in text.split(";"):
         if "optimizer" in piece:
-            part = re.search(r"(\d+)%", piece)
-            if part and part[1] != "100":
-                raise wrong("offload", text, "a part of the optimizer on the host is not modelled")
             found.add(Offload.OPTIMIZER)
         elif "fused_group_mlp" in piece:
             found |= {Offload.EXPERT_FC1, Offload.MOE_ACT}

@@ -234,7 +234,12 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
         zero=3 if fsdp else 0 if given["zero1"] == "false" else 1,
         schedule=Schedule.INTERLEAVED if pp > 1 and vpp > 1 else Schedule.ONE_F_ONE_B,
         recompute=read.recomputed(given["recompute_granularity"], given["recompute_modules"]),
+        recompute_block=read.recomputed_layers(given["recompute_granularity"], given["recompute_modules"], "block")
+        or 0,
+        recompute_span=read.recomputed_layers(given["recompute_granularity"], given["recompute_modules"], "uniform")
+        or 1,
         offload=read.offloaded(given["offload"]),
+        offload_fraction=read.offloaded_fraction(given["offload"]),
         dispatcher=read.dispatcher(given["dispatcher"] if model.moe else ""),
         capacity=read.number("capacity_factor", given["capacity_factor"]) if given["capacity_factor"] else 0.0,
         overlap=tuple(one for one in read.overlapped(given) if one is not Overlap.TP or tp > 1),

@@ -1,0 +1,109 @@
+"""What each way of saving memory takes off a rank, against sizes by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from moewright.codec import layout_text, parse_layout
+from moewright.cost.estimate import estimate
+from moewright.intake import catalogue
+from moewright.rules.legality import illegal
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Layout, Offload, Recompute
+from moewright.spec.ledger import Component, Module
+from moewright.spec.plan import Estimate
+from moewright.spec.units import GIB, MIB
+from moewright.spec.workload import Workload
+
+QWEN = catalogue.model("Qwen3-235B-A22B")
+WORK = Workload(seq_len=4096, global_batch=2048)
+CUT = "tp2,ep8,pp8"  # 8 ranks of 12 layers less the embedding and the head: 11 on the first
+
+
+def of(text: str) -> Estimate:
+    hardware = catalogue.hardware("256xH800")
+    return estimate(QWEN, WORK, hardware, parse_layout(text, world_size=256))
+
+
+def held(found: Estimate, *components: Component, pp_rank: int = 0, module: Module | None = None) -> int:
+    rows = found.ledgers[pp_rank].memory
+    return sum(row.bytes for row in rows if row.component in components and module in (None, row.module))
+
+
+@pytest.mark.parametrize("text", ["recompute=block5", "recompute=uniform2", "offload=optimizer0.25+moe_act"])
+def test_numbers_in_a_set_are_read_and_written(text: str) -> None:
+    layout = parse_layout(f"{CUT},{text}", world_size=256)
+    assert parse_layout(layout_text(layout), world_size=256) == layout
+    assert text in layout_text(layout).replace("moe_act+optimizer0.25", "optimizer0.25+moe_act")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recompute=block0", "block=0: must be at least 1"),
+        ("offload=optimizer1.5", "takes a fraction above 0, at most 1"),
+        ("offload=block5", "offload=block5: must be one of"),
+        ("recompute=block5+moe", "full stands alone"),
+    ],
+)
+def test_numbers_that_say_nothing_are_refused(text: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse_layout(text, world_size=8)
+    assert said in str(caught.value)
+
+
+def test_block_and_uniform_exclude_each_other() -> None:
+    layout = Layout(world_size=256, tp=2, sp=True, ep=8, pp=8, recompute=(Recompute.FULL,), recompute_block=5)
+    assert not illegal(QWEN, WORK, layout)
+    both = parse_layout(f"{CUT},recompute=block5+uniform2", world_size=256)
+    assert "exclude each other" in str(illegal(QWEN, WORK, both)[0])
+
+
+def test_full_recompute_of_the_first_layers_of_each_chunk() -> None:
+    """A rank of 12 layers and 7 micro-batches in flight: between none and all of them, in proportion."""
+    none, first, all_of = (of(f"{CUT}{text}") for text in ("", ",recompute=block6", ",recompute=full"))
+    kept = [held(one, Component.ACTIVATIONS, pp_rank=1) for one in (none, first, all_of)]
+    assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2, rel=1e-3)
+    added = [one.hfu / one.mfu - 1 for one in (none, first, all_of)]
+    # 6 of each rank's 12 layers, and 6 of the 11 on the first rank and the last.
+    assert added[1] == pytest.approx(added[2] * 48 / 94, rel=1e-6)
+    assert none.step_s < first.step_s < all_of.step_s
+    calls = [{(row.op, row.group): row.bytes for row in one.ledgers[1].comm} for one in (none, first, all_of)]
+    for key, value in calls[1].items():
+        assert 2 * value == pytest.approx(calls[0][key] + calls[2][key])
+
+
+def test_one_checkpoint_over_two_layers_keeps_half_the_inputs() -> None:
+    """16 MiB an input at TP2, 12 layers, 7 in flight on the second rank; its backward replays two layers."""
+    one, two = of(f"{CUT},recompute=full"), of(f"{CUT},recompute=uniform2")
+    less = held(one, Component.ACTIVATIONS, pp_rank=1) - held(two, Component.ACTIVATIONS, pp_rank=1)
+    assert less == 7 * 6 * 16 * MIB
+    more = held(two, Component.TRANSIENT, pp_rank=1) - held(one, Component.TRANSIENT, pp_rank=1)
+    assert more / MIB == pytest.approx(424, abs=1)  # what a layer keeps, 440 MiB, less its input
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_part_of_the_optimizer_on_the_host(share: float) -> None:
+    before, after = of(CUT), of(f"{CUT},offload=optimizer{share if share < 1 else ''}")
+    parts = Component.MASTER, Component.MOMENTS
+    assert held(after, *parts) == pytest.approx((1 - share) * held(before, *parts), abs=64)
+    assert held(after, Component.GRADIENTS) == held(before, Component.GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    ("offload", "mib"),
+    [
+        (Offload.ATTN_NORM, 16),  # t h
+        (Offload.QKV_LINEAR, 16),
+        (Offload.CORE_ATTN, 36),  # T (q + 2 kv) / tp
+        (Offload.MLP_NORM, 16),
+        (Offload.EXPERT_FC1, 128),  # t k h
+        (Offload.MOE_ACT, 96),  # 2 t k f
+    ],
+)
+def test_offloaded_activations(offload: Offload, mib: int) -> None:
+    """MiB a layer on the second rank: 12 layers, 7 in flight."""
+    before, after = of(CUT), of(f"{CUT},offload={offload}")
+    less = held(before, Component.ACTIVATIONS, pp_rank=1) - held(after, Component.ACTIVATIONS, pp_rank=1)
+    assert less == 7 * 12 * mib * MIB
+    assert before.peak_bytes - after.peak_bytes > 0.9 * less / GIB
