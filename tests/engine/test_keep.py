@@ -74,3 +74,30 @@ def test_a_replayed_block_keeps_its_inputs_alone() -> None:
     assert not counts.requires_grad
     out.sum().backward()
     torch.testing.assert_close(x.grad, 2 * torch.exp(2 * x.detach()))
+
+
+def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
+    keeper = Keeper(Books(), at_work=True)
+    x = torch.randn(8, 4, requires_grad=True)
+    with keeper.forward(nothing_resident):
+        y = x.exp()
+        with keeper.offload(y, asked=True):
+            out = (y * y[:, :1]).sum() + (y[2:].T @ y[2:]).sum()
+        made = y.detach().clone()
+        weak = y.untyped_storage()._weak_ref()
+        with keeper.offload_made(dims=2, asked=True):
+            z = out * x.sigmoid()
+            kept = z.untyped_storage()._weak_ref()
+            z = z.tanh()
+            squared = z * z
+        del y, z
+    # exp keeps its own result outside of the scope; tanh's lies on the host alone
+    assert not gone(weak)
+    assert gone(kept)
+    (squared.sum() + out).backward()
+    found, x.grad = x.grad, None
+    y = x.exp()
+    out = (y * y[:, :1]).sum() + (y[2:].T @ y[2:]).sum()
+    (torch.tanh(out * x.sigmoid()).square().sum() + out).backward()
+    assert torch.equal(y.detach(), made)
+    torch.testing.assert_close(found, x.grad)

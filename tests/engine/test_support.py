@@ -20,7 +20,17 @@ def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["ep4", "tp2,ep2", "tp2,etp4", "etp2,ep4,zero0", "mbs2,tp2,ep8", "tp4", "recompute=full", "recompute=mlp+moe"],
+    [
+        "ep4",
+        "tp2,ep2",
+        "tp2,etp4",
+        "etp2,ep4,zero0",
+        "mbs2,tp2,ep8",
+        "tp4",
+        "recompute=full",
+        "recompute=mlp+moe",
+        "offload=moe_act+core_attn",
+    ],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
     assert said(layout) == []

@@ -19,6 +19,7 @@ from moewright.spec.workload import DataSpec, Dtype, LossSpec
 from moewright.tune.compare import Section, Status, compare
 
 pytestmark = pytest.mark.spawn
+EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,7 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
     [
         (1, "mbs2,recompute=mla_up_proj+layernorm", 24, Dtype.FP32),
         (2, "tp2,mbs2", 0, Dtype.BF16),
+        (2, f"tp2,ep2,recompute=mla_up_proj+moe_act,offload={EVERY_OFFLOAD}", 0, Dtype.BF16),
         (2, "tp2,ep2,recompute=mla_up_proj+moe_act", 24, Dtype.FP32),
         (4, "tp2,ep2,mbs2,recompute=full", 24, Dtype.FP32),
         (2, "tp2,mbs2,recompute=core_attn", 24, Dtype.FP32),
@@ -138,6 +140,20 @@ def test_latent_attention(
     model = replace(tiny_jobs.MODEL, attention=attention)
     work = tiny_jobs.workload(data, steps=2, precision=precision, loss=LossSpec(aux_coeff=0.01))
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, f"mbs2,offload={EVERY_OFFLOAD}"),
+        (2, "tp2,ep2,recompute=select,offload=mlp_norm+moe_act"),
+        (2, "tp2,ep2,recompute=core_attn+moe+layernorm,offload=core_attn+attn_proj"),
+        (2, f"cp2,ep2,offload={EVERY_OFFLOAD}"),
+    ],
+)
+def test_activations_on_the_host(world_size: int, layout: str, data: DataSpec, tmp_path: Path) -> None:
+    work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
+    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize("norm", list(QkNorm))

@@ -97,7 +97,7 @@ def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: f
     ]
     spec = model.attention
     if Recompute.MLA_UP_PROJ in chosen and spec.kind is AttentionKind.MLA:
-        up = spec.q_lora_rank * spec.q_width
+        up = (spec.q_lora_rank or model.hidden_size) * spec.q_width
         up += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         work = 2 * share.tokens * up // layout.tp * len(share.layers)
         rows.append(FlopRow(op=FlopOp.GEMM, module=Module.ATTENTION, flops=work))

@@ -98,6 +98,7 @@ class Books:
         self._peak_saved: dict[Module, int] = {}
         self._modules = [Module.OTHER]
         self._counting = False
+        self.making_on_host = False
 
     @property
     def module(self) -> Module:
@@ -112,6 +113,15 @@ class Books:
             yield
         finally:
             self._modules.pop()
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made inside lies in host memory, even where the device stands for one with memory of its own."""
+        self.making_on_host = True
+        try:
+            yield
+        finally:
+            self.making_on_host = False
 
     def payload(self, op: Collective, group: str, nbytes: int) -> None:
         """Book one collective call with the bytes this rank hands in."""

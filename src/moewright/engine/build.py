@@ -65,7 +65,7 @@ def trainee(
         workload=workload,
         mesh=build_mesh(layout, rank, books),
         books=books,
-        keeper=Keeper(books, at_work=bool(layout.recompute)),
+        keeper=Keeper(books, at_work=bool(layout.recompute or layout.offload)),
         device=device,
     )
     (chunk,) = (c for c in chunks(model, layout) if c.pp_rank == run.mesh.coordinate("pp"))

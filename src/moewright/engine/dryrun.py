@@ -138,7 +138,8 @@ class Meter(TorchDispatchMode):
         if key in self._known or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        module, nbytes = (self._books.module, storage.nbytes()) if self._books else (Module.OTHER, 0)
+        weighed = self._books is not None and not self._books.making_on_host
+        module, nbytes = (self._books.module, storage.nbytes()) if self._books and weighed else (Module.OTHER, 0)
         self._known[key] = weakref.finalize(storage, self._forget, key, module, nbytes)
         self._live[module] += nbytes
         self._total += nbytes

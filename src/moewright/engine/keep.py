@@ -1,8 +1,13 @@
-"""What autograd keeps of a forward for backward: booked, and where the layout says so made again instead.
+"""What autograd keeps of a forward for backward: booked, and where the layout says so made again or fetched instead.
 
-Two ways, as in Megatron-LM. `replayed` runs a block without a graph, keeps its inputs, and runs it again in backward.
-`Keeper.discard` lets go of one tensor that a following operation keeps, and makes it again when backward asks for it.
-A replay computes and communicates like the forward did, and is booked like it; it decides nothing anew (`Decided`).
+Two ways to make it again, as in Megatron-LM. `replayed` runs a block without a graph, keeps its inputs, and runs it
+again in backward. `Keeper.discard` lets go of one tensor that a following operation keeps, and makes it again when
+backward asks for it. A replay computes and communicates like the forward did, and is booked like it; it decides nothing
+anew (`Decided`).
+
+`Keeper.offload` moves a kept tensor to host memory and fetches it when backward asks for it. On a GPU the way out runs
+on a stream of its own beside the forward; the way back is waited for. On a CPU the copy lies in the same memory as the
+original did: it saves nothing, but what a rank's device would hold is counted and proven all the same.
 """
 
 from __future__ import annotations
@@ -38,7 +43,10 @@ class Keeper:
     def __init__(self, books: Books, *, at_work: bool) -> None:
         self._books, self._at_work = books, at_work
         self._count: Callable[[torch.Tensor], None] | None = None
-        self._lacking: dict[int, _Again] = {}
+        self._lacking: dict[int, _StandIn] = {}
+        self._outgoing: torch.cuda.Stream | None = None
+        self._made_dims = 0  # tensors of so many dims go to the host when they are kept; 0: none
+        self._made: list[torch.Tensor] = []
 
     @contextmanager
     def forward(self, resident: Resident) -> Iterator[None]:
@@ -79,25 +87,65 @@ class Keeper:
         finally:
             del self._lacking[key]
 
+    @contextmanager
+    def offload(self, *tensors: torch.Tensor, asked: bool) -> Iterator[None]:
+        """Operations inside keep these tensors on the host; `asked` as for `discard`, which goes before."""
+        if not asked or self._count is None or not torch.is_grad_enabled():
+            yield
+            return
+        mine = {identity(x): self._away(x) for x in tensors if identity(x) not in self._lacking}
+        self._lacking.update(mine)
+        try:
+            yield
+        finally:
+            for key in mine:
+                del self._lacking[key]
+
+    @contextmanager
+    def offload_made(self, *, dims: int, asked: bool) -> Iterator[None]:
+        """Tensors of `dims` dims that operations inside make and keep, or keep without being in `offload`, go to the
+        host, for the inside alone.
+        """
+        if not asked or self._count is None or not torch.is_grad_enabled():
+            yield
+            return
+        before = set(self._lacking)
+        self._made_dims = dims
+        try:
+            yield
+        finally:
+            self._made_dims = 0
+            self._made.clear()
+            self._lacking = {key: other for key, other in self._lacking.items() if key in before}
+
+    def _away(self, tensor: torch.Tensor) -> _Away:
+        if tensor.is_cuda and self._outgoing is None:
+            self._outgoing = torch.cuda.Stream(tensor.device)
+        return _Away(tensor.device, self._books, self._outgoing)
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        again = self._lacking.get(identity(tensor))
-        if again is not None:
-            return again.view(tensor)
-        assert self._count is not None  # hooks and discards exist only inside `forward`
+        key = identity(tensor)
+        if tensor.dim() == self._made_dims and key not in self._lacking:
+            self._lacking[key] = self._away(tensor)
+            self._made.append(tensor)  # alive as long as its identity is looked up
+        other = self._lacking.get(key)
+        if other is not None:
+            return other.view(tensor)
+        assert self._count is not None  # hooks, discards and offloads exist only inside `forward`
         self._count(tensor)
         return tensor
 
 
-class _Again:
-    """A tensor that backward makes again when first asked for it, and drops when last."""
+class _StandIn:
+    """For a tensor that backward brings back when first asked for it, and drops when last."""
 
-    def __init__(
-        self, make: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor | _View, ...], books: Books
-    ) -> None:
-        self._make, self._inputs = make, inputs
+    def __init__(self, books: Books) -> None:
         self._books, self._module = books, books.module
         self._value: torch.Tensor | None = None
         self._asking = 0
+
+    def bring(self) -> torch.Tensor:
+        raise NotImplementedError
 
     def view(self, tensor: torch.Tensor) -> _View:
         self._asking += 1
@@ -106,7 +154,7 @@ class _Again:
     def take(self) -> torch.Tensor:
         if self._value is None:
             with torch.no_grad(), self._books.within(self._module):
-                self._value = self._make(*map(_unpack, self._inputs))
+                self._value = self.bring()
         value = self._value
         self._asking -= 1
         if not self._asking:
@@ -114,11 +162,58 @@ class _Again:
         return value
 
 
+class _Again(_StandIn):
+    """Made again from its inputs."""
+
+    def __init__(
+        self, make: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor | _View, ...], books: Books
+    ) -> None:
+        super().__init__(books)
+        self._make, self._inputs = make, inputs
+
+    def bring(self) -> torch.Tensor:
+        return self._make(*map(_unpack, self._inputs))
+
+
+class _Away(_StandIn):
+    """On the host, from the first time that an operation keeps it."""
+
+    def __init__(self, device: torch.device, books: Books, outgoing: torch.cuda.Stream | None) -> None:
+        super().__init__(books)
+        self._device, self._outgoing = device, outgoing
+        self._host: torch.Tensor | None = None
+
+    def view(self, tensor: torch.Tensor) -> _View:
+        if self._host is None:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self._host = self._copied(tensor.as_strided((size,), (1,), 0))
+        return super().view(tensor)
+
+    def _copied(self, flat: torch.Tensor) -> torch.Tensor:
+        with self._books.on_host():
+            host = torch.empty_like(flat, device="cpu", pin_memory=self._outgoing is not None)
+        if self._outgoing is None:
+            return host.copy_(flat)
+        self._outgoing.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outgoing):
+            host.copy_(flat, non_blocking=True)
+            self._gone = self._outgoing.record_event()
+        flat.record_stream(self._outgoing)  # its memory is not given to others before the copy is made
+        return host
+
+    def bring(self) -> torch.Tensor:
+        assert self._host is not None  # only a view asks for it
+        if self._outgoing is None:
+            return self._host.clone()
+        torch.cuda.current_stream(self._device).wait_event(self._gone)
+        return self._host.to(self._device, non_blocking=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _View:
     """How an operation saw the tensor that it would have kept."""
 
-    of: _Again
+    of: _StandIn
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt

@@ -10,7 +10,7 @@ from moewright.engine.books import Books
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh
 from moewright.rules.context import held
-from moewright.spec.layout import Recompute
+from moewright.spec.layout import Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
@@ -38,6 +38,10 @@ class Runtime:
     def replays(self, policy: Recompute) -> bool:
         """Whether the layout asks for this recomputation."""
         return policy in self.mesh.layout.recompute
+
+    def offloads(self, choice: Offload) -> bool:
+        """Whether the layout asks for this tensor to wait for backward in host memory."""
+        return choice in self.mesh.layout.offload
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Schedule
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
@@ -21,7 +21,7 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         ("zero", layout.zero, (1, 0)),
         ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
-        ("offload", "+".join(layout.offload), ("",)),
+        ("offload", "+".join(choice for choice in layout.offload if choice is Offload.OPTIMIZER), ("",)),
         ("overlap", "+".join(layout.overlap), ("", "grad", "grad+param")),
         ("graphs", "+".join(layout.graphs), ("",)),
         ("layout", layout.stages, ("",)),

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from moewright.engine.collectives import Gather
-from moewright.engine.keep import replayed
 from moewright.engine.model.context import attend
-from moewright.engine.model.layers import Norm, RotaryTable, Weight
-from moewright.engine.model.linears import ColumnLinear, GateLinear, RowLinear
+from moewright.engine.model.layers import Norm, RotaryTable, Weight, core_and_output
+from moewright.engine.model.linears import ColumnLinear, GateLinear
 from moewright.engine.model.rope import softmax_factor
 from moewright.engine.runtime import Runtime
-from moewright.spec.layout import Recompute
+from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 
 
@@ -42,9 +41,9 @@ class LatentAttention(nn.Module):
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
     def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
-        run, books, tp = self._run, self._run.books, self._run.mesh.tensor
+        run, books = self._run, self._run.books
         again = run.replays(Recompute.MLA_UP_PROJ)
-        with books.within(Module.ATTENTION):
+        with books.within(Module.ATTENTION), run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
                 x_tQ = self.q_down_norm(GateLinear.apply(x_tH, self.q_down.weight, books))
@@ -63,11 +62,7 @@ class LatentAttention(nn.Module):
                 keeper.discard(q_BShD, queries, x_tQ, asked=again),
                 keeper.discard(kv_BShDV, keys_and_values, x_tC, down_tCR, asked=again),
             ):
-                if run.replays(Recompute.CORE_ATTN):
-                    (out,) = replayed(books, self._core, q_BShD, kv_BShDV)
-                else:
-                    (out,) = self._core(q_BShD, kv_BShDV)
-            return RowLinear.apply(out.flatten(0, 1).flatten(1), self.o.weight, tp, books)
+                return core_and_output(run, self._core, (q_BShD, kv_BShDV), self.o.weight)
 
     def _queries(self, x_tQ: torch.Tensor, batch: int) -> torch.Tensor:
         """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks."""

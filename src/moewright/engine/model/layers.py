@@ -23,7 +23,7 @@ from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinea
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
-from moewright.spec.layout import Recompute
+from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import QkNorm
 
@@ -84,6 +84,21 @@ class RotaryTable:
         return Rotary.apply(x_BSHD, self.cos, self.sin)
 
 
+Core = Callable[..., tuple[torch.Tensor]]
+
+
+def core_and_output(run: Runtime, core: Core, inputs: tuple[torch.Tensor, ...], o: torch.Tensor) -> torch.Tensor:
+    """Attention of `inputs`, each [B,S,*,*], and the projection `o` of its output: [t,H]."""
+    moved = run.offloads(Offload.ATTN_PROJ)
+    with (
+        run.keeper.offload(*inputs, asked=run.offloads(Offload.CORE_ATTN)),
+        run.keeper.offload_made(dims=4, asked=moved),  # attention keeps its output too
+    ):
+        (out,) = replayed(run.books, core, *inputs) if run.replays(Recompute.CORE_ATTN) else core(*inputs)
+        with run.keeper.offload(out, asked=moved):
+            return RowLinear.apply(out.flatten(0, 1).flatten(1), o, run.mesh.tensor, run.books)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with optional q/k norm and rotary positions, heads cut over TP: [t,H] -> [t,H]."""
 
@@ -104,10 +119,11 @@ class Attention(nn.Module):
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
     def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
-        spec, books, tp = self._spec, self._run.books, self._run.mesh.tensor
+        run, spec, books, tp = self._run, self._spec, self._run.books, self._run.mesh.tensor
         size = tp.group.size
         with books.within(Module.ATTENTION):
-            q, k, v = ColumnLinear.apply(x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight)
+            with run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
+                q, k, v = ColumnLinear.apply(x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight)
             if spec.qk_norm is QkNorm.FULL:
                 q, k = self.q_norm(q), self.k_norm(k)
             if size > spec.kv_heads:
@@ -117,11 +133,7 @@ class Attention(nn.Module):
             q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // size, spec.head_dim))
             k_BSGD = self._rotary.apply(k.reshape(batch, q_BSHD.shape[1], -1, spec.head_dim))
             v_BSGD = v.view(batch, q_BSHD.shape[1], -1, spec.v_head_dim)
-            if self._run.replays(Recompute.CORE_ATTN):
-                (out,) = replayed(books, self._core, q_BSHD, k_BSGD, v_BSGD)
-            else:
-                (out,) = self._core(q_BSHD, k_BSGD, v_BSGD)
-            return RowLinear.apply(out.reshape(v.shape[0], -1), self.o.weight, tp, books)
+            return core_and_output(run, self._core, (q_BSHD, k_BSGD, v_BSGD), self.o.weight)
 
     def _core(self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> tuple[torch.Tensor]:
         return (attend(self._run, q_BSHD, k_BSGD, v_BSGD),)
@@ -164,12 +176,13 @@ class Experts(nn.Module):
         self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)))
 
     def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        books = self._run.books
-        hidden = GroupedLinear.apply(rows_RH, self.gate_up.weight.flatten(1, 2), ends_E, books)
-        active = SwiGlu.apply(hidden, weights_R)
-        asked = self._run.replays(Recompute.MOE_ACT)
-        with self._run.keeper.discard(active, SwiGlu.apply, hidden, weights_R, asked=asked):
-            return GroupedLinear.apply(active, self.down.weight, ends_E, books)
+        run, keeper = self._run, self._run.keeper
+        with keeper.offload(rows_RH, asked=run.offloads(Offload.EXPERT_FC1)):
+            hidden = GroupedLinear.apply(rows_RH, self.gate_up.weight.flatten(1, 2), ends_E, run.books)
+        with keeper.offload(hidden, asked=run.offloads(Offload.MOE_ACT)):
+            active = SwiGlu.apply(hidden, weights_R)
+            with keeper.discard(active, SwiGlu.apply, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
+                return GroupedLinear.apply(active, self.down.weight, ends_E, run.books)
 
 
 class Table(Weight):

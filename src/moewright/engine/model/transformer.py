@@ -16,7 +16,7 @@ from moewright.engine.model.layers import Attention, Embedding, Head, Mlp, Norm,
 from moewright.engine.model.moe import Moe
 from moewright.engine.runtime import Runtime
 from moewright.rules.stages import Chunk
-from moewright.spec.layout import Recompute
+from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind
 
@@ -62,18 +62,21 @@ class Layer(nn.Module):
         return self._block(None, batch, x_tH)
 
     def _block(self, decided: Decided | None, batch: int, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with self._run.books.within(Module.NORM):
-            normed = self.input_norm(x_tH)
-        with self._run.keeper.discard(normed, self.input_norm, x_tH, asked=self._replays_input):
-            attended = self.attention(normed, batch)
+        run, keeper = self._run, self._run.keeper
+        with keeper.offload(x_tH, asked=run.offloads(Offload.ATTN_NORM)):
+            with run.books.within(Module.NORM):
+                normed = self.input_norm(x_tH)
+            with keeper.discard(normed, self.input_norm, x_tH, asked=self._replays_input):
+                attended = self.attention(normed, batch)
         x_tH = x_tH + attended
-        with self._run.books.within(Module.NORM):
-            normed = self.post_norm(x_tH)
-        with self._run.keeper.discard(normed, self.post_norm, x_tH, asked=self._run.replays(Recompute.LAYERNORM)):
-            if not self._is_moe:
-                return (x_tH + self.mlp(normed),)
-            out, aux, counts = self.moe(normed, decided)
-            return x_tH + out, aux, counts
+        with keeper.offload(x_tH, asked=run.offloads(Offload.MLP_NORM)):
+            with run.books.within(Module.NORM):
+                normed = self.post_norm(x_tH)
+            with keeper.discard(normed, self.post_norm, x_tH, asked=run.replays(Recompute.LAYERNORM)):
+                if not self._is_moe:
+                    return (x_tH + self.mlp(normed),)
+                out, aux, counts = self.moe(normed, decided)
+                return x_tH + out, aux, counts
 
 
 class Transformer(nn.Module):
