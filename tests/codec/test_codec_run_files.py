@@ -34,8 +34,9 @@ PLAN = Plan(
     ),
     layout=Layout(world_size=1),
     estimate=Estimate(
-        ledgers=(), peak_rank=0, peak_bytes=1, capacity_bytes=2, verdict=Verdict.FITS, margin_bytes=1, largest="",
-        step_s=1.0, shares=(), micro_batches=2, bubble_fraction=0.0, tokens_per_s_per_device=1.0,
+        ledgers=(), peak_rank=0, peak_bytes=1, capacity_bytes=2, verdict=Verdict.FITS, margin_bytes=1,
+        peak_sd_bytes=1, step_sd=0.1, largest="", step_s=1.0, shares=(), micro_batches=2,
+        bubble_fraction=0.0, tokens_per_s_per_device=1.0,
         model_flops_per_step=1.0, tflops_per_device=1.0, mfu=0.5, hfu=0.5, assumptions=(),
     ),
     fingerprint="0" * 16,

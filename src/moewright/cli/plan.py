@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +55,7 @@ def plan(
     from moewright.codec import parse_layout, write_json
     from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_plans
-    from moewright.search import explain, search, space
+    from moewright.search import explain, gains, search, space
 
     if not 1 <= top <= MAX_TOP:
         close = str(min(max(top, 1), MAX_TOP))
@@ -72,9 +73,13 @@ def plan(
     shown = ranked.plans
     if asked.fixed and ranked.plans:
         free = search.search(asked.model, asked.workload, asked.hardware, fixed="", top=top, allowed=allowed).plans
-        shown = free if ranked.plans[0] in free else (*free, ranked.plans[0])
+        shown = tuple(ranked.plans[0] if plan == ranked.plans[0] else plan for plan in free)
+        shown = shown if ranked.plans[0] in free else (*free, ranked.plans[0])
         console.print(f"layout {asked.fixed} (given by the job)", soft_wrap=True)
-    print_plans(console, shown, picked=ranked.plans[:1], rejected=ranked.rejected, why=ranked.why)
+    picked = tuple(replace(p, gains=gains.gains(ranked, fixed=asked.fixed, allowed=allowed)) for p in ranked.plans[:1])
+    shown = tuple(picked[0] if plan is ranked.plans[0] else plan for plan in shown)
+    why = (*ranked.why, *explain.binding(picked[0])) if picked else ()
+    print_plans(console, shown, picked=picked, rejected=ranked.rejected, why=why)
     if why_not:
         for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
             console.print(line, soft_wrap=True)
@@ -84,6 +89,6 @@ def plan(
                 asked.model, asked.workload, asked.hardware, fixed=asked.fixed, allowed=allowed, ranked=ranked
             )
     if json is not None:
-        write_json(json, ranked.plans[0])
+        write_json(json, picked[0])
         console.print(f"wrote {json}", soft_wrap=True)
     return 0

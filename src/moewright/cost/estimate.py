@@ -14,7 +14,7 @@ from moewright.cost.ledger import flop_rows, replayed_rows
 from moewright.cost.outside import optimizer_ops
 from moewright.cost.sizes import Sizes, sizes
 from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, routed
-from moewright.cost.states import BucketSet, bucket_sets
+from moewright.cost.states import BucketSet, stage_sets
 from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, owned_by, stage_times, step_time, tail
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, routing, schedule, stages
@@ -47,8 +47,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     links = Links(hardware, rates.constants)
     size = size_of(model, workload, hardware, layout, rates.constants)
     count = micro_batches(workload, layout)
-    stage = layout.world_size // layout.pp
-    sets = [bucket_sets(model, workload, layout, pp_rank * stage) for pp_rank in range(layout.pp)]
+    sets = stage_sets(model, workload, layout)
     pieces = Pricer(rates, links, size).pieces(layout)
     chunks = stages.chunks(model, layout)
     times = stage_times(size, pieces, chunks, layout.pp)
@@ -192,8 +191,10 @@ def _joined(
         capacity_bytes=capacity,
         verdict=memory.verdict(capacity - peak.peak_bytes, peak.spread_bytes),
         margin_bytes=capacity - peak.peak_bytes,
+        peak_sd_bytes=round(peak.spread_bytes),
         largest=f"{largest.component} of {largest.module}",
         step_s=step.step_s,
+        step_sd=rates.constants["step_time_sd"],
         shares=tuple(
             TimeShare(part=part, seconds=step.exposed.get(part, 0.0), hidden_s=step.hidden.get(part, 0.0))
             for part in TimePart

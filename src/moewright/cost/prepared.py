@@ -7,7 +7,7 @@ from dataclasses import replace
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import held_share, size_of
-from moewright.cost.states import bucket_sets
+from moewright.cost.states import stage_sets
 from moewright.cost.step_time import LayerKind, Pricer, kind_of, tail, work_of
 from moewright.cost.timeline import pipeline_s
 from moewright.rules import stages
@@ -34,9 +34,7 @@ class Prepared:
         self._size = size_of(model, workload, hardware, layout, Rates(hardware).constants)
         self._work = work_of(self._size)
         self._stages = _stage_counts(model, layout)
-        stage = layout.world_size // layout.pp
-        sets = [bucket_sets(model, workload, layout, pp_rank * stage) for pp_rank in range(layout.pp)]
-        self._shares = {held_share(of_rank) for of_rank in sets}
+        self._shares = {held_share(of_rank) for of_rank in stage_sets(model, workload, layout)}
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
         """Seconds of a step under these constants, which win over the hardware's own."""

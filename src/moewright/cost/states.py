@@ -36,7 +36,17 @@ class BucketSet:
 
 def bucket_sets(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
     """By the group that reduces them (rules.shards), in that order; a set without parameters is left out."""
-    held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
+    return _sets(shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp")), workload, layout, rank)
+
+
+def stage_sets(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[tuple[BucketSet, ...], ...]:
+    """`bucket_sets` of the first rank of every pipeline stage."""
+    stage = layout.world_size // layout.pp
+    held = shards.parameters_by_stage(model, layout)
+    return tuple(_sets(mine, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held))
+
+
+def _sets(held: Sequence[Param], workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
     found = []
     for group in shards.GRADIENT_GROUPS:
         params = [param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group]

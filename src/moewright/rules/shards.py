@@ -52,6 +52,15 @@ def parameters_of(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param
     return tuple(p for p in parameters(model) if any(_in_chunk(p, model, chunk, first) for chunk, first in mine))
 
 
+def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
+    """`parameters_of` of every pipeline rank."""
+    every = parameters(model)
+    held = [_chunks_of(model, layout, pp_rank) for pp_rank in range(layout.pp)]
+    return tuple(
+        tuple(p for p in every if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)) for mine in held
+    )
+
+
 def _chunks_of(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:
     """The chunks of a pipeline rank, each with the number of MTP depths in the chunks before it."""
     mine, depths = [], 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from moewright.search.scout import Scores, Scout
 from moewright.search.shapes import Array
-from moewright.search.space import Space, everything
+from moewright.search.space import Space, everything, groups
 from moewright.spec.layout import Layout, Overlap
 
 # Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan that may not fit has
@@ -43,13 +43,17 @@ class Candidate:
 
 
 class Best:
-    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be lost."""
+    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be lost of those that
+    take less than `below_s`; `extra_bytes` how much more room is looked at too.
+    """
 
-    def __init__(self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...]) -> None:
+    def __init__(
+        self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...], below_s: float = np.inf
+    ) -> None:
         self._space, self._scout, self._keep = space, scout, keep
         self._limit = space.hardware.device.memory_bytes.value
         self._found: list[Candidate] = []
-        self.below_s = np.inf
+        self.below_s = below_s
         self.scored = self.without_room = 0
         self.refused: Counter[str] = Counter()
         self.with_more: dict[float, Candidate] = {}
@@ -60,6 +64,12 @@ class Best:
     def room_bytes(self) -> float:
         """Up to where time is worth pricing."""
         return self._limit + max(self._extra_bytes, default=0.0)
+
+    def take_all(self) -> None:
+        """Go through the whole space."""
+        for group in groups(self._space):
+            for scores in self._scout.scores(group, room_bytes=self.room_bytes, below_s=self.below_s):
+                self.take(scores)
 
     def take(self, scores: Scores) -> None:
         """Remember what is good of a group."""

@@ -10,7 +10,7 @@ from moewright.cost.estimate import estimate
 from moewright.rules.legality import illegal
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate, Plan, Verdict
+from moewright.spec.plan import Estimate, Gain, Plan, Verdict
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.spec.workload import Workload
 
@@ -36,6 +36,30 @@ def why_first(plans: Sequence[Plan]) -> tuple[str, ...]:
     if len(plans) > 1:
         lines.append(f"Second, {layout_text(plans[1].layout)}: {_slower(plans[1].estimate, first)}.")
     return tuple(lines)
+
+
+def binding(plan: Plan) -> tuple[str, ...]:
+    """What holds the plan back: memory where more of it would help, else what its step is mostly spent on; how sure
+    the numbers are; and what would change it.
+    """
+    estimate = plan.estimate
+    largest = max(estimate.shares, key=lambda share: share.seconds)
+    spent = f"{largest.part.replace('_', ' ')}, {largest.seconds / estimate.step_s:.0%} of the step"
+    faster = [gain for gain in plan.gains if "memory" in gain.change and gain.step_s < estimate.step_s]
+    bound = (
+        f"memory: {estimate.largest} is its largest part" if faster else f"{spent}; more memory would change nothing"
+    )
+    sure = (
+        f"Times are good to {estimate.step_sd:.0%}, the peak to {show_bytes(estimate.peak_sd_bytes)} (one deviation)."
+    )
+    return (f"Bound by {bound}.", *(_changed(gain, plan) for gain in plan.gains), sure)
+
+
+def _changed(gain: Gain, plan: Plan) -> str:
+    change = gain.step_s / plan.estimate.step_s - 1
+    by = f"{show_seconds(gain.step_s)} a step, {abs(change):.1%} {'slower' if change > 0 else 'faster'}"
+    same = "the same layout" if gain.layout == plan.layout else layout_text(gain.layout)
+    return f"With {gain.change}: {by}, {same}."
 
 
 def why_not(model: ModelSpec, workload: Workload, hardware: Hardware, ranked: HasPlans, text: str) -> tuple[str, ...]:

@@ -127,8 +127,8 @@ class Scout:
                 continue
             stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
             peak, spread = self._room.device_bytes(size, layers, stacked)
-            worth = legal[:, :, None] & (peak <= room_bytes + spread)
-            roomy = legal[:, :, None] & (peak <= self._space.hardware.device.memory_bytes.value - spread)
+            worth = legal & (peak <= room_bytes + spread)
+            roomy = legal & (peak <= self._space.hardware.device.memory_bytes.value - spread)
             # Nothing is gained by replaying more, or gathering weights more often, than room asks for.
             worth[:, :, 1:] &= ~roomy[:, :, :1]
             worth &= ~(self._lighter @ roomy > 0)
@@ -139,7 +139,7 @@ class Scout:
             yield Scores(
                 pipes=group.pipes,
                 base=base,
-                legal=np.broadcast_to(legal[:, :, None], peak.shape),
+                legal=legal,
                 peak_bytes=peak,
                 spread_bytes=spread,
                 step_s=step,
@@ -173,7 +173,7 @@ class Scout:
         return found
 
     def _legality(self, group: Group, cut: Layout) -> Array:
-        """[pipelines, works]"""
+        """[pipelines, works, keeps]"""
         key = group.pipes, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
             known: dict[tuple[bool, bool, int], bool] = {}
@@ -187,7 +187,8 @@ class Scout:
                         reasons = exclusion_reasons(self._space.model, self._space.workload, layout)
                         known[kind] = next(reasons, None) is None
                     found[row, column] = known[kind]
-            self._legal[key] = found
+            suits = [[keep.suits(pipe, self._space) for keep in self.keeps] for pipe in group.pipes.each]
+            self._legal[key] = found[:, :, None] & np.array(suits)[:, None, :]
         return self._legal[key]
 
     def _stack(self, group: Group, *, paired: bool) -> tuple[Stack, tuple[_Pace, ...]]:

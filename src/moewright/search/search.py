@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.legality import illegal
-from moewright.search.best import RESOLVED, Best
+from moewright.search.best import RESOLVED, Best, Candidate
 from moewright.search.explain import why_first
 from moewright.search.scout import Scout
-from moewright.search.space import Allowed, everything, groups, space_of
+from moewright.search.space import Allowed, everything, space_of
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -28,12 +28,18 @@ _EXTRA_BYTES = (GIB, 8 * GIB)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Plans, best first; what was rejected, by rule; why the first is first; and how many layouts were scored."""
+    """Plans, best first; what was rejected, by rule; why the first is first; and how many layouts were scored.
+
+    `with_more` is the fastest candidate with so many more bytes a device, `by_overlap` the fastest without and with
+    overlapped expert communication.
+    """
 
     plans: tuple[Plan, ...]
     rejected: tuple[tuple[str, int], ...]
     why: tuple[str, ...]
     scored: int
+    with_more: tuple[tuple[float, Candidate], ...]
+    by_overlap: tuple[tuple[bool, Candidate], ...]
 
 
 def search(
@@ -51,11 +57,8 @@ def search(
     be run. Raises BadInput when `fixed` is wrong.
     """
     space = space_of(model, workload, hardware, fixed, allowed=allowed)
-    scout = Scout(space)
-    best = Best(space, scout, keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
-    for group in groups(space):
-        for scores in scout.scores(group, room_bytes=best.room_bytes, below_s=best.below_s):
-            best.take(scores)
+    best = Best(space, Scout(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    best.take_all()
     rejected: Counter[str] = Counter(best.refused)
     rejected[DOES_NOT_FIT] += best.without_room
     plans: list[Plan] = []
@@ -78,7 +81,20 @@ def search(
         rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
         why=why_first(tuple(plans)),
         scored=best.scored,
+        with_more=tuple(best.with_more.items()),
+        by_overlap=tuple(best.by_overlap.items()),
     )
+
+
+def fastest(
+    model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, allowed: Allowed, below_s: float
+) -> Candidate | None:
+    """The fastest layout that fits, as the closed forms see it; None when none takes less than `below_s`."""
+    space = space_of(model, workload, hardware, fixed, allowed=allowed)
+    best = Best(space, Scout(space), keep=1, extra_bytes=(), below_s=below_s)
+    best.take_all()
+    firm = [candidate for candidate in best.ranked() if candidate.firm]
+    return firm[0] if firm else None
 
 
 def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:

@@ -19,7 +19,10 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-MIN_CP_TOKENS = 2048  # a rank's part of a sequence; below it context parallelism only costs
+# Beyond these no published run has been, and the prices leave out what would decide: the many small kernels of a ring
+# over short parts, the launches of every transfer between ever shorter chunks. A user may still ask for them.
+MIN_CP_TOKENS = 4096  # a rank's part of a sequence
+MAX_VPP = 24
 MAX_EXPERT_TP = 8
 MAX_UNEVEN_VPP = 4
 
@@ -73,6 +76,10 @@ class Keep:
 
     zero: int
     offload: tuple[Offload, ...]
+
+    def suits(self, pipe: Pipe, space: Space) -> bool:
+        """Whether it is searched on that pipeline."""
+        return self.zero < 3 or pipe.pp == 1 or "zero" in space.fixed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +164,8 @@ def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Grap
 
 def keeps(space: Space) -> tuple[Keep, ...]:
     """Ways to hold the states. zero=0 is never smaller nor faster than zero=1 (it reduces the same bytes in two rounds
-    and updates every parameter on every rank), so it is taken only when asked for.
+    and updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in a pipeline, which
+    gathers every stage anew for every micro-batch (`Keep.suits`).
     """
     offload = (Offload.OPTIMIZER,) if Offload.OPTIMIZER in space.base.offload else ()
     levels = [space.base.zero] if "zero" in space.fixed else [zero for zero in (1, 3) if space.permits(zero=zero)]
@@ -240,6 +248,7 @@ def _pipes(space: Space) -> Iterator[Pipe]:
             found = {(string_stages // pp, base.stages)} if string_stages % pp == 0 else set()
         else:
             found = {(v, "") for split in Split for v in vpp_choices(model.layers, pp, split=split)}
+            found = {(v, text) for v, text in found if v <= MAX_VPP or "vpp" in space.fixed}
             found |= set() if "stages" in space.fixed else set(_uneven(model, pp))
         for vpp, text in sorted(found):
             pipe = Pipe(pp=pp, vpp=vpp, stages=text)

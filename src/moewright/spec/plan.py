@@ -69,8 +69,10 @@ class Estimate:
     capacity_bytes: int
     verdict: Verdict
     margin_bytes: int  # capacity - peak
+    peak_sd_bytes: int  # standard deviation of the peak
     largest: str  # the largest contributor, "component of module"
     step_s: float
+    step_sd: float  # standard deviation of the step over the step
     shares: tuple[TimeShare, ...]
     micro_batches: int
     bubble_fraction: float
@@ -83,8 +85,17 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """The best layout if something were different, and its step by closed forms."""
+
+    change: str
+    layout: Layout
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A whole job. The engine runs it; `fingerprint` covers everything but the estimate."""
+    """A whole job. The engine runs it; `fingerprint` covers everything but the estimate and the gains."""
 
     model: ModelSpec
     workload: Workload
@@ -92,4 +103,5 @@ class Plan:
     layout: Layout
     estimate: Estimate
     fingerprint: str
+    gains: tuple[Gain, ...] = ()
     schema: int = 1
