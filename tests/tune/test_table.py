@@ -108,7 +108,7 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
     assert row.layout.recompute == (Recompute.LAYERNORM, Recompute.MOE_ACT)
     assert set(row.layout.graphs) == {Graphs.ATTN, Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS}
     assert row.layout.offload == (Offload.OPTIMIZER,)
-    assert row.workload.precision is Dtype.FP8
+    assert row.workload.precision is Dtype.MXFP8
     assert row.workload.optimizer.moment_dtype is Dtype.BF16
     assert row.workload.grad_dtype is Dtype.BF16
     assert row.hardware.device.memory_bytes.value == pytest.approx(0.99 * 96 * GIB)

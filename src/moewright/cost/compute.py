@@ -148,8 +148,12 @@ def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
             value = f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})"
             source = "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
             found.setdefault(name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=source))
-        elif len(curve.points) > 1 and not curve.points[0][0] <= row.x <= curve.points[-1][0]:
+            continue
+        first, last = curve.points[0][0], curve.points[-1][0]
+        low, high = curve.measured or (first, last)
+        if len(curve.points) > 1 and not low <= row.x <= high:
             name = f"{name} at {row.name}"
-            value = f"x={row.x:.4g} outside {curve.points[0][0]:.4g}-{curve.points[-1][0]:.4g}, held flat"
+            how = "by its fit" if first <= row.x <= last else "held flat"
+            value = f"x={row.x:.4g} outside the measured {low:.4g}-{high:.4g}, {how}"
             found.setdefault(name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=curve.source))
     return tuple(found.values())

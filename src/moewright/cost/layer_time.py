@@ -150,7 +150,7 @@ def host_s(links: Links, layout: Layout, model: ModelSpec, *, moe: bool) -> floa
     c = links.constants
     if Graphs.FULL in layout.graphs:
         return c["host_s_full_graph"]
-    seconds = c["host_s_per_layer_microbatch"]
+    seconds = c["host_s_per_layer_microbatch"] * float(c["host_per_year"] ** c["stack_age_years"])
     if layout.graphs:
         seconds *= 1 - _graphed(links, layout)
     if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:

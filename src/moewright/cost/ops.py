@@ -18,6 +18,8 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype
 
+_NARROW_HEAD = 64  # tables of attention rates are of heads of 128
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOps:
@@ -42,6 +44,8 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
         (FULL, Recompute.CORE_ATTN),
     )
     core_back = _row("attention.core", TimePart.ATTENTION, Op.ATTENTION_BACKWARD, 2 * core_flops, size.seq, size.dtype)
+    if size.model.attention.head_dim <= _NARROW_HEAD:
+        core, core_back = (replace(row, scale="narrow_head_time_scale") for row in (core, core_back))
     light = tuple(layer_rows(size, moe))
     forward = (*gemms, core, *experts, *(row for row, _ in light), *_weight_reads(size, moe))
     backward = (

@@ -1,4 +1,4 @@
-"""The devices of the catalogue as Hardware: datasheet figures, first-order rates, and what differs by device."""
+"""The devices of the catalogue as Hardware: datasheet figures, measured and first-order rates, own constants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ATTENTION_SEQ = tuple(2.0**n for n in range(8, 21))
 _EXPERT_ROWS = tuple(2.0**n for n in range(17))
 
 _EXPERT_HALF_ROWS = 60
-_EXPERT_EXTRA = 1.1
+# Where the attention tables reach; the fit goes on beyond.
+_ATTENTION_MEASURED = (512.0, 16384.0)
 _MEMORY_SHARE = 0.8
 _BACKWARD_SHARE = 2 * 0.79 / 2.5
 _OPTIMIZER_BYTES = 60
@@ -70,6 +71,24 @@ class Part:
     network_Bps: float
     network_kind: SourceKind
     constants: tuple[PartConstant, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KernelCurve:
+    """One entry of kernels.json: a curve of measured kernels, and the parts that it holds for."""
+
+    parts: tuple[str, ...]
+    op: Op
+    dtype: Dtype
+    kind: SourceKind
+    source: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    units: str
+    curves: tuple[_KernelCurve, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,23 +183,47 @@ def _dtypes(part: Part) -> Iterator[tuple[Dtype, PartPeak]]:
 
 
 def _rates(part: Part, source: str) -> Iterator[OpRate]:
+    """Measured kernels where the tables have them; what they lack from shares of peak and bandwidth."""
     memory_Bps, kind = _MEMORY_SHARE * part.memory_Bps, part.rates_kind
-    attention = tuple((s, part.attention.most_flops * s / (s + part.attention.half_seq)) for s in _ATTENTION_SEQ)
+    most, half = part.attention.most_flops, part.attention.half_seq
+    attention = tuple((s, most * s / (s + half)) for s in _ATTENTION_SEQ)
     backward = tuple((s, y * _BACKWARD_SHARE) for s, y in attention)
-    for dtype, peak in _dtypes(part):
-        gemm = peak.flops * peak.gemm_share
-        grouped = tuple((r, gemm / _EXPERT_EXTRA / (1 + _EXPERT_HALF_ROWS / r)) for r in _EXPERT_ROWS)
+    kernels = {(one.op, one.dtype): one for one in _load_kernels().curves if part.name in one.parts}
+    blocks = next(
+        (peak for dtype, peak in _dtypes(part) if (Op.GEMM, Dtype.MXFP8) in kernels and dtype.eight_bit), None
+    )
+    for dtype, peak in (*_dtypes(part), *([(Dtype.MXFP8, blocks)] if blocks else [])):
+        share = ((1.0, peak.flops * peak.gemm_share),)
+        said = Curve(points=share, kind=kind, source=f"{peak.gemm_share:g} of peak; {source}")
+        table = Dtype.BF16 if dtype is Dtype.FP16 else dtype
+        gemm = _measured(kernels.get((Op.GEMM, table))) or said
+        best = gemm.points[-1][1]
+        rows = tuple((r, best / (1 + _EXPERT_HALF_ROWS / r)) for r in _EXPERT_ROWS)
+        cited = f"best GEMM rate / (1 + {_EXPERT_HALF_ROWS} / rows); {gemm.source}"
+        grouped = Curve(points=rows, kind=SourceKind.FITTED, source=cited)
         curves = (
-            (Op.GEMM, ((1.0, gemm),), f"{peak.gemm_share:g} of peak; {source}"),
-            (Op.GROUPED_GEMM, grouped, f"GEMM rate / {_EXPERT_EXTRA} / (1 + {_EXPERT_HALF_ROWS} / rows); {source}"),
+            (Op.GEMM, gemm),
+            (Op.GROUPED_GEMM, _measured(kernels.get((Op.GROUPED_GEMM, table))) or grouped),
             # 8-bit recipes keep attention in bf16.
-            (Op.ATTENTION, attention, f"most * s / (s + {part.attention.half_seq:g}); {source}"),
-            (Op.ATTENTION_BACKWARD, backward, f"2.5 x the forward FLOPs at 0.79 of its rate; {source}"),
-            (Op.ELEMENTWISE, ((1.0, memory_Bps),), f"{_MEMORY_SHARE} of memory bandwidth; {source}"),
-            (Op.OPTIMIZER, ((1.0, memory_Bps / _OPTIMIZER_BYTES),), f"{_OPTIMIZER_BYTES} bytes a parameter; {source}"),
+            (Op.ATTENTION, _fitted(attention, f"most * s / (s + {half:g}); {source}", kind)),
+            (Op.ATTENTION_BACKWARD, _fitted(backward, f"2.5 x the forward FLOPs at 0.79 of its rate; {source}", kind)),
+            (Op.ELEMENTWISE, _flat(memory_Bps, f"{_MEMORY_SHARE} of memory bandwidth; {source}", kind)),
+            (Op.OPTIMIZER, _flat(memory_Bps / _OPTIMIZER_BYTES, f"{_OPTIMIZER_BYTES} bytes a parameter", kind)),
         )
-        for op, points, cited in curves:
-            yield OpRate(op=op, dtype=dtype, curve=Curve(points=points, kind=kind, source=cited))
+        for op, curve in curves:
+            yield OpRate(op=op, dtype=dtype, curve=curve)
+
+
+def _measured(found: _KernelCurve | None) -> Curve | None:
+    return Curve(points=found.points, kind=found.kind, source=found.source) if found else None
+
+
+def _fitted(points: tuple[tuple[float, float], ...], source: str, kind: SourceKind) -> Curve:
+    return Curve(points=points, kind=kind, source=source, measured=_ATTENTION_MEASURED)
+
+
+def _flat(rate: float, source: str, kind: SourceKind) -> Curve:
+    return Curve(points=((1.0, rate),), kind=kind, source=source)
 
 
 def _datasheet(part: Part, value: float) -> Sourced:
@@ -198,3 +241,8 @@ def _assumed(value: float, source: str) -> Sourced:
 def _load() -> _Parts:
     text = resources.files("moewright.intake").joinpath("data/hardware.json").read_text(encoding="utf-8")
     return from_data(_Parts, parse_json(text, where="hardware.json"), where="hardware.json")
+
+
+def _load_kernels() -> _Kernels:
+    text = resources.files("moewright.intake").joinpath("data/kernels.json").read_text(encoding="utf-8")
+    return from_data(_Kernels, parse_json(text, where="kernels.json"), where="kernels.json")

@@ -36,11 +36,15 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Points (x, y), x ascending, interpolated in log x and log y and held flat outside the measured range."""
+    """Points (x, y), x ascending, interpolated in log x and log y and held flat outside of them.
+
+    `measured` is the range of x that was measured where the points are a fit that goes further; () is their own range.
+    """
 
     points: tuple[tuple[float, float], ...]
     kind: SourceKind
     source: str
+    measured: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ class Dtype(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
-    FP8 = "fp8"  # a scale a tensor, or a block of 128
-    MXFP8 = "mxfp8"  # a scale for each 32 elements
+    FP8 = "fp8"  # a scale a tensor
+    MXFP8 = "mxfp8"  # a scale a block: of 32 elements on Blackwell, of 128 on Hopper
 
     @property
     def nbytes(self) -> int:

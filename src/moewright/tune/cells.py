@@ -72,14 +72,17 @@ def hardware(text: str, count: int) -> Hardware:
 
 
 def precision(text: str) -> Dtype:
-    """8-bit recipes (tensor-wise, block-wise, MX) are all FP8. Raises BadInput for 4-bit ones and for silence."""
+    """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX).
+
+    Raises BadInput for 4-bit ones and for silence.
+    """
     folded = text.casefold()
     if not folded:
         raise wrong("precision", text, "is not stated")
     if "fp4" in folded:
         raise wrong("precision", text, "4-bit compute has no measured rates here")
     if "fp8" in folded:
-        return Dtype.MXFP8 if "mxfp8" in folded else Dtype.FP8
+        return Dtype.MXFP8 if "mxfp8" in folded or "block" in folded else Dtype.FP8
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
         if folded.startswith(dtype.value):
             return dtype

@@ -4,6 +4,7 @@ how natural routing loads an expert rank, and bytes a device holds beyond the mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from moewright.spec.workload import Dtype, Routing, Workload
 # From FP8-Flow peaks, selective less full recompute: 1.14, 1.38, 2.39 at 16, 8, 4 experts a rank and 1.38, 1.31, 1.58
 # at 20, 10, 5; a model with selection bias shows 1.0.
 _HEAT = 4.0
+# Months since 2000: of the software that a stack's age counts from, and the age at which its host work stops growing.
+_TODAY, _OLDEST, _MIDDLE_OF_YEAR = 12 * 26 + 6, 24, 6
 _BRIDGE = "Megatron-Bridge"
 _FP8_FLOW = "FP8-FLOW"
 _FUSED_LOSS = "Megatron-Bridge recipes: cross_entropy_fusion_impl=te works in place on bf16 logits"
@@ -36,7 +39,7 @@ class Filled:
 
 def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout: Layout) -> Filled:
     """What is known of the row's software beyond its cells. A stated optimizer is not overruled."""
-    constants: list[Constant] = []
+    constants = [_constant("stack_age_years", age_years(cells["date_release"]), "date of its release")]
     notes: list[str] = []
     if _BRIDGE in cells["source"]:
         constants.append(_constant("logit_bytes", 2.0, _FUSED_LOSS))
@@ -57,6 +60,15 @@ def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout:
         workload = replace(workload, load_factor=load)
         notes.append(f"natural routing: hottest rank taken at {load:.2f} x the mean")
     return Filled(workload=workload, constants=tuple(constants), notes=tuple(notes))
+
+
+def age_years(released: str) -> float:
+    """Years from a release ("26.04.01", "2025-11", "2025") to the software that the constants stand for, at most 2."""
+    found = re.match(r"(?:20)?(\d\d)(?:[.-](\d\d))?", released)
+    if not found:
+        return 0.0
+    months = 12 * int(found[1]) + (int(found[2]) - 1 if found[2] else _MIDDLE_OF_YEAR)
+    return min(max(_TODAY - months, 0), _OLDEST) / 12
 
 
 def _constant(name: str, value: float, source: str) -> Constant:
