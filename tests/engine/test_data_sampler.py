@@ -39,7 +39,7 @@ def test_permutation_is_one(size: int, seed: int, epoch: int) -> None:
 def test_each_epoch_holds_every_sample_once(samples: int, seed: int, global_batch: int, order: Order) -> None:
     sampler = Sampler(samples=samples, seed=seed, order=order)
     steps = -(-3 * samples // global_batch)
-    stream = np.concatenate([sampler.batch(step, global_batch) for step in range(steps)])
+    stream = np.concatenate([sampler.ids(step * global_batch, global_batch) for step in range(steps)])
     for epoch in range(3):
         assert sorted(stream[epoch * samples : (epoch + 1) * samples].tolist()) == list(range(samples))
 
@@ -58,7 +58,7 @@ def test_layouts_share_one_order(seed: int, dp: int, mbs: int, micro_batches: in
             for micro_batch in range(micro_batches):
                 rows = rows_of(global_batch=global_batch, dp=dp, dp_rank=dp_rank, mbs=mbs, micro_batch=micro_batch)
                 assert len(rows) == mbs
-                seen += resumed.batch(step, global_batch)[rows.start : rows.stop].tolist()
+                seen += resumed.ids(step * global_batch, global_batch)[rows.start : rows.stop].tolist()
     assert seen == expected.tolist()
 
 
@@ -102,7 +102,7 @@ def test_every_target_once(prefix: Path) -> None:
     data = open_indexed(prefix)
     sampler = sampler_of(data, seq_len=5, global_batch=3, seed=3)
     rows = np.concatenate(
-        [fetch(data, sampler.batch(step, 3), seq_len=5, vocab_size=31) for step in range(2)],
+        [fetch(data, sampler.ids(step * 3, 3), seq_len=5, vocab_size=31) for step in range(2)],
     )
     assert sorted(rows[:, 1:].ravel().tolist()) == list(range(1, 31))
 
@@ -134,12 +134,12 @@ def test_too_little_for_a_batch(prefix: Path) -> None:
 def test_held_out_batches_do_not_repeat(prefix: Path) -> None:
     sampler = sampler_of(open_indexed(prefix), seq_len=5, global_batch=4, seed=0, order=Order.SEQUENTIAL)
     assert whole_batches(sampler, global_batch=4, wanted=8) == 1
-    assert sampler.batch(0, 4).tolist() == [0, 1, 2, 3]
+    assert sampler.ids(0, 4).tolist() == [0, 1, 2, 3]
 
 
 def test_large_epochs_cost_no_memory() -> None:
     sampler = Sampler(samples=10**12, seed=5)
-    ids = sampler.batch(12_345_678, 1024)
+    ids = sampler.ids(12_345_678 * 1024, 1024)
     assert len(set(ids.tolist())) == 1024
     assert ids.min() >= 0
     assert ids.max() < 10**12

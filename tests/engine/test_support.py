@@ -30,6 +30,7 @@ def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
         "recompute=full",
         "recompute=mlp+moe",
         "offload=moe_act+core_attn",
+        "offload=optimizer,overlap=grad+param",
     ],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
@@ -46,3 +47,9 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
 
 def test_axes_that_are_not_built_are_refused() -> None:
     assert said("cp2,cp_comm=a2a")[0].startswith("layout.cp_comm=a2a: the engine does not run this yet")
+
+
+def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:
+    assert said("offload=optimizer0.5") == [
+        "layout.offload=optimizer0.5: the engine does not run this yet; nearest legal value: optimizer1"
+    ]

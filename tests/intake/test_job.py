@@ -68,6 +68,13 @@ def test_overrides(tmp_path: Path) -> None:
     assert (read.workload.steps, read.workload.checkpoint.keep, read.layout_text) == (5, 4, "ep1")
 
 
+def test_keys_of_loss_scaling_and_growing_batches(tmp_path: Path) -> None:
+    given = ("train.precision=fp16", "train.loss_scale_window=50", "train.ramp_start=4", "train.ramp_increment=4")
+    work = job.read_job(write(tmp_path), given).workload
+    assert (work.scaling.loss_scale_window, work.scaling.initial_loss_scale) == (50, 65536.0)
+    assert (work.ramp.ramp_start, work.ramp.ramp_increment, work.ramp.ramp_samples) == (4, 4, 0)
+
+
 def test_least_job_takes_defaults(tmp_path: Path) -> None:
     text = '[model]\nconfig = "qwen3-30b-a3b"\n[train]\nseq_len = 8\nglobal_batch = 2\n'
     read = job.read_job(write(tmp_path, text))
@@ -105,6 +112,12 @@ def test_inline_model(tmp_path: Path) -> None:
         ('text = "ep2,mbs2"', "etp = true", "layout.etp=true: must be a number"),
         ("steps = 60", "steps = 60\nbeta1 = 1.0", "must be in 0..0.999999999; nearest legal value: 0.999999999"),
         ("steps = 60", "steps = -1", "train.steps=-1: must be in 0..1000000000; nearest legal value: 0"),
+        (
+            "steps = 60",
+            "steps = 60\nramp_start = 4",
+            "train.ramp_increment=0: must be in 1..16; nearest legal value: 1",
+        ),
+        ("steps = 60", "steps = 60\nmin_loss_scale = 1e5", "train.min_loss_scale=100000: must be in 1..65536"),
         ("seq_len = 512", "seq_len = 0", "quickstart.toml: train.seq_len=0: must be in 1.."),
         ("seq_len = 512", 'seq_len = "512"', "quickstart.toml: train.seq_len="),
         ("seq_len = 512", "", "quickstart.toml: train.seq_len: is missing"),

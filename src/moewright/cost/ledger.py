@@ -10,6 +10,7 @@ from moewright.cost.states import bucket_sets, state_rows
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, grid, schedule
 from moewright.rules.legality import micro_batches
+from moewright.rules.ramp import workload_of
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -26,7 +27,8 @@ def predict(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
     exact; memory holds no transients; the time is that of the plan's estimate. Raises BadInput for a rank outside the
     world or a selection of another job.
     """
-    found = predict_rank(plan.model, plan.workload, plan.layout, rank=rank, selection=selection)
+    workload = workload_of(plan.workload, selection.step - 1) if selection else plan.workload  # while batches grow
+    found = predict_rank(plan.model, workload, plan.layout, rank=rank, selection=selection)
     expected = next((one for one in plan.estimate.ledgers if one.pp_rank == found.pp_rank), None)
     return replace(found, time=expected.time) if expected else found
 

@@ -14,7 +14,7 @@ from moewright.cost.stage import Routed, chunk_layers, is_moe
 from moewright.cost.states import BucketSet, state_rows
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk
-from moewright.spec.layout import Layout, Offload
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
@@ -60,7 +60,7 @@ def held(
     """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
     model, layout = size.model, size.layout
     beside = extras(workload, constants, size, chunks)
-    states = list(on_device(layout, state_rows(workload, layout, sets)))
+    states = [row for row in state_rows(workload, layout, sets) if row.component is not Component.HOST]
     inputs: float | None = None
     if workload.precision.nbytes == 1:
         states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))
@@ -103,16 +103,6 @@ def beyond(constants: Constants, allocated: Any, *, groups: Any) -> Beyond:
         communication=groups * constants["communicator_bytes"],
         spread=deviation**0.5,
     )
-
-
-def on_device(layout: Layout, states: Sequence[MemoryRow]) -> Iterator[MemoryRow]:
-    """States without the part of master weights and moments that the layout keeps on the host."""
-    here = 1 - layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 1.0
-    for row in states:
-        if row.component not in (Component.MASTER, Component.MOMENTS):
-            yield row
-        elif here:
-            yield replace(row, bytes=round(here * row.bytes))
 
 
 def with_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:

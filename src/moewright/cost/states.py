@@ -9,12 +9,13 @@ from math import prod
 from moewright.rules import buckets, grid, shards
 from moewright.rules.inventory import Param
 from moewright.rules.recompute import activation_bytes
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
 MASTER_BYTES = 4
+_OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,12 @@ def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) ->
             for module, numel in (own if component in sharded else whole).items():
                 key = component, module
                 sums[key] = sums.get(key, 0) + numel * nbytes
+    if Offload.OPTIMIZER in layout.offload:
+        for component, module in [key for key in sums if key[0] in _OFFLOADED]:
+            here = round((1 - layout.offload_fraction) * sums[component, module])
+            key = Component.HOST, module
+            sums[key] = sums.get(key, 0) + sums[component, module] - here
+            sums[component, module] = here
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)
         for (component, module), nbytes in sorted(sums.items())

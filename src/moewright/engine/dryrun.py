@@ -29,7 +29,7 @@ from moewright.rules import grid
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Ledger, Module
+from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, RouterForce, Workload
 
@@ -77,7 +77,8 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
                 rank=rank, pp_rank=pp_rank, state=states, time=(), notes=_differences(workload)
             )
         beside = tuple(sorted((module, nbytes) for module, nbytes in meter.fullest.items() if nbytes))
-        return DryRun(ledger=ledger, states_bytes=sum(row.bytes for row in states), beside=beside)
+        held = sum(row.bytes for row in states if row.component is not Component.HOST)
+        return DryRun(ledger=ledger, states_bytes=held, beside=beside)
     finally:
         collectives.stop()
 

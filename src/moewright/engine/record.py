@@ -136,8 +136,9 @@ class Screen:
             self._line(f"experts are given, not chosen ({record.routing}): this measures speed, it does not train")
 
     def step(self, record: StepRecord) -> None:
+        norm = "-" if record.skipped else f"{record.grad_norm:.3f}"
         text = (
-            f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {record.grad_norm:.3f}  "
+            f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {norm}  "
             f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank  {record.tflops_per_rank:.4f} TFLOP/s  "
             f"MFU {record.mfu:.1%}{'  SKIPPED: gradient not finite' if record.skipped else ''}"
         )

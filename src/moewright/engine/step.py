@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Protocol
 
@@ -21,8 +21,10 @@ from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.pipeline.executor import execute
 from moewright.engine.runtime import Runtime
 from moewright.rules.legality import micro_batches
+from moewright.rules.ramp import batch_of, workload_of
 from moewright.rules.schedule import timetable
 from moewright.spec.ledger import Phase, TimeRow
+from moewright.spec.workload import RampSpec
 
 
 class Clock:
@@ -56,25 +58,27 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """A mapped corpus and the order in which it is read."""
+    """A mapped corpus and the order in which it is read, by global batches that grow or all alike."""
 
     dataset: IndexedDataset
     sampler: Sampler
+    grows: bool
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets [mbs, seq_len / cp] of this rank, for the step counted from 0."""
         layout, work = run.mesh.layout, run.workload
+        batch = batch_of(work if self.grows else replace(work, ramp=RampSpec()), step)
         rows = rows_of(
-            global_batch=work.global_batch,
+            global_batch=batch.size,
             dp=layout.dp,
             dp_rank=run.mesh.coordinate("dp"),
             mbs=layout.mbs,
             micro_batch=micro_batch,
         )
-        ids = self.sampler.batch(step, work.global_batch)[rows.start : rows.stop]
+        ids = self.sampler.ids(batch.first + rows.start, len(rows))
         tokens = fetch(self.dataset, ids, seq_len=work.seq_len, vocab_size=run.model.vocab_size)
-        batch, here = torch.from_numpy(tokens), run.positions
-        return batch[:, here].to(run.device), batch[:, here + 1].to(run.device)
+        whole, here = torch.from_numpy(tokens), run.positions
+        return whole[:, here].to(run.device), whole[:, here + 1].to(run.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +170,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
     """Forward and backward of every micro-batch of step `step` (from 1); gradients reduced, weights untouched."""
     run, sums = job.run, _Sums()
     layout = run.mesh.layout
-    count = micro_batches(run.workload, layout)
+    count = micro_batches(workload_of(run.workload, step - 1), layout)
     with clock.phase(Phase.DATA):
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
         valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets in batches)], device=run.device)
@@ -180,7 +184,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
             sums.nll += float(nll.detach())
             sums.aux += float(out.aux.detach()) / aux_share
             sums.counts.append(out.counts)
-            return nll / valid_targets + out.aux / aux_share
+            return (nll / valid_targets + out.aux / aux_share) * job.optimizer.loss_scale
 
     def backward(loss: torch.Tensor) -> None:
         with clock.phase(Phase.BACKWARD):
@@ -195,7 +199,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         own_nll = sums.nll if run.mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
         shared = torch.tensor([squared, float(stop_asked), own_nll, sums.aux], dtype=torch.float64, device=run.device)
         squared, stops, nll, aux = all_reduce(shared, run.mesh.group("world")).tolist()
-    norm = squared**0.5
+    norm = squared**0.5 / job.optimizer.loss_scale
     return Gradients(
         loss=nll / valid_targets,
         aux_loss=aux,
@@ -213,6 +217,7 @@ def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:
             clip = job.run.workload.optimizer.clip_norm
             scale = min(1.0, clip / (found.norm + 1e-6)) if clip else 1.0
             job.optimizer.update(lr=lr, scale=scale)
+    job.optimizer.judge(finite=found.finite)
     with clock.phase(Phase.PARAM_GATHER):
         job.optimizer.publish()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Schedule
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
@@ -21,7 +21,7 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         ("zero", layout.zero, (1, 0)),
         ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
-        ("offload", "+".join(choice for choice in layout.offload if choice is Offload.OPTIMIZER), ("",)),
+        ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
         ("overlap", "+".join(layout.overlap), ("", "grad", "grad+param")),
         ("graphs", "+".join(layout.graphs), ("",)),
         ("layout", layout.stages, ("",)),
@@ -87,14 +87,13 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         reasons += [
             _model_reason(f"model.moe.{field}", value, nearest) for field, value, bad, nearest in missing if bad
         ]
-    if workload.precision not in (Dtype.BF16, Dtype.FP32):
-        reasons.append(_model_reason("train.precision", workload.precision, "bf16 or fp32"))
-    for field, dtype in (
-        ("train.grad_dtype", workload.grad_dtype),
-        ("train.moment_dtype", workload.optimizer.moment_dtype),
+    for field, dtype, runs in (
+        ("train.precision", workload.precision, (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
+        ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),
+        ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
     ):
-        if dtype is not Dtype.FP32:
-            reasons.append(_model_reason(field, dtype, "fp32"))
+        if dtype not in runs:
+            reasons.append(_model_reason(field, dtype, " or ".join(runs)))
     return tuple(reasons)
 
 

@@ -47,6 +47,7 @@ from moewright.engine.support import unsupported_layout, unsupported_model
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.inventory import count
 from moewright.rules.legality import illegal
+from moewright.rules.ramp import workload_of
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Dispatcher
@@ -54,10 +55,9 @@ from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, Session, StepRecord
 from moewright.spec.units import TERA
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, Workload
 
 PLAN_FILE = "plan.json"
-_STATE_BYTES = 3 * 4  # of a checkpoint, a parameter: master weight and two moments in fp32
 
 
 def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
@@ -80,7 +80,8 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     if done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return Exit.DONE
-    require_space(run_dir, _STATE_BYTES * count(plan.model).total)
+    state_bytes = 4 + 2 * plan.workload.optimizer.moment_dtype.nbytes  # of a checkpoint, a parameter: master, moments
+    require_space(run_dir, state_bytes * count(plan.model).total)
     return launch(
         partial(_train_rank, plan, run_dir, last_step),
         nproc=plan.layout.world_size,
@@ -197,6 +198,7 @@ def _data(plan: Plan) -> tuple[Data, Data]:
                 seed=plan.workload.seed,
                 order=order,
             ),
+            grows=order is Order.SHUFFLED,
         )
         for dataset, order in (
             (open_indexed(Path(plan.workload.data.train)), Order.SHUFFLED),
@@ -235,6 +237,8 @@ def _identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
             },
             "loss": to_data(work.loss),
             "router": to_data(work.router),
+            **({"scaling": to_data(work.scaling)} if work.precision is Dtype.FP16 else {}),
+            **({"ramp": to_data(work.ramp)} if work.ramp.ramp_start else {}),
         },
         "data": {"fingerprint": data_fingerprint},
     }
@@ -278,7 +282,7 @@ def _session(plan: Plan, first_step: int, device: torch.device) -> Session:
 
 def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRecord:
     step_s = sum(row.seconds for row in result.phases)
-    tokens = plan.workload.tokens_per_step
+    tokens = workload_of(plan.workload, step - 1).tokens_per_step
     rank_tokens_per_s = tokens / plan.layout.world_size / step_s
     flops_per_s = rank_tokens_per_s * model_flops_per_token(plan.model, plan.workload.seq_len)
     peak = next((p.rate.value for p in plan.hardware.device.peaks if p.dtype is plan.workload.precision), 0.0)
@@ -318,8 +322,12 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
     dedup = run.mesh.layout.dispatcher is Dispatcher.DEDUP
     selection = Selection(step=step, counts=said(slice(experts)), copies=said(slice(experts, None)) if dedup else ())
     notes: tuple[str, ...] = ()
-    if run.device.type == "cpu" and not native_bf16():
-        notes = ("this CPU has no bf16 dot product: GEMM operands are widened to fp32 while they multiply, not kept",)
+    precision = run.workload.precision
+    if run.device.type == "cpu" and (precision is Dtype.FP16 or not native_bf16()):
+        missing = Dtype.FP16 if precision is Dtype.FP16 else Dtype.BF16
+        notes = (
+            f"this CPU has no {missing} dot product: GEMM operands are widened to fp32 while they multiply, not kept",
+        )
     ledger = run.books.ledger(
         rank=seat.rank,
         pp_rank=run.mesh.coordinate("pp"),

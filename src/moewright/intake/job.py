@@ -2,8 +2,8 @@
 
 Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's fields themselves),
 [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is absent is for the search), [train] (the fields of
-Workload, OptimizerSpec, LossSpec and RouterTraining, and `nproc` and `hardware`), [checkpoint]. Relative paths start at
-the job file.
+Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and RampSpec, and `nproc` and `hardware`), [checkpoint].
+Relative paths start at the job file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from moewright.codec import from_data, given_fields, nearest, shown, toml_data
 from moewright.intake import catalogue, hf, parts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, LossSpec, OptimizerSpec, RouterTraining, Workload
+from moewright.spec.workload import (
+    CheckpointSpec,
+    DataSpec,
+    Dtype,
+    LossSpec,
+    OptimizerSpec,
+    RampSpec,
+    RouterTraining,
+    ScalingSpec,
+    Workload,
+)
 
 DEFAULT_HARDWARE = "runs/machine.toml"
 MAX_SEQ_LEN = 2**24
@@ -27,7 +37,7 @@ MAX_BATCH = 2**24
 MAX_STEPS = 10**9
 
 _SECTIONS = ("model", "data", "layout", "train", "checkpoint")
-_NESTED = ("optimizer", "loss", "router", "data", "checkpoint")
+_NESTED = ("optimizer", "loss", "router", "scaling", "ramp", "data", "checkpoint")
 _OWN = ("nproc", "hardware")
 
 
@@ -114,7 +124,13 @@ def _model(table: dict[str, Any], path: Path, where: str) -> ModelSpec:
 def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> Workload:
     train = tables["train"]
     groups = {"": [f.name for f in fields(Workload) if f.name not in _NESTED]}
-    flat = {"optimizer": OptimizerSpec, "loss": LossSpec, "router": RouterTraining}
+    flat = {
+        "optimizer": OptimizerSpec,
+        "loss": LossSpec,
+        "router": RouterTraining,
+        "scaling": ScalingSpec,
+        "ramp": RampSpec,
+    }
     groups |= {name: [f.name for f in fields(nested)] for name, nested in flat.items()}
     legal = [*(name for names in groups.values() for name in names), *_OWN]
     for key in train:
@@ -148,6 +164,7 @@ def _plain(record: Any) -> dict[str, Any]:
 
 def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
     optimizer, loss, router, checkpoint = workload.optimizer, workload.loss, workload.router, workload.checkpoint
+    scaling, ramp = workload.scaling, workload.ramp
     ranges = (
         ("train.seq_len", workload.seq_len, 1, MAX_SEQ_LEN),
         ("train.global_batch", workload.global_batch, 1, MAX_BATCH),
@@ -173,6 +190,12 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.z_coeff", loss.z_coeff, 0, 1e3),
         ("train.bias_update_rate", router.bias_update_rate, 0, 1),
         ("train.force_std", router.force_std, 0, 1e3),
+        ("train.initial_loss_scale", scaling.initial_loss_scale, 1, 2.0**40),
+        ("train.min_loss_scale", scaling.min_loss_scale, 1, scaling.initial_loss_scale),
+        ("train.loss_scale_window", scaling.loss_scale_window, 1, MAX_STEPS),
+        ("train.ramp_start", ramp.ramp_start, 0, workload.global_batch),
+        ("train.ramp_increment", ramp.ramp_increment, 1 if ramp.ramp_start else 0, workload.global_batch),
+        ("train.ramp_samples", ramp.ramp_samples, 0, 2**40),
         ("checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS),
         ("checkpoint.keep", checkpoint.keep, 1, 10**6),
     )

@@ -76,8 +76,8 @@ def print_estimate(console: Console, plan: Plan) -> None:
 
 
 def held(ledger: Ledger) -> int:
-    """Bytes of all memory rows of a ledger."""
-    return sum(row.bytes for row in ledger.memory)
+    """Bytes of all memory rows of a ledger that lie on the device."""
+    return sum(row.bytes for row in ledger.memory if row.component is not Component.HOST)
 
 
 def show_rate(value: float) -> str:
@@ -183,7 +183,8 @@ def _memory(ledger: Ledger) -> Table:
             sizes = (f"{size / scale:.2f}" if size else "" for size in row)
             table.add_row(component.value, *sizes, f"{sum(row) / scale:.2f}")
     table.add_section()
-    columns = (sum(cells.get((component, module), 0) for component in Component) for module in modules)
+    here = [component for component in Component if component is not Component.HOST]
+    columns = (sum(cells.get((component, module), 0) for component in here) for module in modules)
     whole = Text(f"{held(ledger) / scale:.2f}", style="bold")
     table.add_row("total", *(f"{size / scale:.2f}" for size in columns), whole)
     return table

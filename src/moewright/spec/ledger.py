@@ -31,6 +31,7 @@ class Component(StrEnum):
     TRANSIENT = "transient"  # the largest short-lived working set of backward
     COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
     FRAGMENTATION = "fragmentation"
+    HOST = "host"  # in host memory: offloaded optimizer state; no part of a device's peak
 
 
 class FlopOp(StrEnum):

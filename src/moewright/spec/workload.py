@@ -85,6 +85,30 @@ class RouterTraining:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingSpec:
+    """Dynamic loss scaling, in fp16 alone: the loss is multiplied so that small gradients do not vanish.
+
+    The scale halves after a step whose gradients are not finite, which is skipped, and doubles after
+    `loss_scale_window` finite ones in a row (Micikevicius et al. 2018).
+    """
+
+    initial_loss_scale: float = 65536.0
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RampSpec:
+    """Global batches that grow: from `ramp_start` in steps of `ramp_increment` up to the workload's, over the first
+    `ramp_samples` sequences, as Megatron-LM's --rampup-batch-size does. ramp_start 0: none.
+    """
+
+    ramp_start: int = 0
+    ramp_increment: int = 0
+    ramp_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
     """Megatron .bin/.idx prefixes (no suffix) and the tokenizer file beside them; "" means none."""
 
@@ -101,7 +125,9 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One training job on a model. Batch sizes count sequences of `seq_len` tokens."""
+    """One training job on a model. Batch sizes count sequences of `seq_len` tokens; plans are for the whole
+    `global_batch`, whatever the ramp.
+    """
 
     seq_len: int
     global_batch: int
@@ -117,6 +143,8 @@ class Workload:
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     router: RouterTraining = RouterTraining()
+    scaling: ScalingSpec = ScalingSpec()
+    ramp: RampSpec = RampSpec()
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
 

@@ -11,7 +11,9 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Component, Ledger, Module
 
 ACTIVATION_BOUND = 0.03  # saved activations in total: |predicted - counted| / counted
-EXACT_COMPONENTS = frozenset({Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS})
+EXACT_COMPONENTS = frozenset(
+    {Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS, Component.HOST}
+)
 SAVED_COMPONENTS = frozenset({Component.ACTIVATIONS, Component.LOGITS})
 TOTAL = "total"
 

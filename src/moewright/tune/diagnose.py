@@ -6,7 +6,7 @@ from statistics import median
 
 from moewright.rules.routing import rank_load_factor
 from moewright.spec.finding import Finding, Wall
-from moewright.spec.ledger import Ledger, Phase
+from moewright.spec.ledger import Component, Ledger, Phase
 from moewright.spec.plan import TimePart
 from moewright.spec.run import RunRecord
 from moewright.spec.units import show_bytes, show_seconds
@@ -147,7 +147,7 @@ def _memory(record: RunRecord) -> Finding | None:
 
 
 def _held(ledger: Ledger) -> int:
-    return sum(row.bytes for row in ledger.memory)
+    return sum(row.bytes for row in ledger.memory if row.component is not Component.HOST)
 
 
 def _imbalance(record: RunRecord, step_s: float) -> Finding | None:

@@ -36,14 +36,10 @@ class Sampler:
     seed: int
     order: Order = Order.SHUFFLED
 
-    def batch(self, step: int, global_batch: int) -> Int64s:
-        """Ids [global_batch] of a step, counted from 0. A batch may run over the edge of an epoch into the next."""
-        if step < 0 or global_batch < 1:
-            raise ValueError(f"step {step}, global batch {global_batch}")
-        return self.ids(step * global_batch, global_batch)
-
     def ids(self, first: int, count: int) -> Int64s:
-        """Ids at places [first, first + count) of the endless sequence."""
+        """Ids at places [first, first + count) of the endless sequence, which may run over the edge of an epoch."""
+        if first < 0 or count < 1:
+            raise ValueError(f"{count} samples from {first} on")
         parts = []
         place, left = first, count
         while left:

@@ -14,6 +14,7 @@ from moewright.engine.collectives import Flight
 from moewright.engine.model.layers import Slot
 from moewright.engine.optim.arrivals import Arrivals
 from moewright.engine.optim.flat import FlatBucket, build_buckets
+from moewright.engine.optim.scaling import LossScale
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group
@@ -45,6 +46,7 @@ class DistributedOptimizer:
             if members:
                 self.buckets += build_buckets(run, members, run.mesh.group(group), initial)
         self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none
+        self._scale = LossScale(run.workload)
         self._pending: set[str] = set()
         self._reductions: dict[int, Flight] = {}
         self._gathers: dict[int, Flight] = {}
@@ -77,6 +79,15 @@ class DistributedOptimizer:
 
         return hook
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward; gradients are that much larger until `update`."""
+        return self._scale.value
+
+    def judge(self, *, finite: bool) -> None:
+        """Tell, once a step, whether all gradients of the world were finite."""
+        self._scale.judge(finite=finite)
+
     def begin(self, micro_batches: int) -> None:
         """Forget the gradients of the last step; the first of each parameter overwrites instead of adding."""
         self._pending = {slot.name for bucket in self.buckets for slot, _ in bucket.views}
@@ -105,10 +116,12 @@ class DistributedOptimizer:
     def update(self, *, lr: float, scale: float) -> None:
         """One update with gradients times `scale` (the clipping factor). Matrices decay, vectors do not."""
         spec, done = self._run.workload.optimizer, int(self._updates)
+        scale /= self.loss_scale
         self._updates += 1
         for bucket, shard in zip(self.buckets, self._shards, strict=True):
             if scale != 1.0:
                 shard.mul_(scale)
+            shard = shard.to(bucket.master.device)
             for decay in (True, False):
                 places = [part.place for part in bucket.parts if (part.slot.parameter.dim() > 1) == decay]
                 weight_decay = spec.weight_decay if decay else 0.0
@@ -147,7 +160,7 @@ class DistributedOptimizer:
     def pieces(self) -> list[Piece]:
         """Everything a checkpoint must hold of parameters and their optimizer state, by global name."""
         updates = Piece(name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates)
-        return [updates, *(piece for bucket in self.buckets for piece in bucket.pieces())]
+        return [updates, *self._scale.pieces(), *(piece for bucket in self.buckets for piece in bucket.pieces())]
 
     def resident(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the weight buffers."""

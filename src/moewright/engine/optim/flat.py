@@ -1,7 +1,8 @@
 """Flat buffers: weights, gradients and optimizer state of a bucket of parameters, each one long tensor.
 
 Weights live in a buffer of the compute dtype and the model's parameters are views into it; gradients accumulate in
-fp32; the fp32 master copy and the two moments cover only the shard that this rank owns (docs/formulas.md 2).
+fp32; the fp32 master copy and the two moments (fp32 or bf16) cover only the shard that this rank owns (docs/formulas.md
+2), and live in host memory with offload=optimizer.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import nn
 from moewright.engine.checkpoint import Piece, flat_pieces
 from moewright.engine.collectives import Flight, Group, start_all_gather, start_all_reduce, start_reduce_scatter
 from moewright.engine.model.layers import Slot
-from moewright.engine.runtime import Runtime
+from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.buckets import Entry, plan_buckets, shard_range
+from moewright.spec.layout import Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 
 
@@ -41,6 +43,7 @@ class FlatBucket:
 
     group: Group
     sharded: bool
+    on_host: bool  # master and moments live in host memory, and are updated there
     weights: torch.Tensor
     grads: torch.Tensor
     master: torch.Tensor
@@ -53,12 +56,13 @@ class FlatBucket:
         """Start to sum the gradients over the group; it brings this rank's shard of them."""
         if not self.sharded or self.group.size == 1:
             return start_all_reduce(self.grads, self.group)
-        return start_reduce_scatter(torch.empty_like(self.master), self.grads, self.group)
+        shard = self.grads.new_empty(len(self.master))
+        return start_reduce_scatter(shard, self.grads, self.group)
 
     def publish(self) -> Flight:
         """Round the master copy to the compute dtype; start to give every rank of the group the whole of it."""
         if self.sharded and self.group.size > 1:
-            return start_all_gather(self.weights, self.master.to(self.weights.dtype), self.group)
+            return start_all_gather(self.weights, self.master.to(self.weights), self.group)
         self.weights.copy_(self.master)
         return Flight(out=self.weights, tensor=self.master, work=None)
 
@@ -67,9 +71,9 @@ class FlatBucket:
         whole = [(slot.module, view.numel()) for slot, view in self.views]
         owned = [(part.slot.module, part.last - part.first) for part in self.parts]
         rows = _by_module(Component.WEIGHTS, self.weights, whole) + _by_module(Component.GRADIENTS, self.grads, whole)
-        rows += _by_module(Component.MASTER, self.master, owned)
+        rows += _by_module(Component.HOST if self.on_host else Component.MASTER, self.master, owned)
         for moment in (self.exp_avg, self.exp_avg_sq):
-            rows += _by_module(Component.MOMENTS, moment, owned)
+            rows += _by_module(Component.HOST if self.on_host else Component.MOMENTS, moment, owned)
         return rows
 
     def pieces(self) -> list[Piece]:
@@ -101,7 +105,9 @@ def build_buckets(
 ) -> list[FlatBucket]:
     """Lay parameters out in reverse registration order, about the order in which backward finishes them."""
     by_name = {slot.name: slot for slot in slots}
-    sharded = run.mesh.layout.zero == 1
+    sharded, on_host = run.mesh.layout.zero == 1, Offload.OPTIMIZER in run.mesh.layout.offload
+    home = torch.device("cpu") if on_host else run.device
+    moment_dtype = torch_dtype(run.workload.optimizer.moment_dtype)
     shards, index = (group.size, group.index) if sharded else (1, 0)
     planned = plan_buckets(
         [(slot.name, slot.parameter.numel()) for slot in reversed(slots)],
@@ -113,9 +119,8 @@ def build_buckets(
         start, stop = shard_range(bucket, shards, index)
         weights = torch.zeros(bucket.numel, dtype=run.dtype, device=run.device)
         grads = torch.zeros(bucket.numel, dtype=torch.float32, device=run.device)
-        master, exp_avg, exp_avg_sq = (
-            torch.zeros(stop - start, dtype=torch.float32, device=run.device) for _ in range(3)
-        )
+        master = torch.zeros(stop - start, dtype=torch.float32, device=home)
+        exp_avg, exp_avg_sq = (torch.zeros(stop - start, dtype=moment_dtype, device=home) for _ in range(2))
         views, parts = [], []
         for entry in bucket.entries:
             slot = by_name[entry.name]
@@ -132,6 +137,7 @@ def build_buckets(
             FlatBucket(
                 group=group,
                 sharded=sharded,
+                on_host=on_host,
                 weights=weights,
                 grads=grads,
                 master=master,

@@ -11,6 +11,8 @@ from torch.optim.adamw import adamw
 from moewright.engine.optim.flat import FlatBucket
 from moewright.spec.workload import OptimizerSpec
 
+_PIECE = 1 << 20
+
 
 class Update(Protocol):
     """One update of the elements at `places` of a bucket's shard; `done` updates were made before it."""
@@ -38,12 +40,36 @@ def adamw_update(
     weight_decay: float,
     done: int,
 ) -> None:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), in fp32 whatever the moments are stored in."""
+    narrow = bucket.exp_avg.dtype != torch.float32
+    if narrow:  # a piece at a time, so that their fp32 copies stay small
+        places = [slice(at, min(at + _PIECE, p.stop)) for p in places for at in range(p.start, p.stop, _PIECE)]
+    for some in [[p] for p in places] if narrow else [list(places)]:
+        stored = [moment[p] for moment in (bucket.exp_avg, bucket.exp_avg_sq) for p in some]
+        moments = [moment.float() for moment in stored]
+        _adamw(bucket, grads, some, moments, spec, lr=lr, weight_decay=weight_decay, done=done)
+        if narrow:
+            for moment, value in zip(stored, moments, strict=True):
+                moment.copy_(value)
+
+
+def _adamw(
+    bucket: FlatBucket,
+    grads: torch.Tensor,
+    places: Sequence[slice],
+    moments: Sequence[torch.Tensor],
+    spec: OptimizerSpec,
+    *,
+    lr: float,
+    weight_decay: float,
+    done: int,
+) -> None:
+    """`moments`: the first and then the second fp32 moments of all places."""
     adamw(
         [bucket.master[p] for p in places],
         [grads[p] for p in places],
-        [bucket.exp_avg[p] for p in places],
-        [bucket.exp_avg_sq[p] for p in places],
+        list(moments[: len(places)]),
+        list(moments[len(places) :]),
         [],
         [torch.tensor(float(done), device=grads.device) for _ in places],
         fused=True,

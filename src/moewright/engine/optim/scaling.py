@@ -1,0 +1,40 @@
+"""The scale of the loss in fp16, where small gradients would vanish and large ones overflow."""
+
+from __future__ import annotations
+
+import torch
+
+from moewright.engine.checkpoint import Piece
+from moewright.spec.workload import Dtype, Workload
+
+
+class LossScale:
+    """A dynamic scale, the same on every rank because all judge by the same global norm; 1 unless in fp16."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._spec, self._active = workload.scaling, workload.precision is Dtype.FP16
+        # The scale, and the finite steps since it last changed.
+        self._state = torch.tensor([self._spec.initial_loss_scale if self._active else 1.0, 0.0])
+
+    @property
+    def value(self) -> float:
+        return float(self._state[0])
+
+    def judge(self, *, finite: bool) -> None:
+        """After a step: halve the scale, or double it at the end of a window."""
+        if not self._active:
+            return
+        if not finite:
+            self._state[0] = max(self.value / 2, self._spec.min_loss_scale)
+            self._state[1] = 0.0
+            return
+        self._state[1] += 1
+        if int(self._state[1]) >= self._spec.loss_scale_window:
+            self._state[0] *= 2
+            self._state[1] = 0.0
+
+    def pieces(self) -> list[Piece]:
+        """What a checkpoint must hold of it."""
+        return [Piece(name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state)][
+            : int(self._active)
+        ]
