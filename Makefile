@@ -1,4 +1,5 @@
-# `make train` runs the quickstart from data to report, `make test` checks the whole house, `make bench` measures speed.
+# `make train` runs the quickstart from data to report, `make test` checks the whole house, `make bench` measures speed,
+# `make verify-layouts` proves every layout of the sweep equal to one process.
 
 PYTHON ?= python3
 JOB    := recipes/quickstart_2cpu_bf16.toml
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 # A base interpreter that has a new enough torch (a GPU image, say) lends it; otherwise constraints.txt pins one.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: train test check report bench
+.PHONY: train test check report bench verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -24,6 +25,10 @@ bench: | $(VENV)/.ready
 
 test: check
 	$(BIN)/pytest
+
+# Every layout of the sweep (minutes); `make test` takes the corners and a part of it that changes with the source.
+verify-layouts: $(VENV)/.dev
+	$(BIN)/pytest tests/spawn/test_layout_sweep.py -m "sweep or not sweep"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

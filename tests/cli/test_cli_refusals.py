@@ -179,3 +179,62 @@ def test_more_processes_than_the_machine_survives_are_refused(
         said = capsys.readouterr().err
         assert f"--nproc={count}: must be in 1.." in said
         assert said.count("\n") == 1
+
+
+def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'moewright.cli.verbs':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from moewright.cli.main import run\n"
+        "run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "moewright: interrupted\n")
+
+
+QUICKSTART = str(ROOT / "recipes/quickstart_2cpu_bf16.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", QUICKSTART, "--nproc", "999"), "--nproc=999: must be in 1.."),
+        (("train", QUICKSTART, "--set", "train.precision=fp8"), "train.precision=fp8"),
+        (("verify", str(ROOT / "recipes/quickstart"), "--batch", "nowhere", "--out", "x"), "nowhere: no such file"),
+        (("verify", str(ROOT / "recipes/quickstart"), "--batch", "nowhere", "--out", "x", "--layout", "tpp2"), "tpp"),
+        (("dryrun", QUICKSTART, "--rank", "9"), "--rank=9: ranks are 0 to 1"),
+        (("dryrun", QUICKSTART, "--rank", "0", "--set", "layout.tp=3"), "layout.tp=3"),
+        (("bench", "machine", "--nproc", "999"), "--nproc=999: must be in 1.."),
+    ],
+)
+def test_what_needs_no_torch_to_be_refused_does_not_wait_for_it(arguments: tuple[str, ...], said: str) -> None:
+    program = (
+        "import sys\n"
+        "from moewright.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == "2 False\n"
+
+
+def test_of_the_ranks_on_a_machine_one_tells_of_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    told = []
+    for rank in range(4):
+        for key, value in {**given, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}.items():
+            monkeypatch.setenv(key, value)
+        assert main(["train", "nowhere.toml"]) == 2
+        told.append(capsys.readouterr().err)
+    assert [bool(text) for text in told] == [True, False, True, False]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # not torchrun, then: who stands beside is not known
+    assert main(["train", "nowhere.toml"]) == 2
+    assert "nowhere.toml: no such file" in capsys.readouterr().err

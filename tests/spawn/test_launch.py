@@ -268,3 +268,19 @@ def test_nothing_starts_without_a_rank_or_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be used as a run directory"):
         launch(toy, nproc=1, run_dir=tmp_path / "file")
+
+
+def test_a_refusal_that_one_rank_under_torchrun_found_is_told_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command line speaks for the first rank of a machine alone."""
+
+    def refuses(context: RankContext) -> Outcome:
+        raise BadInput(Reason(field="data.train", rule="is truncated"))
+
+    torchrun_env(monkeypatch, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert launch(refuses, nproc=2, run_dir=tmp_path / "run") == Exit.BAD_INPUT
+    assert capfd.readouterr().err == "rank 1: data.train: is truncated\n"
+    torchrun_env(monkeypatch, WORLD_SIZE="2")
+    with pytest.raises(BadInput, match="truncated"):
+        launch(refuses, nproc=2, run_dir=tmp_path / "run")

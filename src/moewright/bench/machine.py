@@ -13,7 +13,7 @@ import torch
 
 from moewright.bench.cases import Case, Probe, all_cases
 from moewright.bench.team import Clock, clock_for, run_team
-from moewright.engine.launch import cores, refuse_crowd
+from moewright.engine.crowd import cores, refuse_crowd
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Collective,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moewright.bench.cases import Call, Case, all_cases
 from moewright.engine.allocator import keep_freed_memory
-from moewright.engine.launch import cores
+from moewright.engine.crowd import cores
 from moewright.engine.rank import die_with_parent
 from moewright.spec.hardware import Collective, DeviceKind
 

@@ -31,7 +31,7 @@ def bench_machine(
         Measure again even so.
     """
 
-    from moewright.engine.launch import refuse_crowd
+    from moewright.engine.crowd import refuse_crowd
 
     refuse_crowd(nproc, field="--nproc")
     if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):

@@ -38,21 +38,24 @@ def dryrun(
     from moewright.codec import layout_text, parse_layout, write_json
     from moewright.cost.ledger import predict_rank
     from moewright.cost.memory import enough_micro_batches
-    from moewright.engine.dryrun import dry_run
+    from moewright.engine.support import refuse_unrunnable
     from moewright.intake import catalogue
     from moewright.intake.job import read_job
     from moewright.report.console import console_for
     from moewright.report.dry_view import print_dry_run
-    from moewright.rules.legality import illegal, micro_batches
+    from moewright.rules.grid import coordinate
+    from moewright.rules.legality import micro_batches
     from moewright.search.search import plan_of
-    from moewright.spec.errors import BadInput
     from moewright.tune.compare import compare
 
     asked = read_job(job, tuple(set_ or ()))
     with as_written(lambda field: "--rank" if field == "rank" else job_field(job)(field)):
         layout = parse_layout(asked.layout_text, world_size=asked.nproc)
-        if reasons := illegal(asked.model, asked.workload, layout):
-            raise BadInput(*reasons)
+        refuse_unrunnable(asked.model, asked.workload, layout)
+        coordinate(layout, rank, "pp")  # refuses a rank outside of the world
+
+        from moewright.engine.dryrun import dry_run  # torch takes seconds: after what is refused without it
+
         count = micro_batches(asked.workload, layout)
         run = enough_micro_batches(layout, count)
         workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp)

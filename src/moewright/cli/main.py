@@ -7,21 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from cyclopts import App, CycloptsError
-
-from moewright import __version__
-from moewright.cli.bench import bench_machine, bench_search
-from moewright.cli.data import data_build
-from moewright.cli.diagnose import diagnose
-from moewright.cli.dryrun import dryrun
-from moewright.cli.estimate import estimate
-from moewright.cli.export import export
-from moewright.cli.fit import fit
-from moewright.cli.plan import plan
-from moewright.cli.report import report
-from moewright.cli.train import train
-from moewright.cli.validate import validate
-from moewright.cli.verify import verify
 from moewright.spec.errors import BadInput
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -39,10 +24,21 @@ def run() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run one verb; its exit code. Whatever a user can mend is one line on stderr and code 2."""
     try:
-        code = _app()(arguments, print_error=False, exit_on_error=False, result_action="return_value")
+        return _answer(arguments)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+
+
+def _answer(arguments: Sequence[str]) -> int:
+    from cyclopts import CycloptsError  # takes a moment, as the verbs do: an interrupt meanwhile is no traceback
+
+    from moewright.cli.verbs import app
+
+    try:
+        code = app()(arguments, print_error=False, exit_on_error=False, result_action="return_value")
         sys.stdout.flush()
     except (BadInput, CycloptsError) as error:
-        return _say(str(error), BAD_INPUT)
+        return _say(str(error), BAD_INPUT) if _speaks() else BAD_INPUT
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE_PACKAGES:
             raise
@@ -52,37 +48,18 @@ def main(arguments: Sequence[str]) -> int:
         return PIPE_CLOSED
     except OSError as error:
         return _say(f"{error.filename or 'system'}: {error.strerror or error}", FAILED)
-    except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else DONE
 
 
-def _app() -> App:
-    app = App(
-        name="moewright",
-        help="Plan, train, measure and retune Mixture-of-Experts language models.",
-        version=__version__,
-        help_format="plaintext",
-        suppress_keyboard_interrupt=False,
-    )
-    data = App(name="data", help="Make training data.")
-    bench = App(name="bench", help="Measure this machine and the planner.")
-    app.command(plan)
-    app.command(estimate)
-    app.command(validate)
-    app.command(fit)
-    app.command(train)
-    app.command(verify)
-    app.command(dryrun)
-    app.command(report)
-    app.command(diagnose)
-    app.command(export)
-    app.command(data)
-    app.command(bench)
-    data.command(data_build, name="build")
-    bench.command(bench_machine, name="machine")
-    bench.command(bench_search, name="search")
-    return app
+def _speaks() -> bool:
+    """Whether this process tells of a refusal: the ranks that torchrun starts on a machine all find the same."""
+    from moewright.engine.env import torchrun
+
+    try:
+        env = torchrun()
+    except BadInput:
+        return True
+    return env is None or env.local_rank == 0 or env.local_world == 0
 
 
 def _say(text: str, code: int) -> int:

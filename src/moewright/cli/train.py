@@ -47,6 +47,7 @@ def train(
         When the run has done all its steps, do as many again.
     """
     from moewright.cli.jobs import as_written, job_field
+    from moewright.engine.crowd import refuse_crowd
     from moewright.engine.env import torchrun
     from moewright.intake.job import read_job
     from moewright.intake.parts import MAX_DEVICES
@@ -60,6 +61,9 @@ def train(
     if launched and world != launched.world:
         rule = "is not the number of processes torchrun started"
         raise BadInput(Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world)))
+    if launched is None:
+        with as_written(job_field(job)):
+            refuse_crowd(world, field="train.nproc" if nproc is None else "--nproc")
     asked = replace(asked, nproc=world)
     with as_written(job_field(job)):
         _refuse_untrainable(asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +57,9 @@ def verify(
         Largest gradient norm; 0: no clipping.
     """
     from moewright.codec import parse_layout
+    from moewright.engine.batch_file import workload_of
+    from moewright.engine.crowd import refuse_crowd
+    from moewright.engine.support import refuse_unrunnable
     from moewright.intake.hf import read_config
     from moewright.spec.workload import OptimizerSpec
 
@@ -65,6 +69,11 @@ def verify(
     model = read_config(hf_dir)
     chosen = parse_layout(layout, world_size=nproc)
     beta1, beta2 = _betas(betas)
+
+    adjusted = OptimizerSpec(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip_norm=clip)
+    refuse_crowd(nproc, field="--nproc")
+    # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint may leave out.
+    refuse_unrunnable(replace(model, mtp_layers=0), workload_of(batch, steps=steps, optimizer=adjusted), chosen)
 
     from moewright.engine.verify import Rule, Verification
     from moewright.engine.verify import verify as run
@@ -77,7 +86,7 @@ def verify(
         steps=steps,
         rule=Rule(optimizer),
         lr=lr,
-        optimizer=OptimizerSpec(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip_norm=clip),
+        optimizer=adjusted,
     )
     code = int(run(job, out))
     if code == 0:

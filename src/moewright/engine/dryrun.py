@@ -24,10 +24,8 @@ from moewright.engine.kernels import native_bf16
 from moewright.engine.model.layers import Slot
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import train_step
-from moewright.engine.support import unsupported_layout, unsupported_model
+from moewright.engine.support import refuse_unrunnable
 from moewright.rules import grid
-from moewright.rules.legality import illegal
-from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
@@ -50,13 +48,7 @@ class DryRun:
 def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) -> DryRun:
     """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine would refuse."""
     pp_rank = grid.coordinate(layout, rank, "pp")
-    reasons = (
-        *unsupported_model(model, workload),
-        *illegal(model, workload, layout),
-        *unsupported_layout(layout, model=model, workload=workload),
-    )
-    if reasons:
-        raise BadInput(*reasons)
+    refuse_unrunnable(model, workload, layout)
     if layout.world_size > 1:
         collectives.pretend(rank=rank, world_size=layout.world_size)
     try:

@@ -13,11 +13,12 @@ _KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchrunEnv:
-    """This process as torchrun started it; the rendezvous is "env://"."""
+    """This process as torchrun started it; the rendezvous is "env://". `local_world` is 0 where nobody said."""
 
     rank: int
     world: int
     local_rank: int
+    local_world: int = 0
 
 
 def torchrun() -> TorchrunEnv | None:
@@ -31,6 +32,7 @@ def torchrun() -> TorchrunEnv | None:
                 Reason(field=key, rule="is not set, but RANK and WORLD_SIZE are", nearest="start by torchrun")
             )
     numbers = {key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    local_world = _whole("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0"))
     # Port 0 lets the system choose, which a world of one may.
     for key, low, high in (("WORLD_SIZE", 1, MAX_WORLD), ("MASTER_PORT", 0, MAX_PORT)):
         if not low <= numbers[key] <= high:
@@ -45,7 +47,9 @@ def torchrun() -> TorchrunEnv | None:
                 nearest=str(numbers["WORLD_SIZE"] - 1),
             )
         )
-    return TorchrunEnv(rank=numbers["RANK"], world=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
+    return TorchrunEnv(
+        rank=numbers["RANK"], world=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], local_world=local_world
+    )
 
 
 def _whole(key: str, text: str) -> int:

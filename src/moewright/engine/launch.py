@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from moewright.engine.checkpoint.lock import run_lock
+from moewright.engine.crowd import refuse_crowd
 from moewright.engine.env import TorchrunEnv, torchrun
 from moewright.engine.rank import (
     STOP_SIGNALS,
@@ -39,23 +40,9 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 _POLL_S = 0.2
-_RANKS_A_CORE = 8
 _SETTLE_S = 0.7  # after the first failure: time for its cause to show, when that was a consequence
 _GRACE_S = 1.0  # between SIGTERM and SIGKILL for the ranks that are left
 _HANG_MARGIN_S = 3.0  # past the collective timeout, so that a rank that times out by itself is heard first
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def refuse_crowd(nproc: int, *, field: str = "nproc") -> None:
-    """Raise BadInput for more processes than a machine survives: each holds a torch and takes a share of a core."""
-    most = _RANKS_A_CORE * cores()
-    if not 1 <= nproc <= most:
-        rule = f"must be in 1..{most} on a machine of {cores()} cores"
-        raise BadInput(Reason(field=field, value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most))))
 
 
 def launch(
@@ -120,8 +107,12 @@ def _run_here(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))
-        except BadInput:
-            raise
+        except BadInput as error:
+            if env.local_rank == 0:
+                raise
+            # The command line speaks for the first rank of a machine alone; this may be found by one rank only.
+            print(f"rank {env.rank}: {error}", file=sys.stderr, flush=True)
+            return Exit.BAD_INPUT
         except Exception as error:
             return _report(failure_of(error, rank=env.rank, step=heart.step))
     return Exit.DONE if outcome is Outcome.DONE else Exit.STOPPED

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.spec.errors import Reason
+from moewright.rules.legality import illegal
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CpComm, Dispatcher, Layout, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
+
+
+def refuse_unrunnable(model: ModelSpec, workload: Workload, layout: Layout) -> None:
+    """Raise BadInput with every reason why this job is not legal, or not run by the engine."""
+    reasons = (
+        *unsupported_model(model, workload),
+        *illegal(model, workload, layout),
+        *unsupported_layout(layout, model=model, workload=workload),
+    )
+    if reasons:
+        raise BadInput(*reasons)
 
 
 def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:

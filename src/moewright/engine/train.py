@@ -43,10 +43,9 @@ from moewright.engine.optim.schedule import learning_rate
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import JsonLines, Recorder, Screen, Sink, TensorBoard, finite, loads_of, write_ledger
 from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
-from moewright.engine.support import unsupported_layout, unsupported_model
+from moewright.engine.support import refuse_unrunnable
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.inventory import count
-from moewright.rules.legality import illegal
 from moewright.rules.ramp import workload_of
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
@@ -67,14 +66,9 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     anything is written or started, when the plan is not legal, asks for what the engine or this machine cannot run,
     or the data or the checkpoint are not those of this job. plan.json is written once the folder is this job's.
     """
-    reasons = (
-        *unsupported_model(plan.model, plan.workload),
-        *illegal(plan.model, plan.workload, plan.layout),
-        *unsupported_layout(plan.layout, model=plan.model, workload=plan.workload),
-        *_missing_devices(plan),
-    )
-    if reasons:
-        raise BadInput(*reasons)
+    refuse_unrunnable(plan.model, plan.workload, plan.layout)
+    if missing := _missing_devices(plan):
+        raise BadInput(*missing)
     done = _steps_done(run_dir, _identity(plan, check_data(plan.model, plan.workload)))
     last_step = _last_step(plan.workload, done, extend)
     if done >= last_step:
@@ -105,7 +99,8 @@ def _missing_devices(plan: Plan) -> tuple[Reason, ...]:
     if plan.hardware.device.kind is not DeviceKind.CUDA:
         return ()
     env = torchrun()
-    wanted, found = plan.layout.world_size if env is None else env.local_rank + 1, torch.cuda.device_count()
+    here = plan.layout.world_size if env is None else env.local_world or env.local_rank + 1
+    wanted, found = here, torch.cuda.device_count()
     if found >= wanted:
         return ()
     rule = f"needs {wanted} CUDA devices on this machine, which has {found}"

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from moewright.engine import collectives
+from moewright.engine.batch_file import NAMES, workload_of
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Coordinator, Piece, alone, load, read_index, save
 from moewright.engine.data.sampler import rows_of
@@ -30,14 +31,14 @@ from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import finite
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply
-from moewright.engine.support import unsupported_layout, unsupported_model
+from moewright.engine.support import refuse_unrunnable
 from moewright.engine.weights import SELECTION_BIAS, in_their_names, open_weights, read_part, table_of
 from moewright.rules.context import held
-from moewright.rules.legality import illegal, micro_batches
+from moewright.rules.legality import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import OptimizerSpec, Workload
 
 _IGNORED = -100
 _GATHERED = ".verify"  # a checkpoint through which the ranks' parts become whole tensors
@@ -94,24 +95,10 @@ def verify(job: Verification, out: Path) -> Exit:
 
     Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not run by the engine.
     """
+    work = workload_of(job.batch, steps=job.steps, optimizer=job.optimizer)
     batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
     job = _without_absent_mtp(job)
-    _, rows, length = batches.inputs.shape
-    work = Workload(
-        seq_len=length,
-        global_batch=rows,
-        steps=job.steps,
-        precision=Dtype.FP32,
-        optimizer=job.optimizer,
-        loss=LossSpec(),
-    )
-    reasons = (
-        *unsupported_model(job.model, work),
-        *illegal(job.model, work, job.layout),
-        *unsupported_layout(job.layout, model=job.model, workload=work),
-    )
-    if reasons:
-        raise BadInput(*reasons)
+    refuse_unrunnable(job.model, work, job.layout)
     table_of(job.model, job.weights)
     return launch(partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out)
 
@@ -127,21 +114,17 @@ def _without_absent_mtp(job: Verification) -> Verification:
 
 
 def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
-    """input_ids and labels, both [N,B,T] integers; -100 in labels is no target. Raises BadInput."""
+    """input_ids and labels of a file whose header `workload_of` has read; -100 in labels is no target.
+
+    Raises BadInput for an id that is not of the vocabulary.
+    """
     with open_weights(path) as file:
-        for name in ("input_ids", "labels"):
-            if name not in file.keys():  # noqa: SIM118
-                raise BadInput(Reason(field=f"{path}: {name}", rule="is missing"))
-        ids, labels = file.get_tensor("input_ids"), file.get_tensor("labels")
-    for name, tensor, low in (("input_ids", ids, 0), ("labels", labels, _IGNORED)):
-        where = f"{path}: {name}"
-        if tensor.is_floating_point() or tensor.dim() != 3 or tensor.shape != ids.shape or not tensor.numel():
-            rule = "must be integers [N, B, T], the same shape for input_ids and labels"
-            raise BadInput(Reason(field=where, value=f"{tensor.dtype} {list(tensor.shape)}", rule=rule))
+        ids, labels = (file.get_tensor(name) for name in NAMES)
+    for name, tensor, low in zip(NAMES, (ids, labels), (0, _IGNORED), strict=True):
         wrong = (tensor >= vocab_size) | ((tensor < 0) & (tensor != low))
         if wrong.any():
             value = str(int(tensor[wrong][0]))
-            raise BadInput(Reason(field=where, value=value, rule=f"ids must be in 0..{vocab_size - 1}"))
+            raise BadInput(Reason(field=f"{path}: {name}", value=value, rule=f"ids must be in 0..{vocab_size - 1}"))
     targets = torch.full_like(ids, _IGNORED, dtype=torch.int64)
     targets[:, :, :-1] = labels[:, :, 1:]
     return FixedBatches(inputs=ids.long(), targets=targets)

@@ -1,0 +1,47 @@
+"""The verbs of the command line. Apart from `main`, which answers an interrupt while these are being imported."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from moewright import __version__
+from moewright.cli.bench import bench_machine, bench_search
+from moewright.cli.data import data_build
+from moewright.cli.diagnose import diagnose
+from moewright.cli.dryrun import dryrun
+from moewright.cli.estimate import estimate
+from moewright.cli.export import export
+from moewright.cli.fit import fit
+from moewright.cli.plan import plan
+from moewright.cli.report import report
+from moewright.cli.train import train
+from moewright.cli.validate import validate
+from moewright.cli.verify import verify
+
+
+def app() -> App:
+    verbs = App(
+        name="moewright",
+        help="Plan, train, measure and retune Mixture-of-Experts language models.",
+        version=__version__,
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+    )
+    data = App(name="data", help="Make training data.")
+    bench = App(name="bench", help="Measure this machine and the planner.")
+    verbs.command(plan)
+    verbs.command(estimate)
+    verbs.command(validate)
+    verbs.command(fit)
+    verbs.command(train)
+    verbs.command(verify)
+    verbs.command(dryrun)
+    verbs.command(report)
+    verbs.command(diagnose)
+    verbs.command(export)
+    verbs.command(data)
+    verbs.command(bench)
+    data.command(data_build, name="build")
+    bench.command(bench_machine, name="machine")
+    bench.command(bench_search, name="search")
+    return verbs

@@ -1,0 +1,323 @@
+"""One harness that proves a layout: W ranks run it once, and everything they did is held against one process.
+
+Against the one process: logits and token losses, every gradient, and the curves of eight plain SGD steps (which show
+a wrong scale) and eight clipped AdamW steps, with the norm as each rank saw it. Among the ranks: tensors held in copies
+are the same bits after every step. Against the planner: every rank's ledger of the second step, exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiny_jobs
+from moewright.cost.ledger import predict
+from moewright.engine import collectives
+from moewright.engine.build import join, trainee
+from moewright.engine.checkpoint import Piece
+from moewright.engine.launch import launch
+from moewright.engine.model import router
+from moewright.engine.model.layers import Slot, slots_of
+from moewright.engine.model.transformer import initial_value
+from moewright.engine.optim.update import Update, adamw_update, sgd_update
+from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.runtime import Runtime
+from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
+from moewright.engine.verify import FixedBatches, _outputs
+from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.model import ModelSpec, RouterSpec
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
+from moewright.tune.compare import Section, Status, compare
+
+BATCH, LENGTH, STEPS = 8, 16, 8
+_BATCHES = 4
+_COUNTED = 2  # the step whose books are kept
+_MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
+_SGD_LR, _ADAMW_LR = 0.05, 2e-3
+
+WORK = Workload(
+    seq_len=LENGTH,
+    global_batch=BATCH,
+    steps=STEPS,
+    precision=Dtype.FP32,
+    # A large eps: Adam divides near-zero gradients by themselves, which would show rounding as a difference.
+    optimizer=OptimizerSpec(clip_norm=0.0, weight_decay=0.1, eps=1e-6, bucket_elements=4000),
+    loss=LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Of one rule: (loss, aux loss, gradient norm) by step as one rank saw it, and its weights' digests by step."""
+
+    steps: tuple[tuple[float, float, float], ...]
+    digests: tuple[Mapping[str, bytes], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What one rank reports."""
+
+    pieces: tuple[Piece, ...]
+    norm: float
+    sgd: Curve
+    adamw: Curve
+    ledger: Ledger
+    counts: Any  # [micro-batches, MoE layers, E] of the counted step
+    margin: float  # least distance of a routing decision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """One process, and the seed of weights whose routing has a clear margin all along its curves."""
+
+    seed: int
+    seen: Seen
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Copies:
+    """Batches that share no storage: a kept one is booked with its own bytes."""
+
+    def __init__(self, fixed: FixedBatches) -> None:
+        self._fixed = fixed
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = self._fixed.micro_batch(run, step, micro_batch)
+        return inputs.clone(), targets.clone()
+
+
+def batches(model: ModelSpec) -> Copies:
+    """Random tokens. In each batch one row has no target at all, and the others different numbers of them."""
+    dice = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, model.vocab_size, (_BATCHES, BATCH, LENGTH + 1), generator=dice)
+    targets = ids[:, :, 1:].clone()
+    for batch in range(_BATCHES):
+        targets[batch, batch % BATCH] = -100
+        for row in range(BATCH):
+            targets[batch, row, : (3 * row + batch) % 7] = -100
+    return Copies(FixedBatches(inputs=ids[:, :, :-1], targets=targets))
+
+
+def prove(plan: Plan, folder: Path) -> None:
+    """Assert that a plan's layout computes what one process computes, and that its ledger is the predicted one."""
+    one = reference(plan.model, plan.workload, plan.layout.mbs)
+    plan = replace(plan, workload=replace(plan.workload, seed=one.seed))
+    ranks = run(plan, folder)
+    assert_tensors(assemble(ranks), one.tensors)
+    for rank, seen in enumerate(ranks):
+        where = f"rank {rank}"
+        assert_close(seen.norm, one.seen.norm, 1e-5, f"{where}: gradient norm")
+        assert_curve(seen.sgd, one.seen.sgd, 1e-5, f"{where}: SGD")
+        assert_curve(seen.adamw, one.seen.adamw, 1e-4, f"{where}: AdamW")
+    assert_copies_agree(ranks)
+    assert_ledgers(plan, ranks)
+
+
+def assert_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, reference in wanted.items():
+        scale = reference.norm()
+        if scale == 0:  # an expert without a row
+            assert not found[name].any(), name
+        else:
+            error = float((found[name] - reference).norm() / scale)
+            assert error <= 3e-5, (name, error)
+    worst = (found["logits"] - wanted["logits"]).abs().amax(2)  # every position by itself, the last one too
+    assert float((worst / wanted["logits"].abs().amax(2)).max()) <= 3e-5
+
+
+def assert_curve(found: Curve, wanted: Curve, norm_tolerance: float, where: str) -> None:
+    for step, (ours, theirs) in enumerate(zip(found.steps, wanted.steps, strict=True), 1):
+        for value, reference, tolerance, what in zip(
+            ours, theirs, (1e-5, 1e-5, norm_tolerance), ("loss", "aux loss", "norm"), strict=True
+        ):
+            assert_close(value, reference, tolerance, f"{where} step {step}: {what}")
+
+
+def assert_close(found: float, wanted: float, tolerance: float, what: str) -> None:
+    assert abs(found - wanted) <= tolerance * abs(wanted), (what, found, wanted)
+
+
+def assert_copies_agree(ranks: list[Seen]) -> None:
+    """A part that several ranks hold is the same bits on each, after every step."""
+    for rule in ("sgd", "adamw"):
+        for step in range(STEPS):
+            held: dict[str, bytes] = {}
+            for rank, seen in enumerate(ranks):
+                for part, digest in getattr(seen, rule).digests[step].items():
+                    assert held.setdefault(part, digest) == digest, (rule, step + 1, rank, part)
+
+
+def assert_ledgers(plan: Plan, ranks: list[Seen]) -> None:
+    selection = Selection(
+        step=_COUNTED,
+        counts=tuple(
+            tuple(
+                tuple(tuple(seen.counts[micro_batch][layer]) for seen in ranks)
+                for layer in range(len(ranks[0].counts[micro_batch]))
+            )
+            for micro_batch in range(len(ranks[0].counts))
+        ),
+    )
+    for rank, seen in enumerate(ranks):
+        comparison = compare(predict(plan, rank=rank, selection=selection), seen.ledger)
+        lines = [line for line in comparison.lines if line.section is not Section.TIME]
+        wrong = [line for line in lines if line.status is not Status.EQUAL]
+        assert not wrong, (rank, wrong)
+        assert comparison.exact
+
+
+def assemble(ranks: list[Seen]) -> dict[str, torch.Tensor]:
+    """Whole tensors from the boxes of all ranks; they cover all of it, and boxes that overlap hold the same bits."""
+    whole: dict[str, torch.Tensor] = {}
+    for seen in ranks:
+        for piece in seen.pieces:
+            full = whole.setdefault(piece.name, torch.full(piece.global_shape, float("nan")))
+            box = tuple(
+                slice(start, start + size) for start, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+            )
+            known = ~full[box].isnan()
+            assert torch.equal(full[box][known], piece.tensor[known]), piece.name
+            full[box] = piece.tensor
+    for name, full in whole.items():
+        assert not full.isnan().any(), name
+    return whole
+
+
+@cache
+def reference(model: ModelSpec, work: Workload, mbs: int) -> Reference:
+    """One process with the same micro-batches, on which the auxiliary losses depend."""
+    for seed in range(20):
+        seeded = replace(work, seed=seed)
+        with tempfile.TemporaryDirectory() as folder:
+            (seen,) = run(tiny_jobs.plan(seeded, f"mbs{mbs}", world_size=1, model=model), Path(folder))
+        if seen.margin > _MARGIN:
+            return Reference(seed=seed, seen=seen, tensors=assemble([seen]))
+    raise AssertionError(f"{model.name}: no weights whose routing has a clear margin")
+
+
+def run(plan: Plan, folder: Path) -> list[Seen]:
+    """What each rank of the plan saw."""
+    assert launch(partial(_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run") is Exit.DONE
+    found = []
+    for rank in range(plan.layout.world_size):
+        with (folder / f"seen{rank}").open("rb") as file:
+            found.append(pickle.load(file))
+    return found
+
+
+def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
+    device = join(seat)
+    data = batches(plan.model)
+    margins = _watch_margins()
+
+    def start(rule: Update, work: Workload) -> Trainee:
+        job = trainee(plan.model, work, plan.layout, data, rank=seat.rank, device=device, initial=_initial, rule=rule)
+        for each in router.routers_of(job.model):
+            if each.selection_bias is not None:
+                each.selection_bias.copy_(torch.linspace(-0.1, 0.1, len(each.selection_bias)))
+        return job
+
+    job = start(sgd_update, plan.workload)
+    pieces = _outputs(job, data)
+    first = accumulate(job, Clock(), step=1)
+    pieces += [replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradients()]
+    apply(job, Clock(), first, lr=0.0)
+    sgd, ledger, counts = _curve(job, _SGD_LR, seat)
+    clipped = replace(plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.norm / 2))
+    adamw, _, _ = _curve(start(adamw_update, clipped), _ADAMW_LR, seat)
+    seen = Seen(
+        pieces=tuple(pieces),
+        norm=first.norm,
+        sgd=sgd,
+        adamw=adamw,
+        ledger=ledger,
+        counts=counts,
+        margin=min(margins, default=1.0),
+    )
+    with (folder / f"seen{seat.rank}").open("wb") as file:
+        pickle.dump(seen, file)
+    collectives.stop()
+    return Outcome.DONE
+
+
+def _curve(job: Trainee, lr: float, seat: RankContext) -> tuple[Curve, Ledger, Any]:
+    """STEPS steps, with the ledger and the counts of one of them."""
+    steps, digests = [], []
+    for step in range(1, STEPS + 1):
+        seat.beat(step)
+        result = train_step(job, step=step, lr=lr, stop_asked=False, counted=step == _COUNTED)
+        assert not result.skipped
+        steps.append((result.loss, result.aux_loss, result.grad_norm))
+        digests.append(dict(_digests(job)))
+        if step == _COUNTED:
+            counts = result.counts.tolist()
+            pp_rank = job.run.mesh.coordinate("pp")
+            ledger = job.run.books.ledger(
+                rank=seat.rank, pp_rank=pp_rank, state=job.optimizer.memory(), time=result.phases, notes=()
+            )
+    return Curve(steps=tuple(steps), digests=tuple(digests)), ledger, counts
+
+
+def _digests(job: Trainee) -> Iterator[tuple[str, bytes]]:
+    """Each part of a weight that this rank holds, by name and box, and the biases that move with the load."""
+    for slot in slots_of(job.model):
+        at = slot.placement
+        yield f"{slot.name} {at.offsets} {at.local}", _digest(slot.owner.weight)
+    for each in router.routers_of(job.model):
+        if each.selection_bias is not None:
+            yield f"bias {each.number}", _digest(each.selection_bias)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).digest()
+
+
+def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
+    """As in training, but for norm weights: ones would hide one that is left out."""
+    value = initial_value(slot, run)
+    at = slot.placement
+    if len(at.whole) == 1:
+        here = torch.arange(at.offsets[0], at.offsets[0] + at.local[0])
+        value = 1 + 0.5 * torch.sin(here + len(slot.name))
+    return value
+
+
+def _watch_margins() -> list[float]:
+    """The least margin of every choice of experts from now on, in this process."""
+    margins: list[float] = []
+    choose = router.choose
+
+    @torch.no_grad()
+    def watched(scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wanted = scores if bias is None else scores + bias
+        chosen = choose(scores, spec, bias)
+        if spec.top_groups < spec.groups:
+            of_group = wanted.unflatten(1, (spec.groups, -1))
+            margins.append(_gap(of_group.topk(spec.counted_in_group, -1).values.sum(-1), spec.top_groups))
+            opened = torch.zeros_like(of_group[:, :, 0], dtype=torch.bool)
+            opened.scatter_(1, chosen // of_group.shape[2], True)
+            wanted = of_group.masked_fill(~opened[:, :, None], float("-inf")).flatten(1)
+        margins.append(_gap(wanted, spec.top_k))
+        return chosen
+
+    router.choose = watched
+    return margins
+
+
+def _gap(scores: torch.Tensor, chosen: int) -> float:
+    """Least distance between the last chosen and the first not chosen."""
+    if chosen == scores.shape[1]:
+        return 1.0
+    best = scores.topk(chosen + 1, -1).values
+    return float((best[:, -2] - best[:, -1]).min())

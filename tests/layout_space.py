@@ -1,0 +1,258 @@
+"""The space of legal layouts over small model shapes, the corners in which bugs of others lived, and samples of both.
+
+A layout belongs to the space when the rules call it legal and the engine does not refuse it, so the space grows with
+the engine. The sweep is drawn from it by a fixed seed, one by one, each time the layout with the most pairs of choices
+not seen before (an axis and its value beside another axis and its value, the model shape being one of them).
+`rotated` picks a part of it by a hash of the source: another part with every change, the same for the same tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from types import MappingProxyType
+
+from layout_proof import WORK
+from moewright.codec import layout_text, parse_layout
+from moewright.engine.support import unsupported_layout
+from moewright.rules.legality import illegal, micro_batches
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RopeSpec,
+    RouterSpec,
+    ScoreFunction,
+)
+from moewright.spec.plan import Plan
+from tiny_jobs import DENSE, MODEL, plan
+
+SWEEP = 56
+_DRAWS = 40_000
+_POOL = 1500
+_MICRO_BATCHES = 4  # of a rank without a pipeline, which learns nothing from more
+
+
+def _gqa(heads: int, kv_heads: int, norm: QkNorm) -> AttentionSpec:
+    return replace(MODEL.attention, heads=heads, kv_heads=kv_heads, qk_norm=norm)
+
+
+def _moe(experts: int, top_k: int, **more: object) -> MoeSpec:
+    spec = MoeSpec(experts=experts, ffn_size=16, router=RouterSpec(top_k=top_k))
+    return replace(spec, **more)  # type: ignore[arg-type]
+
+
+_LATENT = AttentionSpec(
+    kind=AttentionKind.MLA, heads=4, kv_heads=4, head_dim=16, v_head_dim=12, q_lora_rank=24, kv_lora_rank=16,
+    qk_nope_head_dim=8, qk_rope_head_dim=8, rope=RopeSpec(interleaved=True),
+)  # fmt: skip
+_GROUPED = RouterSpec(
+    top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
+    selection_bias=True,
+)  # fmt: skip
+_FOUR = (True, False, True, True)
+
+SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
+    {
+        "qwen": replace(MODEL, layers=4, moe_layers=_FOUR),
+        # Norms over all heads, tied, an odd vocabulary, experts not a power of two.
+        "olmoe": replace(
+            MODEL, layers=4, moe_layers=(True,) * 4, attention=_gqa(8, 4, QkNorm.FULL), moe=_moe(6, 2),
+            tie_embeddings=True, vocab_size=97,
+        ),
+        # Latent attention, groups of experts, a moving bias, a shared expert.
+        "deepseek": replace(
+            MODEL, layers=4, moe_layers=(False, True, True, True), attention=_LATENT, vocab_size=101,
+            moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
+        ),
+        # More layers than stages, top-3 of twelve, a gated shared expert, no q/k norm.
+        "deep": replace(
+            MODEL, layers=8, moe_layers=(False, True) * 4, attention=_gqa(4, 4, QkNorm.NONE),
+            moe=_moe(12, 3, shared_ffn_size=16, shared_gate=True),
+        ),
+        # No experts, one key head, tied, an odd vocabulary.
+        "dense": replace(
+            DENSE, layers=4, moe_layers=(False,) * 4, attention=_gqa(4, 1, QkNorm.PER_HEAD), tie_embeddings=True,
+            vocab_size=97,
+        ),
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A layout on a shape; `name` says what it is there for."""
+
+    name: str
+    shape: str
+    layout: Layout
+
+    @property
+    def id(self) -> str:
+        text = f"{self.shape}-{self.layout.world_size}x-{layout_text(self.layout)}"
+        return f"{self.name}: {text}" if self.name else text
+
+    @property
+    def refusals(self) -> tuple[object, ...]:
+        """Why it is not legal, or not run by the engine; () when it is of the space."""
+        model = SHAPES[self.shape]
+        broken = illegal(model, WORK, self.layout)
+        return broken or unsupported_layout(self.layout, model=model, workload=WORK)
+
+
+def _corner(name: str, shape: str, world: int, text: str) -> Case:
+    return Case(name=name, shape=shape, layout=parse_layout(text, world_size=world))
+
+
+# Where bugs of other engines were invisible in the default layout.
+CORNERS = (
+    _corner("ETP beyond TP, EP 1", "qwen", 4, "tp2,etp4,mbs2"),
+    _corner("ETP without TP, EP 1", "olmoe", 2, "etp2,mbs2"),
+    _corner("EP beyond DP", "qwen", 4, "tp2,ep4,mbs2"),
+    _corner("EP beyond DP, two expert replicas", "deep", 8, "tp4,ep4,mbs4"),
+    _corner("EP and ETP on TP ranks", "deepseek", 4, "tp4,etp2,ep2,mbs2"),
+    _corner("DP x CP", "qwen", 4, "cp2,mbs2"),
+    _corner("DP x CP, experts across both", "olmoe", 4, "cp2,ep2,etp2,mbs2"),
+    _corner("TP x CP x DP", "deepseek", 8, "tp2,cp2,ep4,mbs2"),
+    _corner("CP all-gather", "qwen", 2, "cp2,cp_comm=allgather,mbs4"),
+    _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
+    _corner("micro-batches of many rows with SP", "deepseek", 2, "tp2,mbs4"),
+    _corner("a rank without a valid token", "qwen", 8, "ep8,mbs1"),
+    _corner("a rank without a valid token, dense", "dense", 8, "mbs1"),
+    _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
+    _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),
+    _corner("experts not a power of two", "olmoe", 4, "ep2,mbs2"),
+    _corner("tied embeddings across stages", "olmoe", 2, "pp2,mbs2"),
+    _corner("1F1B across EP and TP", "qwen", 8, "tp2,pp2,ep2,mbs2"),
+    _corner("interleaved, uneven stages", "deep", 2, "pp2,vpp2,mbs2,layout='Ett|t|ttt|ttL'"),
+    _corner("interleaved, groups longer than the pipeline", "deep", 2, "pp2,vpp2,vpp_group=4,mbs1"),
+    _corner("zero-bubble", "qwen", 4, "pp4,schedule=zb-h1,mbs1"),
+    _corner("a V, tied ends on one rank", "olmoe", 2, "pp2,schedule=zbv,mbs2"),
+    _corner("weights in shards", "qwen", 4, "ep2,zero3,mbs2"),
+    _corner("replicated optimizer", "qwen", 4, "tp2,ep2,zero0,mbs2"),
+    _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
+)
+
+
+@cache
+def sweep() -> tuple[Case, ...]:
+    """SWEEP layouts of the space, chosen one by one for the most pairs of choices not seen before."""
+    pool = list(_drawn())
+    bits: dict[tuple[str, str], int] = {}
+    masks = []
+    for case in pool:
+        pairs = combinations(sorted(_choices(case)), 2)
+        masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))  # type: ignore[call-overload]
+    seen, chosen = 0, []
+    while len(chosen) < min(SWEEP, len(pool)):
+        best = max(range(len(pool)), key=lambda i: ((masks[i] & ~seen).bit_count(), -i))
+        chosen.append(pool.pop(best))
+        seen |= masks.pop(best)
+    return tuple(chosen)
+
+
+def rotated(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
+    """`count` of the cases, decided by the source of the package."""
+    package = Path(__file__).resolve().parent.parent / "src"
+    tree = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        tree.update(path.read_bytes())
+    return tuple(sorted(cases, key=lambda case: hashlib.sha256(tree.digest() + case.id.encode()).digest())[:count])
+
+
+def job(case: Case) -> Plan:
+    """The case as a plan."""
+    made = plan(WORK, "", world_size=case.layout.world_size, model=SHAPES[case.shape])
+    return replace(made, layout=case.layout)
+
+
+def _drawn() -> Iterator[Case]:
+    """Different random layouts of the space, without those of CORNERS."""
+    dice, found = random.Random(20251121), {(case.shape, case.layout) for case in CORNERS}
+    start = len(found)
+    for _ in range(_DRAWS):
+        shape = dice.choice(list(SHAPES))
+        layout = _draw(dice, SHAPES[shape])
+        case = Case(name="", shape=shape, layout=layout)
+        if not _divides(layout) or (shape, layout) in found or case.refusals:
+            continue
+        if layout.pp == 1 and micro_batches(WORK, layout) > _MICRO_BATCHES:
+            continue
+        found.add((shape, layout))
+        yield case
+        if len(found) - start == _POOL:
+            return
+
+
+def _divides(layout: Layout) -> bool:
+    """The cheap part of legality."""
+    return not any(
+        layout.world_size % used for used in (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
+    )
+
+
+def _draw(dice: random.Random, model: ModelSpec) -> Layout:
+    """Any layout, most of them not legal."""
+    tp, pp = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 1, 1, 2, 2, 4))
+    schedule = dice.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
+    vpp = {Schedule.INTERLEAVED: dice.choice((2, 2, 4))}.get(schedule, 2 if schedule.v_shaped else 1)
+    cp = dice.choice((1, 1, 2, 2, 4))
+    layout = Layout(
+        world_size=dice.choice((1, 2, 2, 4, 4, 4, 8, 8)),
+        tp=tp,
+        sp=tp > 1 and dice.random() < (0.9 if model.moe else 0.5),
+        cp=cp,
+        pp=pp,
+        vpp=vpp,
+        ep=dice.choice((1, 2, 2, 4, 8)) if model.moe else 1,
+        etp=dice.choice((1, 1, 2, 2, 4)) if model.moe else 1,
+        mbs=dice.choice((1, 2, 2, 4)),
+        zero=dice.choice((0, 1, 1, 3)),
+        schedule=schedule,
+        vpp_group=dice.choice((0, 0, 3, 4)) if schedule is Schedule.INTERLEAVED else 0,
+        cp_comm=dice.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
+        recompute=_some(dice, list(Recompute), 0.5),
+        offload=_some(dice, list(Offload), 0.2),
+        dispatcher=dice.choice([Dispatcher.ALL_TO_ALL, *Dispatcher]) if model.moe else Dispatcher.ALL_TO_ALL,
+        overlap=_some(dice, list(Overlap), 0.3),
+    )
+    if pp > 1 and dice.random() < 0.4:
+        layout = replace(layout, stages=_stages(dice, model.layers, pp * vpp))
+    return layout
+
+
+def _some(dice: random.Random, choices: list, chance: float) -> tuple:
+    """None, or one to three of the choices, in their order."""
+    if dice.random() > chance:
+        return ()
+    return tuple(sorted(dice.sample(choices, dice.choice((1, 1, 2, 3)))))
+
+
+def _stages(dice: random.Random, layers: int, count: int) -> str:
+    """Layers spread over stages at random, some of them empty."""
+    cuts = sorted(dice.choices(range(layers + 1), k=count - 1))
+    parts = ["t" * (high - low) for low, high in zip((0, *cuts), (*cuts, layers), strict=True)]
+    return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "L"))
+
+
+def _choices(case: Case) -> Iterator[tuple[str, str]]:
+    """Axes and values of a case, for pairs of them."""
+    layout = case.layout
+    yield "shape", case.shape
+    for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "dp", "edp"):
+        yield axis, str(getattr(layout, axis))
+    for axis in ("schedule", "cp_comm", "dispatcher"):
+        yield axis, getattr(layout, axis)
+    yield "vpp_group", str(layout.vpp_group)
+    yield "stages", str(bool(layout.stages))
+    for axis in ("recompute", "offload", "overlap"):
+        chosen = getattr(layout, axis)
+        yield from ((axis, item) for item in chosen or ("none",))
