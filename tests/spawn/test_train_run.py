@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,8 +21,11 @@ from test_layouts_equal import state, steps_of
 
 import tiny_jobs
 from moewright.codec import read_json
+from moewright.engine.checkpoint import latest
+from moewright.engine.model import transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.rank import Exit
+from moewright.engine.runtime import Runtime
 from moewright.engine.train import run
 from moewright.rules.inventory import count
 from moewright.spec.errors import BadInput
@@ -140,15 +144,15 @@ def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> Non
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
-    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The last rank's gradient turns NaN on the second step; no rank updates, and training goes on."""
     reduce, begin = DistributedOptimizer.reduce, DistributedOptimizer.begin
     begun = {"steps": 0}
 
-    def counting_begin(self: DistributedOptimizer) -> None:
+    def counting_begin(self: DistributedOptimizer, *given: int) -> None:
         begun["steps"] += 1
-        begin(self)
+        begin(self, *given)
 
     def poisoned_reduce(self: DistributedOptimizer) -> float:
         if begun["steps"] == 2 and self._run.mesh.rank == 1:
@@ -166,6 +170,49 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
     before, after, last = (state(tmp_path, step) for step in (1, 2, 3))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert int(last["optim/updates"]) == 2
+    assert re.search("step 2 is skipped: gradient of [a-z0-9_.]+ of rank 1 is not finite\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("where", ["weight", "loss"])
+def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
+    where: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On the last rank, from the third step on. What was saved before stays the last checkpoint."""
+    begin = DistributedOptimizer.begin
+    begun = {"steps": 0}
+
+    def poisoned_begin(self: DistributedOptimizer, *given: int) -> None:
+        begun["steps"] += 1
+        if begun["steps"] == 2 and self._run.mesh.rank == 1:  # an expert of its own: what is shared all ranks get
+            bucket = next(bucket for bucket in self.buckets if ".experts." in bucket.parts[0].slot.name)
+            bucket.master[bucket.parts[0].place][0] = float("nan")
+        begin(self, *given)
+
+    def counting_begin(self: DistributedOptimizer, *given: int) -> None:
+        begun["steps"] += 1
+        begin(self, *given)
+
+    def poisoned_loss(run: Runtime, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        nll, logits = token_loss(run, *given)
+        return (nll * float("inf") if begun["steps"] == 3 and run.mesh.rank == 1 else nll), logits
+
+    token_loss = transformer.token_loss
+    if where == "loss":
+        monkeypatch.setattr(transformer, "token_loss", poisoned_loss)
+        monkeypatch.setattr(DistributedOptimizer, "begin", counting_begin)
+    else:
+        monkeypatch.setattr(DistributedOptimizer, "begin", poisoned_begin)
+    plan = make_plan(data)
+    plan = replace(plan, workload=replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1)))
+    began_s = time.monotonic()
+    assert run(plan, tmp_path) is Exit.RANK_FAILED
+    assert time.monotonic() - began_s < 30
+    said = capfd.readouterr().err.splitlines()[0]
+    what = "weight layers.[0-9].moe.experts.[a-z_]+.weight" if where == "weight" else "the loss"
+    assert re.match(f"rank 1 failed at step 3: FloatingPointError: {what} is not finite;", said), said
+    last = latest(tmp_path / "checkpoints")
+    assert last is not None
+    assert last.name == "step-00000002"
 
 
 @pytest.mark.parametrize(

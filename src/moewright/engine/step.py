@@ -106,6 +106,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     stop: bool  # some rank was asked to stop
+    own_nll: float  # of this rank's own targets, summed
     counts: torch.Tensor
     loads: torch.Tensor
     phases: tuple[TimeRow, ...]
@@ -120,6 +121,7 @@ class Gradients:
     norm: float  # before clipping
     finite: bool
     stop: bool
+    own_nll: float
     counts: torch.Tensor
 
 
@@ -160,6 +162,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         grad_norm=found.norm,
         skipped=not found.finite,
         stop=found.stop,
+        own_nll=found.own_nll,
         counts=counts,
         loads=loads,
         phases=clock.rows(),
@@ -206,6 +209,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         norm=norm,
         finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
+        own_nll=sums.nll,
         counts=torch.stack(sums.counts),
     )
 

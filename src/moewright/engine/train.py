@@ -36,6 +36,7 @@ from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import Order, sampler_of, whole_batches
 from moewright.engine.env import torchrun
+from moewright.engine.faults import look_into
 from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
 from moewright.engine.model.transformer import initial_value
@@ -141,12 +142,15 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
     counted_step = min(first_step + work.ledger_step, last_step)
-    stopped = False
+    stopped, skips = False, 0
     for step in range(first_step, last_step + 1):
         seat.beat(step)
         lr = learning_rate(work.optimizer, steps=work.steps, step=step)
         result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
         recorder.step(_step_record(plan, step, lr, result))
+        skips = skips + 1 if result.skipped else 0
+        if skips:
+            look_into(job, result, step=step, rank=seat.rank, skips=skips)
         if step == counted_step:
             _close_books(job, run_dir, step, result, seat)
         stopped = result.stop and step < last_step
