@@ -53,7 +53,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     times = stage_times(size, pieces, chunks, layout.pp)
     tails = [tail(rates, links, workload, size, layout, held_share(of_rank)) for of_rank in sets]
     step = step_time(size, pieces, chunks, times, max(tails, key=lambda one: one.total_s))
-    held = _memory(workload, rates.constants, size, sets, count)
+    held, a_load = _memory(workload, rates.constants, size, sets, count)
     ledgers = tuple(
         _ledger(
             workload,
@@ -69,7 +69,9 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     first = held_share(sets[0])
     optimizer = optimizer_ops(size, held=first.dense + first.expert, owned=owned_by(layout, first))
     assumptions = (*_assumptions(hardware, rates, workload, layout), *misses(rates, (*all_rows(size), *optimizer)))
-    return _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
+    found = _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
+    limit = routing.expected_load(workload) + found.margin_bytes / a_load if a_load > 0 else 0.0
+    return replace(found, load_limit=max(0.0, limit) if limit < layout.ep else 0.0)
 
 
 def size_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants) -> Sizes:
@@ -98,28 +100,35 @@ def held_share(sets: Sequence[BucketSet]) -> Share:
 
 def _memory(
     workload: Workload, constants: Constants, size: Sizes, sets: Sequence[Sequence[BucketSet]], count: int
-) -> tuple[memory.Held, ...]:
-    """Peak of every pipeline rank."""
+) -> tuple[tuple[memory.Held, ...], float]:
+    """Peak of every pipeline rank, and how much the highest grows with the rows of the hottest expert rank: bytes for
+    each time the even ones more."""
     layout = size.layout
     enough = memory.enough_micro_batches(layout, count)
     table = schedule.timetable(layout, enough)
-    return tuple(
-        memory.held(
+
+    def held(pp_rank: int, size: Sizes, load: float) -> memory.Held:
+        return memory.held(
             workload,
             constants,
             size,
-            rows=_expected_rows(size, workload, pp_rank, enough),
+            rows=_expected_rows(size, workload, pp_rank, enough, load=load),
             sets=sets[pp_rank],
             chunks=rank_chunks(size.model, layout, pp_rank),
             table=table[pp_rank],
         )
-        for pp_rank in range(layout.pp)
-    )
 
-
-def _expected_rows(size: Sizes, workload: Workload, pp_rank: int, count: int) -> Routed:
-    rank = pp_rank * size.layout.world_size // size.layout.pp
     load = routing.expected_load(workload)
+    found = tuple(held(pp_rank, size, load) for pp_rank in range(layout.pp))
+    if size.model.moe is None or layout.ep == 1:
+        return found, 0.0
+    fullest = max(range(layout.pp), key=lambda pp_rank: found[pp_rank].peak_bytes)
+    hotter = replace(size, R=routing.routed_rows(size.model, workload, layout, load + 1))
+    return found, float(held(fullest, hotter, load + 1).peak_bytes - found[fullest].peak_bytes)
+
+
+def _expected_rows(size: Sizes, workload: Workload, pp_rank: int, count: int, *, load: float) -> Routed:
+    rank = pp_rank * size.layout.world_size // size.layout.pp
     return routed(size.model, workload, size.layout, rank, micro_batches=count, selection=None, load=load)
 
 
@@ -133,7 +142,7 @@ def _ledger(
     time: tuple[TimeRow, ...],
 ) -> Ledger:
     rank = pp_rank * size.layout.world_size // size.layout.pp
-    rows = _expected_rows(size, workload, pp_rank, count)
+    rows = _expected_rows(size, workload, pp_rank, count, load=routing.expected_load(workload))
     notes = (
         ()
         if size.fused

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.saved import Extras, saved_rows
 from moewright.cost.sizes import Sizes
@@ -70,8 +71,9 @@ def held(
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside, inputs=inputs),
     ]
     resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
+    resident += gathered_bytes(model, workload, layout, chunks[0].pp_rank)
     total = sum(row.bytes for row in allocated) + resident
-    device = beyond(constants, total, groups=communicators(layout))
+    device = beyond(constants, total, groups=communicators(layout), buffers=dispatcher_bytes(size))
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
     allocated = [row for row in allocated if row.component is not Component.TRANSIENT]
     allowances = (
@@ -95,12 +97,13 @@ class Beyond:
     spread: Any
 
 
-def beyond(constants: Constants, allocated: Any, *, groups: Any) -> Beyond:
-    """Of so many allocated bytes and communicating process groups; both may be arrays of one shape."""
+def beyond(constants: Constants, allocated: Any, *, groups: Any, buffers: int) -> Beyond:
+    """Of so many allocated bytes and communicating process groups, which may be arrays of one shape, beside the
+    buffers that a dispatcher registers."""
     deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (groups * constants["communicator_bytes_sd"]) ** 2
     return Beyond(
         reserved=constants["reserved_share"] * allocated + constants["context_bytes"] + constants["stack_bytes"],
-        communication=groups * constants["communicator_bytes"],
+        communication=groups * constants["communicator_bytes"] + buffers,
         spread=deviation**0.5,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from moewright.cost.buffers import graph_bytes
 from moewright.cost.stage import Routed, chunk_layers
 from moewright.rules import recompute, routing, schedule, shards
 from moewright.rules.stages import Chunk
@@ -67,6 +68,8 @@ def layer_bytes(
     for row in recompute.kept_at(rows, layout, place):
         if not offloaded(row, layout.offload):
             sums[row.module] = sums.get(row.module, 0) + quantised(model, row, inputs)
+    if pinned := graph_bytes(model, workload, layout):
+        sums[Module.OTHER] = pinned
     return sums
 
 

@@ -160,10 +160,16 @@ def _assumptions(assumptions: Iterable[Assumption]) -> Table:
 def _verdict(estimate: Estimate) -> Text:
     text = Text("verdict   ")
     text.append(estimate.verdict.value, style=STYLES[estimate.verdict])
-    return text.append(
+    text.append(
         f": peak {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} on pipeline rank "
         f"{estimate.peak_rank}, margin {show_bytes(estimate.margin_bytes)}; largest: {estimate.largest}"
     )
+    return text.append(f"; {room_for_load(estimate)}" if estimate.load_limit > 1 else "")
+
+
+def room_for_load(estimate: Estimate) -> str:
+    """How uneven routing may get before the device is full."""
+    return f"full when the hottest expert rank gets {estimate.load_limit:.2f} x the even rows"
 
 
 def _memory(ledger: Ledger) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moewright.codec import layout_text
 from moewright.report.charts import Axis, Bar, axis, bar, colour
-from moewright.report.console import show_flops, show_rate
+from moewright.report.console import room_for_load, show_flops, show_rate
 from moewright.rules.inventory import count
 from moewright.spec.ledger import Component, Module
 from moewright.spec.plan import Assumption, Plan
@@ -177,6 +177,7 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
                 ("model FLOPs", f"{show_flops(estimate.model_flops_per_step)} a step"),
                 ("peak memory", f"{show_bytes(estimate.peak_bytes)}, margin {show_bytes(estimate.margin_bytes)}"),
                 ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),
+                *((("routing", room_for_load(estimate)),) if estimate.load_limit > 1 else ()),
             ),
         ),
     )

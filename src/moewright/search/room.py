@@ -9,6 +9,7 @@ from math import lcm, prod
 import numpy as np
 
 from moewright.cost import memory
+from moewright.cost.buffers import dispatcher_bytes, graph_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.saved import offloaded, outside_bytes, quantised
 from moewright.cost.sizes import Sizes
@@ -79,7 +80,12 @@ class Room:
         alive = moments.live @ layers.saved + short + (moments.forward * head.forward)[:, None]
         states = self._state_bytes(cut, stack) + self._resident(size, stack)[:, None]
         allocated = stack.most(stack.fullest(alive)[:, :, None] + states[:, None, :])
-        device = memory.beyond(self._constants, allocated, groups=self._communicators(cut, stack)[:, None, None])
+        device = memory.beyond(
+            self._constants,
+            allocated,
+            groups=self._communicators(cut, stack)[:, None, None],
+            buffers=dispatcher_bytes(size),
+        )
         return allocated + device.reserved + device.communication, device.spread
 
     def _communicators(self, cut: Layout, stack: Stack) -> Array:
@@ -155,10 +161,20 @@ class Room:
                     on_device = 1.0
                 here = padded / over if component in sharded else padded
                 found[:, column] += on_device * nbytes * here.sum(axis=1)
+                if keep.zero == 3 and component in (Component.WEIGHTS, Component.GRADIENTS):
+                    found[:, column] += nbytes * self._gathered(cut, stack)
                 if component is Component.WEIGHTS and self._copies:
                     copies = copied / over if component in sharded else copied
                     found[:, column] += nbytes * self._copies * copies.sum(axis=1)
         return found
+
+    def _gathered(self, cut: Layout, stack: Stack) -> Array:
+        """[seats] elements of the two largest layers, which ZeRO-3 gathers at once."""
+        pieces = self.parameters(cut).numel.sum(axis=1)
+        present = np.minimum(stack.seats, 2) * np.ones_like(pieces)
+        order = np.argsort(-pieces)
+        taken = np.minimum(np.cumsum(present[:, order], axis=1), 2)
+        return np.asarray(np.diff(taken, axis=1, prepend=0) @ pieces[order])
 
     def _resident(self, size: Sizes, stack: Stack) -> Array:
         """[seats] gradient placeholders and workspaces."""
@@ -193,7 +209,8 @@ class Room:
                 if self._inputs is None
                 else np.array([float(quantised(model, row, self._inputs)) for row in rows])
             )
-            saved[piece] = there @ kept
+            pinned = [graph_bytes(model, workload, replace(cut, graphs=work.graphs)) for work in self._works]
+            saved[piece] = there @ kept + pinned
             transient[piece] = memory.layer_gradients(size, layer) + replays * (whole.sum() - stays @ whole)
         for piece in (pieces.mtp, pieces.embedding, pieces.head):
             chunk = Chunk(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moewright.cost.buffers import dispatcher_bytes
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import size_of
@@ -135,6 +136,7 @@ class Scout:
             base, step, dp_overlap = cut, np.full(peak.shape, np.inf), np.zeros(peak.shape, dtype=bool)
             if worth.any():
                 base = self._settled(cut, pricers, paces[0])
+                peak = peak + dispatcher_bytes(self._size(base)) - dispatcher_bytes(size)
                 step, dp_overlap = self._price(base, stacked, pricers, paces, worth, below_s)
             yield Scores(
                 pipes=group.pipes,
@@ -237,8 +239,8 @@ class Scout:
 
     def _settled(self, cut: Layout, pricers: _Pricers, pace: _Pace) -> Layout:
         """The layout with the dispatcher and the exchange of context under which its layers take least, and with what
-        tensor parallelism can overlap. They change neither memory nor each other's order, whatever is recomputed; the
-        exchange of context has nothing to do with experts.
+        tensor parallelism can overlap. They change no memory but a dispatcher's own, nor each other's order, whatever
+        is recomputed; the exchange of context has nothing to do with experts.
         """
         settled = self._with_tensor_overlap(cut)
         context = cut.tp, cut.cp, cut.mbs, pace.like

@@ -82,6 +82,8 @@ class Estimate:
     mfu: float
     hfu: float
     assumptions: tuple[Assumption, ...]
+    # Rows of the hottest expert rank over the even ones at which the device is full; 0: no load fills it.
+    load_limit: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

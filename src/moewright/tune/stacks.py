@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moewright.spec.hardware import Constant
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Offload
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GB
@@ -22,6 +22,11 @@ _HEAT = 4.0
 # Months since 2000: of the software that a stack's age counts from, and the age at which its host work stops growing.
 _TODAY, _OLDEST, _MIDDLE_OF_YEAR = 12 * 26 + 6, 24, 6
 _BRIDGE = "Megatron-Bridge"
+_PAPER = "2603.07685"
+_EXPERT_OFFLOAD = (Offload.EXPERT_FC1, Offload.MOE_ACT)
+_RECIPES = "moe_recipes"
+_RECIPE_LOSS = "Megatron-LM moe_recipes, ARGS: cross_entropy_fusion_impl te"
+_RECIPE_WEIGHTS = "Megatron-LM moe_recipes, ARGS: fp8_param_gather, in their MXFP8 recipes"
 _FP8_FLOW = "FP8-FLOW"
 _FUSED_LOSS = "Megatron-Bridge recipes: cross_entropy_fusion_impl=te works in place on bf16 logits"
 _FP8_WEIGHTS = "Megatron-Bridge mixed_precision.py: fp8_param_gather, so 8-bit weights stand for the 16-bit ones"
@@ -30,9 +35,10 @@ _FLOW_BYTES = "median of measured less predicted whole-device peaks, FP8-Flow ro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filled:
-    """A workload with what its stack is known to do, the stack's constants, and the facts in words."""
+    """A workload and layout with what their stack is known to do, the stack's constants, and the facts in words."""
 
     workload: Workload
+    layout: Layout
     constants: tuple[Constant, ...]
     notes: tuple[str, ...]
 
@@ -53,13 +59,20 @@ def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout:
         if not cells["optimizer"] and model.attention.kind is AttentionKind.MLA:
             workload = replace(workload, optimizer=replace(workload.optimizer, moment_dtype=Dtype.BF16))
             notes.append("bf16 moments, as in Megatron-Bridge's recipes of MLA models")
+    if _RECIPES in cells["source"]:
+        constants.append(_constant("logit_bytes", 2.0, _RECIPE_LOSS))
+        if "mxfp8" in cells["precision"]:
+            constants.append(_constant("fp8_weight_copies_bytes", 0.0, _RECIPE_WEIGHTS))
     if _FP8_FLOW in cells["source"]:
         constants.append(_constant("stack_bytes", 8 * GB, _FLOW_BYTES))
     if workload.routing is Routing.LEARNED and model.moe and layout.ep > 1 and not model.moe.router.selection_bias:
         load = min(1 + _HEAT * layout.ep / model.moe.experts, layout.ep)
         workload = replace(workload, load_factor=load)
         notes.append(f"natural routing: hottest rank taken at {load:.2f} x the mean")
-    return Filled(workload=workload, constants=tuple(constants), notes=tuple(notes))
+    if _PAPER in cells["source"] and not cells["offload"] and "Qwen3-235B" in model.name and layout.tp == 1:
+        layout = replace(layout, offload=_EXPERT_OFFLOAD)
+        notes.append("arXiv 2603.07685, table 5: without TP it fits by offloading activations alone; taken as experts'")
+    return Filled(workload=workload, layout=layout, constants=tuple(constants), notes=tuple(notes))
 
 
 def age_years(released: str) -> float:

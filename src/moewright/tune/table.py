@@ -188,7 +188,7 @@ def _measured(given: Mapping[str, str]) -> Measured:
         unknown.append("pp_layout")
     gbs = _global_batch(given, layout, timed=timed)
     known = fill(given, model, _workload(given, seq_len, gbs), layout)
-    workload = known.workload
+    workload, layout = known.workload, known.layout
     hardware = read.hardware(given["hardware"], devices)
     reasons = illegal(model, workload, layout)
     if reasons:

@@ -1,0 +1,63 @@
+"""Buffers beside tensors of the model: what dispatchers register, graphs pin and ZeRO-3 gathers."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+from moewright.cost.sizes import Sizes
+from moewright.rules import recompute, routing, shards
+from moewright.spec.layout import Dispatcher, Graphs, Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+# DeepEP's defaults: channels (two SMs each), tokens that a peer may have under way inside the node and between nodes,
+# and what travels beside a token's hidden state (routing, weights, scales). deep_ep/csrc/config.hpp.
+_DEEPEP_PEERS = 8
+_DEEPEP_CHANNELS = 10
+_DEEPEP_TOKENS_INSIDE = 256
+_DEEPEP_TOKENS_BETWEEN = 128
+_DEEPEP_BESIDE_BYTES = 2064
+
+_GATHERED_UNITS = 2  # the layer at work and the one after it
+
+
+def dispatcher_bytes(size: Sizes) -> int:
+    """What a dispatcher keeps registered whatever it sends.
+
+    DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for every token of its
+    group going to one rank, once each way. All-to-all and all-gather keep nothing.
+    """
+    layout, token = size.layout, size.c * size.model.hidden_size
+    if size.model.moe is None or layout.ep == 1:
+        return 0
+    if layout.dispatcher is Dispatcher.HYBRIDEP:
+        return 2 * layout.ep * size.t * token
+    if layout.dispatcher is not Dispatcher.DEEPEP:
+        return 0
+    nodes = ceil(layout.ep / _DEEPEP_PEERS)
+    inside = min(layout.ep, _DEEPEP_PEERS) * _DEEPEP_TOKENS_INSIDE
+    between = 2 * nodes * _DEEPEP_TOKENS_BETWEEN if nodes > 1 else 0
+    return _DEEPEP_CHANNELS * (inside + between) * (token + _DEEPEP_BESIDE_BYTES)
+
+
+def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
+    """What the graph of one layer and micro-batch in flight pins: its static input and the gradient of its output.
+
+    60 of them in DeepSeek-V3 on GB200 are 7.05 GB; arXiv 2603.07685 prints 7. A graph of the whole iteration pins what
+    its run holds anyway.
+    """
+    if not layout.graphs or Graphs.FULL in layout.graphs:
+        return 0
+    tokens = routing.micro_batch_tokens(workload, layout)
+    return 2 * recompute.activation_bytes(workload) * tokens * model.hidden_size
+
+
+def gathered_bytes(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int) -> int:
+    """Whole weights and gradients of the layers that ZeRO-3 has gathered at once; 0 under any other."""
+    if layout.zero != 3:
+        return 0
+    sums: dict[int, int] = {}
+    for param in shards.parameters_of(model, layout, pp_rank):
+        sums[param.layer] = sums.get(param.layer, 0) + prod(shards.local_shape(param, layout))
+    each = recompute.activation_bytes(workload) + workload.grad_dtype.nbytes
+    return sum(sorted(sums.values())[-_GATHERED_UNITS:]) * each

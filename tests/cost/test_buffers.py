@@ -1,0 +1,85 @@
+"""Buffers beside the model's tensors, against published sizes and sizes by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, graph_bytes
+from moewright.cost.constants import Constants
+from moewright.cost.estimate import estimate, size_of
+from moewright.intake import catalogue
+from moewright.spec.ledger import Component, Module
+from moewright.spec.plan import Estimate
+from moewright.spec.units import GB
+from moewright.spec.workload import Routing, Workload
+
+DEEPSEEK = catalogue.model("DeepSeek-V3")
+QWEN = catalogue.model("Qwen3-30B-A3B")
+WORK = Workload(seq_len=4096, global_batch=2048)
+
+
+def of(text: str, model: str = "Qwen3-30B-A3B", on: str = "16xH100", work: Workload = WORK) -> Estimate:
+    hardware = catalogue.hardware(on)
+    return estimate(catalogue.model(model), work, hardware, parse_layout(text, world_size=hardware.count))
+
+
+def held(found: Estimate, component: Component, module: Module | None = None) -> int:
+    rows = found.ledgers[found.peak_rank].memory
+    return sum(row.bytes for row in rows if row.component is component and module in (None, row.module))
+
+
+def test_graphs_of_deepseek_v3_pin_the_printed_7_gb() -> None:
+    """arXiv 2603.07685, CUDA graphs: about 7 GB more; its rank holds 60 layers in flight (test_memory_published)."""
+    layout = parse_layout("pp4,vpp4,ep64,graphs=attn+moe_router,layout='Etttt|(tttt|)*14tmL'", world_size=256)
+    assert 60 * graph_bytes(DEEPSEEK, WORK, layout) / GB == pytest.approx(7, rel=0.05)
+    assert graph_bytes(DEEPSEEK, WORK, replace(layout, graphs=())) == 0
+
+
+def test_graphs_pin_what_is_in_flight() -> None:
+    before, after = of("ep16"), of("ep16,graphs=attn")
+    assert held(after, Component.ACTIVATIONS, Module.OTHER) == 48 * 2 * 2 * 4096 * 2048
+    assert held(before, Component.ACTIVATIONS, Module.OTHER) == 0
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "nbytes"),
+    [
+        ("alltoall", 0),
+        # 10 channels, 8 peers of 256 tokens and 2 x 2 nodes of 128, each 2 x 2048 + 2064 bytes
+        ("deepep", 10 * (8 * 256 + 2 * 2 * 128) * 6160),
+        ("hybridep", 2 * 16 * 4096 * 2 * 2048),
+    ],
+)
+def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
+    plain, chosen = of("ep16"), of(f"ep16,dispatcher={dispatcher}")
+    assert held(chosen, Component.COMMUNICATION) - held(plain, Component.COMMUNICATION) == nbytes
+    hardware = catalogue.hardware("16xH100")
+    layout = parse_layout(f"dispatcher={dispatcher},tp2", world_size=16)
+    assert dispatcher_bytes(size_of(QWEN, WORK, hardware, layout, Constants(hardware))) == 0
+
+
+def test_zero3_gathers_two_layers() -> None:
+    """Qwen3-30B: 128 experts of 3 x 2048 x 768, 2 x 2048 x 4096 + 2 x 2048 x 512 of attention, norms and router."""
+    layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 2048 + 2 * 128 + 2048 * 128
+    sharded = parse_layout("zero3", world_size=16)
+    assert gathered_bytes(QWEN, WORK, sharded, 0) == 2 * layer * (2 + 4)
+    assert gathered_bytes(QWEN, WORK, replace(sharded, zero=1), 0) == 0
+    assert held(of("zero3"), Component.TRANSIENT) > 2 * layer * 6
+
+
+def test_natural_routing_eats_the_margin() -> None:
+    """At the load that the estimate names the device is just full, and below it is not."""
+    found = of("tp2,ep8,pp8,recompute=select", "Qwen3-235B-A22B", "256xH800")
+    assert 1.3 < found.load_limit < 1.6
+    at_limit = replace(WORK, routing=Routing.LEARNED, load_factor=found.load_limit)
+    full = of("tp2,ep8,pp8,recompute=select", "Qwen3-235B-A22B", "256xH800", at_limit)
+    assert abs(full.margin_bytes) < 1e-3 * full.capacity_bytes
+    assert full.load_limit == pytest.approx(found.load_limit, rel=1e-3)
+
+
+def test_no_load_fills_a_dense_model_or_a_capacity() -> None:
+    assert of("tp2", "Qwen3-8B").load_limit == 0
+    assert of("tp2,ep8,pp8,recompute=select,capacity1.0", "Qwen3-235B-A22B", "256xH800").load_limit == 0
