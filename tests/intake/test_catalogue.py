@@ -24,7 +24,7 @@ def test_names_with_and_without_organisation() -> None:
 
 def test_every_name_gives_a_model_with_its_source() -> None:
     names = catalogue.model_names()
-    assert len(names) >= 24
+    assert len(names) >= 35
     for name in names:
         assert catalogue.model(name).name == name
         assert len(catalogue.model_entry(name).source) > 10

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moewright.cli.main import main
 from moewright.intake import catalogue, hf
 from moewright.intake.hf_write import config_of
 from moewright.rules import inventory
@@ -313,3 +314,20 @@ def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[
     except BadInput:
         return
     assert inventory.count(model).total > 0
+
+
+@pytest.mark.parametrize(
+    "field", ["attention_value_norm", "rope_local_base_freq", "moe_router_groups_v2", "expert_choice"]
+)
+def test_an_unknown_setting_of_a_part_is_refused(tmp_path: Path, field: str) -> None:
+    said = refused(write(tmp_path, QWEN | {field: 7}))
+    assert field in said
+    assert "asks for what moewright does not model" in said
+
+
+def test_an_unknown_harmless_field_is_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, QWEN | {"badge": "gold", "moe_note": None})
+    assert catalogue.skipped_fields(str(path)) == ("badge", "moe_note")
+    assert catalogue.skipped_fields("Qwen3-8B") == ()
+    main(["estimate", str(path), "--on", "1xH100", "--global-batch", "1", "--seq-len", "128"])
+    assert "not known here: badge, moe_note" in capsys.readouterr().out

@@ -53,6 +53,8 @@ def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | 
     spec = catalogue.model(model)
     hardware = _hardware(on)
     chosen = []
+    if skipped := catalogue.skipped_fields(model):
+        chosen.append(f"skipped in {model}, not known here: {', '.join(skipped)}")
     if seq_len is None:
         seq_len = SEQ_LEN
         chosen.append(f"sequence length {seq_len} (default; --seq-len)")

@@ -52,6 +52,11 @@ def model(name: str) -> ModelSpec:
     raise BadInput(Reason(field="model", value=name[:80], rule=rule, nearest=short[close] if close else ""))
 
 
+def skipped_fields(name: str) -> tuple[str, ...]:
+    """Fields of a config.json that `model` skipped because nobody here has heard of them; none of a catalogue model."""
+    return () if _find(name) is not None else hf.unknown_fields(Path(name))
+
+
 def model_names() -> tuple[str, ...]:
     """Every model that `model` can give, sorted."""
     return tuple(sorted(name for name, entry in _table().items() if entry["config"]["model_type"] in hf.FAMILIES))

@@ -69,6 +69,7 @@ _HARMLESS = (
     *("quantization_config", "max_window_layers", "return_dict", "output_attentions", "output_hidden_states"),
     *("num_nextn_predict_layers", "is_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
     *("task_specific_params", "tokenizer_class", "use_bfloat16", "torchscript", "initial_context_length"),
+    *("_attn_implementation", "attn_implementation", "router_z_loss_coef", "moe_z_loss_coef", "expert_parallel"),
 )
 
 # A name with one of these in it asks for other mathematics, whoever wrote it.
@@ -76,6 +77,22 @@ _TELLING = (
     *("mamba", "ssm", "linear_", "conv", "hybrid", "index_", "indexer", "dsa", "delta", "softcap", "soft_cap"),
     *("multiplier", "residual_streams", "hash_layers", "latent", "cross_attention", "output_gate", "compress"),
     *("full_attention_interval", "attention_chunk", "no_rope", "inverse_layer", "logit_scale", "dropout", "pdrop"),
+    *("alibi", "parallel_attn", "parallel_residual", "sandwich", "zero_expert", "engram", "mhc"),
+)
+# So does an unknown setting of a part that decides the mathematics, by the part it begins with.
+_PARTS = (
+    "attention_",
+    "attn_",
+    "qk_",
+    "rope_",
+    "rotary_",
+    "norm_",
+    "mlp_",
+    "ffn_",
+    "moe_",
+    "router_",
+    "expert",
+    "n_group",
 )
 
 
@@ -131,7 +148,8 @@ def _read(config: Mapping[str, Any], where: str, name: str) -> _Result:
     fields.ignore(*_HARMLESS)
     unknown = fields.unused()
     for field in unknown:
-        if any(mark in field for mark in _TELLING) and fields.value(field) not in (None, False, 0, 1, 1.0, [], {}):
+        telling = field.startswith(_PARTS) or any(mark in field for mark in _TELLING)
+        if telling and fields.value(field) not in (None, False, 0, 1, 1.0, [], {}):
             raise fields.refuse(field, "asks for what moewright does not model", "leave it out")
     return _Result(model=model, unknown=unknown)
 

@@ -1,0 +1,63 @@
+"""Every part of the catalogue against what no accelerator can be."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moewright.intake import catalogue
+from moewright.spec.sourced import SourceKind
+from moewright.spec.units import GIB, TERA
+from moewright.spec.workload import Dtype
+
+PARTS = catalogue.hardware_names()
+FILE = Path(__file__).parents[2] / "src/moewright/intake/data/hardware.json"
+
+
+def test_all_ten_parts_are_there() -> None:
+    assert set(PARTS) >= {"A100-40GB", "A100", "H100", "H800", "H200", "H20", "B200", "GB200", "B300", "GB300"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_figures_hang_together(name: str) -> None:
+    hardware = catalogue.hardware(f"8x{name}")
+    device, fabric = hardware.device, hardware.fabric
+    peaks = {peak.dtype: peak.rate.value for peak in device.peaks}
+    assert 30 < device.memory_bytes.value / GIB < 300
+    assert 1 < device.memory_Bps.value / TERA < 10
+    # FLOP a byte at the ridge: about 150 (A100) to 620 (B300); H20 is cut to 37.
+    assert 30 < peaks[Dtype.BF16] / device.memory_Bps.value < 700
+    assert peaks[Dtype.FP16] == peaks[Dtype.BF16]
+    for eight_bit in (Dtype.FP8, Dtype.MXFP8):
+        if eight_bit in peaks:
+            assert peaks[eight_bit] == pytest.approx(2 * peaks[Dtype.BF16], rel=0.02)
+    assert (Dtype.FP8 in peaks) == (not name.startswith("A100"))
+    assert 4 * fabric.network_Bps.value <= fabric.domain_Bps.value < device.memory_Bps.value
+    assert fabric.domain_size % fabric.devices_per_node == 0
+    assert 0 < fabric.domain_latency_s.value <= fabric.network_latency_s.value < 1e-3
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_figure_has_a_source(name: str) -> None:
+    device, fabric = catalogue.hardware(name).device, catalogue.hardware(name).fabric
+    cited = [device.memory_bytes, device.memory_Bps, *(peak.rate for peak in device.peaks)]
+    cited += [fabric.domain_Bps, fabric.network_Bps]
+    assert all(len(one.source) > 10 for one in cited)
+    assert device.memory_Bps.kind is SourceKind.DATASHEET
+
+
+def test_later_parts_of_a_line_are_no_slower() -> None:
+    for line in (("A100", "H100", "B200", "B300"), ("H100", "H200"), ("GB200", "GB300"), ("A100-40GB", "A100")):
+        devices = [catalogue.hardware(name).device for name in line]
+        for earlier, later in pairwise(devices):
+            assert later.memory_Bps.value >= earlier.memory_Bps.value
+            assert later.memory_bytes.value >= earlier.memory_bytes.value
+
+
+def test_names_are_one_part_each() -> None:
+    parts = json.loads(FILE.read_text(encoding="utf-8"))["parts"]
+    names = [name.casefold() for part in parts for name in {part["name"], *part["aliases"]}]
+    assert len(names) == len(set(names))
