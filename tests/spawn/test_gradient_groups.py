@@ -1,0 +1,89 @@
+"""The 2**rank proof: rank r puts 2**r into every gradient, so a sum says exactly whose gradients are in it.
+
+Who ought to be in it is asked of no rule: the ranks that hold the same box of the same parameter, as they say
+themselves. The norm of these gradients, counted over the world, must be that of the whole tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_jobs
+from moewright.codec import parse_layout
+from moewright.engine.build import join, trainee
+from moewright.engine.collectives import all_reduce, gather_json, stop
+from moewright.engine.launch import launch
+from moewright.engine.model.layers import Slot
+from moewright.engine.model.transformer import initial_value
+from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.rules.legality import illegal
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import DataSpec
+
+pytestmark = pytest.mark.spawn
+
+LAYOUTS = [
+    (8, "mbs1"),
+    (8, "ep2,zero0"),
+    (8, "ep8"),
+    (8, "tp2,ep4"),  # EP across TP
+    (8, "tp2,etp4"),  # ETP beyond TP, EP 1
+    (8, "etp2,ep2"),  # ETP without TP
+    (8, "tp2,cp2,ep4,overlap=grad"),
+    (8, "cp4,etp2,ep2,zero0"),
+]
+
+
+def key_of(slot: Slot) -> str:
+    return f"{slot.name}{list(slot.placement.offsets)}"
+
+
+def check(model: ModelSpec, layout: Layout, seat: RankContext) -> Outcome:
+    """One rank: raises where a gradient is not the sum over those that hold the parameter."""
+    device = join(seat)
+    work = tiny_jobs.workload(DataSpec())
+    work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
+    nobody: Any = None
+    job = trainee(model, work, layout, nobody, rank=seat.rank, device=device, initial=initial_value)
+    slots = {key_of(slot): slot for bucket in job.optimizer.buckets for slot, _ in bucket.views}
+    holders: dict[str, list[int]] = {}
+    for rank, keys in enumerate(gather_json(sorted(slots))):
+        for key in keys:
+            holders.setdefault(key, []).append(rank)
+    for _ in range(2):  # with overlap=grad the second reduces under backward
+        job.optimizer.begin(1)
+        torch.stack([2.0**seat.rank * slot.parameter.sum() for slot in slots.values()]).sum().backward()
+        squared = job.optimizer.reduce()
+    wanted_squared = 0.0
+    for slot in slots.values():
+        summed = float(sum(2**rank for rank in holders[key_of(slot)]))
+        pieces = [p for p in job.optimizer.gradients() if p.name == f"grad/{slot.name}"]
+        for piece in pieces:
+            assert piece.tensor.eq(summed).all(), (key_of(slot), piece.tensor.unique(), holders[key_of(slot)])
+        wanted_squared += summed**2 * slot.parameter.numel() / len(holders[key_of(slot)])
+    both = torch.tensor([squared, wanted_squared], dtype=torch.float64)
+    ours, wanted = all_reduce(both, job.run.mesh.group("world")).tolist()
+    assert ours == pytest.approx(wanted, rel=1e-5)
+    stop()
+    return Outcome.DONE
+
+
+@pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
+def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(world_size: int, text: str, tmp_path: Path) -> None:
+    layout = parse_layout(text, world_size=world_size)
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    attention = replace(base.attention, heads=8, kv_heads=4)
+    moe = replace(base.moe, shared_ffn_size=24)
+    model = replace(
+        base, attention=attention, moe=moe, layers=4, moe_layers=(True, False, True, True), tie_embeddings=True
+    )
+    assert not illegal(model, replace(tiny_jobs.workload(DataSpec()), global_batch=16), layout)
+    assert launch(partial(check, model, layout), nproc=world_size, run_dir=tmp_path) is Exit.DONE
