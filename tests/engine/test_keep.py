@@ -25,7 +25,7 @@ def test_a_discarded_tensor_is_freed_and_made_once_for_all_that_kept_it() -> Non
         made.append(source.data_ptr())
         return source * 2
 
-    with keeper.forward(nothing_resident):
+    with keeper.forward((0, 0), nothing_resident):
         y = make(x)
         with keeper.discard(y, make, x, asked=True):
             out = (y * w).sum() + (y[2:, 1:].transpose(0, 1) @ y[2:, :1]).sum()
@@ -47,7 +47,7 @@ def test_nothing_is_discarded_unless_asked_nor_outside_the_forward() -> None:
     for asked, inside in ((False, True), (True, False)):
         y = x.exp()
         if inside:
-            with keeper.forward(nothing_resident), keeper.discard(y, torch.exp, x, asked=asked):
+            with keeper.forward((0, 0), nothing_resident), keeper.discard(y, torch.exp, x, asked=asked):
                 out = (y * y).sum()
         else:
             with keeper.discard(y, torch.exp, x, asked=asked):
@@ -68,7 +68,7 @@ def test_a_replayed_block_keeps_its_inputs_alone() -> None:
         return inner * inner, torch.ones(2, dtype=torch.int64)
 
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    with Keeper(Books(), at_work=True).forward(nothing_resident):
+    with Keeper(Books(), at_work=True).forward((0, 0), nothing_resident):
         out, counts = replayed(Books(), block, x)
     assert gone(storages[0])
     assert not counts.requires_grad

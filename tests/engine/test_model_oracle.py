@@ -36,7 +36,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         keeper=Keeper(books, at_work=False),
         device=torch.device("cpu"),
     )
-    model = Transformer(run, chunks(spec, job.layout)[0])
+    model = Transformer(run, chunks(spec, job.layout))
     for slot in slots_of(model):
         slot.owner.weight = nn.Parameter(initial_value(slot, run))
     return model

@@ -63,6 +63,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (4, "tp2,cp2,ep2,cp_comm=allgather", Dtype.BF16, LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01)),
         (2, "cp2,recompute=core_attn", Dtype.BF16, LossSpec()),
         (4, "tp2,cp2,ep4,mbs2,cp_comm=allgather,recompute=full", Dtype.FP32, LossSpec()),
+        (3, "pp3", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "pp2,tp2,ep2,layout='E|tttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "pp2,cp2,ep2,mbs2,zero0,recompute=full,layout='Et|ttL'", Dtype.FP32, LossSpec(z_coeff=0.001)),
+        (4, "pp2,ep2,dispatcher=dedup,layout='Et|ttL'", Dtype.FP32, LossSpec()),
+        (2, "pp2,vpp3,vpp_group=3,layout='E|t||t|t|L'", Dtype.FP32, LossSpec()),
+        (8, "pp2,vpp2,tp2,ep4,overlap=grad+param+p2p,layout='Et|t||tL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
     ],
 )
 def test_predicted_equals_counted(

@@ -195,6 +195,11 @@ LAYOUTS = [
     ("mixtral", 4, "tp2,etp4"),
     ("olmoe", 2, "tp2,ep2"),
     ("qwen3", 2, "tp2,zero0"),
+    ("qwen3_moe", 4, "pp2,ep2,mbs2"),  # the embedding is tied: both ends of the pipeline hold it
+    ("qwen3_moe", 3, "pp3,layout='E|tt|L'"),
+    ("qwen3_moe", 8, "pp2,zero0"),
+    ("mixtral", 2, "pp2,vpp2,layout='E|t|t|L'"),
+    ("qwen3", 8, "pp2,tp2,mbs2"),
     ("deepseek_v2", 4, "tp2,ep4"),
     ("deepseek_v3", 4, "tp2,ep2,mbs2"),
     ("qwen3_moe", 4, "cp4,ep2,mbs2"),

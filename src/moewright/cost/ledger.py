@@ -59,6 +59,7 @@ def predict_rank(
         memory=tuple(sorted(memory, key=lambda row: (row.component, row.module))),
         comm=comm_rows(model, workload, layout, rank, rows, sets),
         flops=flop_rows(model, workload, layout, pp_rank, rows),
+        in_flight=schedule.peak_live(table),
     )
 
 

@@ -20,9 +20,13 @@ _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSet:
-    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the rank's."""
+    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the rank's.
+
+    `on_both_ends`: the first and the last pipeline rank then sum their slices.
+    """
 
     group: str
+    on_both_ends: bool
     group_size: int
     shards: int
     index: int
@@ -36,31 +40,41 @@ class BucketSet:
 
 
 def bucket_sets(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
-    """By the group that reduces them (rules.shards), in that order; a set without parameters is left out."""
-    return _sets(shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp")), workload, layout, rank)
+    """By the group that reduces them (rules.shards), in that order, what both ends of the pipeline hold apart; a set
+    without parameters is left out.
+    """
+    held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
+    return _sets(held, model, workload, layout, rank)
 
 
 def stage_sets(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[tuple[BucketSet, ...], ...]:
     """`bucket_sets` of the first rank of every pipeline stage."""
     stage = layout.world_size // layout.pp
     held = shards.parameters_by_stage(model, layout)
-    return tuple(_sets(mine, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held))
+    return tuple(_sets(mine, model, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held))
 
 
-def _sets(held: Sequence[Param], workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
+def _sets(
+    held: Sequence[Param], model: ModelSpec, workload: Workload, layout: Layout, rank: int
+) -> tuple[BucketSet, ...]:
     found = []
     for group in shards.GRADIENT_GROUPS:
-        params = [param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group]
-        if params:
-            found.append(_bucket_set(params, workload, layout, rank, group))
+        members = [param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group]
+        for both in (False, True):
+            params = [param for param in members if shards.on_both_ends(param.name, model, layout) == both]
+            if params:
+                found.append(_bucket_set(params, workload, layout, rank, group, on_both_ends=both))
     return tuple(found)
 
 
-def _bucket_set(params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str) -> BucketSet:
+def _bucket_set(
+    params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str, *, on_both_ends: bool
+) -> BucketSet:
     size = grid.group_size(layout, group)
     count = size if layout.zero else 1
     return BucketSet(
         group=group,
+        on_both_ends=on_both_ends,
         group_size=size,
         shards=count,
         index=grid.group_ranks(layout, group, rank).index(rank) if layout.zero else 0,

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers
 from moewright.cost.states import BucketSet
-from moewright.rules import grid, routing
+from moewright.rules import grid, routing, stages, transfers
 from moewright.rules.recompute import activation_bytes
+from moewright.rules.rows import Kind
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Dispatcher, Layout, Recompute
 from moewright.spec.ledger import CommRow
@@ -64,15 +65,16 @@ def _between(few: Sequence[CommRow], many: Sequence[CommRow], part: int, of: int
 
 
 def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
-    """Valid targets (int64), the four statistics, and the expert counts for the record; with a balance loss those of
-    each micro-batch and layer too, over the ranks that share its tokens (of each sequence where they count), or over
-    all that share the global batch.
+    """Valid targets (int64), the four statistics, and the expert counts of all layers for the record; with a balance
+    loss those of each micro-batch and layer of the rank too, over the ranks that share its tokens (of each sequence
+    where they count), or over all that share the global batch.
     """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
+    if model.moe is not None:
+        yield Collective.ALL_REDUCE, "world", INT64_BYTES * model.moe_layer_count * model.moe.experts, 1
     if model.moe is not None and rows.layers:
         counts = INT64_BYTES * len(rows.layers) * model.moe.experts
-        yield Collective.ALL_REDUCE, "tp_cp_dp", counts, 1
         loss, passes = workload.loss, len(rows.rows) * len(rows.layers)
         if loss.aux_coeff:
             yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * counts, passes
@@ -151,6 +153,8 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
         count = len(held.buckets)
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
         yield op, held.group, reductions * grad * held.numel, reductions * count
+        if held.on_both_ends:
+            yield Collective.ALL_REDUCE, "pp", reductions * grad * held.numel // held.shards, reductions * count
         if layout.zero:
             yield Collective.ALL_GATHER, held.group, gathers * c * held.numel // held.shards, gathers * count
 
@@ -234,10 +238,15 @@ def _context(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mi
 
 
 def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
-    """One hidden state to the next virtual stage, and its gradient back."""
-    c, t = activation_bytes(workload), routing.micro_batch_tokens(workload, layout)
-    sends = sum(
-        (not chunk.loss) + (not chunk.embedding)
-        for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
+    """One hidden state to the next virtual stage, and its gradient back, where that lies on another rank."""
+    c, t, pp_rank = (
+        activation_bytes(workload),
+        routing.micro_batch_tokens(workload, layout),
+        grid.coordinate(layout, rank, "pp"),
     )
+    sends = 0
+    for number in range(layout.vpp):
+        stage = stages.stage_of(layout, pp_rank, number)
+        targets = (transfers.result_to(layout, kind, stage) for kind in (Kind.F, Kind.B))
+        sends += sum(stages.seat_of(layout, to)[0] != pp_rank for to in targets if to is not None)
     yield Collective.P2P, "pp", micro_batches * sends * c * t * model.hidden_size, micro_batches * sends

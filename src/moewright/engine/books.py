@@ -94,8 +94,9 @@ class Books:
     def __init__(self) -> None:
         self.comm: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
-        self.saved: dict[Module, int] = defaultdict(int)
+        self._alive: dict[tuple[int, int], dict[Module, int]] = {}  # kept by each (micro-batch, chunk) in flight
         self._peak_saved: dict[Module, int] = {}
+        self._peak_alive = 0
         self._modules = [Module.OTHER]
         self._counting = False
         self.making_on_host = False
@@ -135,7 +136,8 @@ class Books:
         """Count collectives and FLOPs of everything inside, from zero."""
         self.comm.clear()
         self.flops.clear()
-        self._peak_saved = {}
+        self._alive.clear()
+        self._peak_saved, self._peak_alive = {}, 0
         self._counting = True
         try:
             with _FlopMode(self):
@@ -145,8 +147,11 @@ class Books:
             self._counting = False
 
     @contextmanager
-    def saving(self, resident: Callable[[torch.Tensor], bool]) -> Iterator[Callable[[torch.Tensor], None] | None]:
-        """Count the storages kept for backward, each once, by the module that kept it first.
+    def saving(
+        self, key: tuple[int, int], resident: Callable[[torch.Tensor], bool]
+    ) -> Iterator[Callable[[torch.Tensor], None] | None]:
+        """Count the storages that the forward of `key` (micro-batch, chunk) keeps for backward until `released`, each
+        once, by the module that kept it first.
 
         Gives what to call with every tensor that is kept, or None when nothing is counted. `resident` tells tensors
         that live anyway (weights, caches). The count of the fullest moment is kept.
@@ -154,19 +159,29 @@ class Books:
         if not self._counting:
             yield None
             return
-        self.saved.clear()
         # Keeping the storages alive keeps their identities unique while we compare them.
         seen: dict[int, torch.UntypedStorage] = {}
+        saved: dict[Module, int] = defaultdict(int)
 
         def count(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
             if identity(tensor) not in seen and not resident(tensor):
                 seen[identity(tensor)] = storage
-                self.saved[self.module] += storage.nbytes()
+                saved[self.module] += storage.nbytes()
 
         yield count
-        if sum(self.saved.values()) > sum(self._peak_saved.values()):
-            self._peak_saved = dict(self.saved)
+        self._alive[key] = saved
+        self._peak_alive = max(self._peak_alive, len(self._alive))
+        if sum(sum(one.values()) for one in self._alive.values()) > sum(self._peak_saved.values()):
+            self._peak_saved = {
+                module: sum(one.get(module, 0) for one in self._alive.values())
+                for module in Module
+                if any(module in one for one in self._alive.values())
+            }
+
+    def released(self, key: tuple[int, int]) -> None:
+        """Nothing is kept of a (micro-batch, chunk) any more."""
+        self._alive.pop(key, None)
 
     def ledger(
         self,
@@ -196,5 +211,6 @@ class Books:
                 if flops
             ),
             time=time,
+            in_flight=self._peak_alive,
             notes=notes,
         )

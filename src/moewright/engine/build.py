@@ -68,7 +68,7 @@ def trainee(
         keeper=Keeper(books, at_work=bool(layout.recompute or layout.offload)),
         device=device,
     )
-    (chunk,) = (c for c in chunks(model, layout) if c.pp_rank == run.mesh.coordinate("pp"))
-    part = Transformer(run, chunk)
+    pp_rank = run.mesh.coordinate("pp")
+    part = Transformer(run, [chunk for chunk in chunks(model, layout) if chunk.pp_rank == pp_rank])
     optimizer = DistributedOptimizer(run, slots_of(part), lambda slot: initial(slot, run), rule)
     return Trainee(run=run, model=part, optimizer=optimizer, train_data=batches)

@@ -243,6 +243,21 @@ class Shift:
         return self._received
 
 
+def send(tensor: torch.Tensor, group: Group, *, to: int) -> dist.Work:
+    """Start sending to rank `to` of the group. The tensor must live, unchanged, until the work has been waited for."""
+    group.book(Collective.P2P, tensor)
+    work = dist.isend(tensor, group.ranks[to], group=group.handle)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def receive(out: torch.Tensor, group: Group, *, source: int) -> dist.Work:
+    """Start receiving into `out` what rank `source` of the group sends next; waiting for the work brings it there."""
+    work = dist.irecv(out, group.ranks[source], group=group.handle)
+    assert work is not None  # this rank is in the group
+    return work
+
+
 def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not booked."""
     if not dist.is_initialized():

@@ -49,9 +49,11 @@ class Keeper:
         self._made: list[torch.Tensor] = []
 
     @contextmanager
-    def forward(self, resident: Resident) -> Iterator[None]:
-        """Around the forward of a micro-batch; `resident` tells tensors that live anyway (weights, caches)."""
-        with self._books.saving(resident) as count:
+    def forward(self, key: tuple[int, int], resident: Resident) -> Iterator[None]:
+        """Around the forward of `key` (micro-batch, chunk); `resident` tells tensors that live anyway (weights,
+        caches).
+        """
+        with self._books.saving(key, resident) as count:
             if count is None and not self._at_work:
                 yield
                 return

@@ -14,11 +14,18 @@ from moewright.spec.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """This rank's place in both grids. `groups` are in the order of rules.grid.GROUPS."""
+    """This rank's place in both grids. `groups` are in the order of rules.grid.GROUPS.
+
+    `upstream` is the pipeline group once more, for messages to lower ranks: on NCCL what a pair of ranks exchanges over
+    one group runs in order, whichever way it goes, so each way has a group of its own. `ends` are the first and the
+    last rank of the pipeline where this rank is one of them; both hold a tied embedding.
+    """
 
     layout: Layout
     rank: int
     groups: tuple[Group, ...]
+    upstream: Group
+    ends: Group
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
@@ -34,14 +41,23 @@ class Mesh:
 def build_mesh(layout: Layout, rank: int, books: Books) -> Mesh:
     """Make every group of more than one rank; names over the same ranks share one process group."""
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-    groups = []
-    for name in GROUPS:
-        ranks = group_ranks(layout, name, rank)
-        handle = None
-        if len(ranks) > 1:
-            partition = all_groups(layout, name)
-            if partition not in made:
-                made[partition] = new_handles(partition, rank)
-            handle = made[partition]
-        groups.append(Group(name=name, ranks=ranks, index=ranks.index(rank), handle=handle, books=books))
-    return Mesh(layout=layout, rank=rank, groups=tuple(groups))
+
+    def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
+        if max(map(len, partition)) > 1 and partition not in made:
+            made[partition] = new_handles(partition, rank)
+        return Group(name=name, ranks=ranks, index=ranks.index(rank), handle=made.get(partition), books=books)
+
+    groups = [group(name, group_ranks(layout, name, rank), all_groups(layout, name)) for name in GROUPS]
+    pipelines = all_groups(layout, "pp")
+    pipeline = next(ranks for ranks in pipelines if rank in ranks)
+    upstream = Group(
+        name="pp",
+        ranks=pipeline,
+        index=pipeline.index(rank),
+        handle=new_handles(pipelines, rank) if layout.pp > 1 else None,
+        books=books,
+    )
+    pairs = tuple((ranks[0], ranks[-1]) if layout.pp > 1 else ranks for ranks in pipelines)
+    pair = (pipeline[0], pipeline[-1])
+    ends = group("pp", pair if rank in pair and layout.pp > 1 else (rank,), pairs)
+    return Mesh(layout=layout, rank=rank, groups=tuple(groups), upstream=upstream, ends=ends)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import all_reduce
@@ -18,11 +19,12 @@ from moewright.engine.data.sampler import Sampler, fetch, rows_of
 from moewright.engine.model.router import biases_of, routers_of
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.pipeline.executor import execute
+from moewright.engine.pipeline.course import Batch, evaluate, train
+from moewright.engine.pipeline.executor import Key, Made
 from moewright.engine.runtime import Runtime
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import batch_of, workload_of
-from moewright.rules.schedule import timetable
+from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Phase, TimeRow
 from moewright.spec.workload import RampSpec
 
@@ -98,7 +100,7 @@ class Trainee:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """What one step did. counts [micro-batches, MoE layers, E] are this rank's (under dedup followed by its copies to
-    each EP rank), loads [MoE layers, E] everyone's.
+    each EP rank), 0 in layers of other ranks; loads [MoE layers, E] everyone's.
     """
 
     loss: float
@@ -129,9 +131,9 @@ class Gradients:
 class _Sums:
     """What the micro-batches of a step add up to on this rank."""
 
+    counts: torch.Tensor  # as in StepResult
     nll: float = 0.0
     aux: float = 0.0
-    counts: list[torch.Tensor] = field(default_factory=list)
 
 
 def train_step(job: Trainee, *, step: int, lr: float, stop_asked: bool, counted: bool) -> StepResult:
@@ -152,10 +154,10 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
     moe = job.run.model.moe
     loads = counts[:, :, : moe.experts if moe else 0].sum(0)
     if loads.numel():
-        all_reduce(loads, job.run.mesh.group("tp_cp_dp"))
+        all_reduce(loads, job.run.mesh.group("world"))
     if found.finite:
-        for router, load in zip(routers_of(job.model), loads, strict=True):
-            router.rebalance(load)
+        for router in routers_of(job.model):
+            router.rebalance(loads[_moe_place(job.run, router.number)])
     return StepResult(
         loss=found.loss,
         aux_loss=found.aux_loss,
@@ -171,37 +173,22 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
 
 def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = False) -> Gradients:
     """Forward and backward of every micro-batch of step `step` (from 1); gradients reduced, weights untouched."""
-    run, sums = job.run, _Sums()
-    layout = run.mesh.layout
-    count = micro_batches(workload_of(run.workload, step - 1), layout)
+    run, mesh = job.run, job.run.mesh
+    count = micro_batches(workload_of(run.workload, step - 1), mesh.layout)
     with clock.phase(Phase.DATA):
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
         valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets in batches)], device=run.device)
-        valid_targets = int(all_reduce(valid, run.mesh.group("dp_cp")))
-    aux_share = count * layout.dp  # the auxiliary losses of the ranks that share tokens add up
-
-    def forward(micro_batch: int) -> torch.Tensor:
-        with clock.phase(Phase.FORWARD), run.keeper.forward(job.optimizer.resident):
-            out: Output = job.model(*batches[micro_batch])
-            nll = out.nll.sum()
-            sums.nll += float(nll.detach())
-            sums.aux += float(out.aux.detach()) / aux_share
-            sums.counts.append(out.counts)
-            return (nll / valid_targets + out.aux / aux_share) * job.optimizer.loss_scale
-
-    def backward(loss: torch.Tensor) -> None:
-        with clock.phase(Phase.BACKWARD):
-            loss.backward()
-
+        valid_targets = int(all_reduce(valid, mesh.group("dp_cp")))
+    sums = _Sums(counts=_no_counts(run, count))
     job.optimizer.begin(count)
     for router in routers_of(job.model):
         router.begin_step()
-    execute(timetable(layout, count)[run.mesh.coordinate("pp")], forward=forward, backward=backward)
+    _pass(job, clock, batches, sums, valid_targets)
     with clock.phase(Phase.GRAD_REDUCE):
         squared = job.optimizer.reduce()
-        own_nll = sums.nll if run.mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
+        own_nll = sums.nll if mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
         shared = torch.tensor([squared, float(stop_asked), own_nll, sums.aux], dtype=torch.float64, device=run.device)
-        squared, stops, nll, aux = all_reduce(shared, run.mesh.group("world")).tolist()
+        squared, stops, nll, aux = all_reduce(shared, mesh.group("world")).tolist()
     norm = squared**0.5 / job.optimizer.loss_scale
     return Gradients(
         loss=nll / valid_targets,
@@ -210,8 +197,51 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
         own_nll=sums.nll,
-        counts=torch.stack(sums.counts),
+        counts=sums.counts,
     )
+
+
+def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, valid_targets: int) -> None:
+    """All micro-batches through this rank's chunks and back, as the timetable says."""
+    run = job.run
+    aux_share = len(batches) * run.mesh.layout.dp  # the auxiliary losses of the ranks that share tokens add up
+
+    def forward(key: Key, hidden: torch.Tensor | None) -> Made:
+        micro_batch, number = key
+        chunk = job.model.chunks[number]
+        with clock.phase(Phase.FORWARD), run.keeper.forward(key, job.optimizer.resident):
+            out: Output = job.model(*batches[micro_batch], chunk=number, hidden_tH=hidden)
+            loss = out.aux / aux_share
+            sums.aux += float(out.aux.detach()) / aux_share
+            if chunk.loss:
+                nll = out.nll.sum()
+                sums.nll += float(nll.detach())
+                loss = nll / valid_targets + loss
+            loss = loss * job.optimizer.loss_scale
+            if len(out.counts):
+                sums.counts[micro_batch, [_moe_place(run, i) for i in chunk.layers if run.model.moe_layers[i]]] = (
+                    out.counts
+                )
+        return Made(hidden=None if chunk.loss else out.hidden_tH, loss=loss if loss.requires_grad else None)
+
+    def backward(key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None]) -> None:
+        with clock.phase(Phase.BACKWARD):
+            torch.autograd.backward(roots, grads)
+        run.books.released(key)
+
+    train(run, batches, forward=forward, backward=backward)
+
+
+def _no_counts(run: Runtime, count: int) -> torch.Tensor:
+    """Zeros in the shape of StepResult.counts."""
+    moe, layout = run.model.moe, run.mesh.layout
+    width = 0 if moe is None else moe.experts + (layout.ep if layout.dispatcher is Dispatcher.DEDUP else 0)
+    return torch.zeros(count, run.model.moe_layer_count, width, dtype=torch.int64, device=run.device)
+
+
+def _moe_place(run: Runtime, layer: int) -> int:
+    """Place of a layer among the MoE layers of the model."""
+    return sum(run.model.moe_layers[:layer])
 
 
 def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:
@@ -226,20 +256,23 @@ def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:
         job.optimizer.publish()
 
 
-@torch.no_grad()
 def heldout_loss(job: Trainee, data: Batches, batches: int, beat: Callable[[], None]) -> tuple[float, int]:
     """Mean nats per target over the first `batches` global batches of `data`, and the number of targets.
 
     `beat` is called once a batch, so that a long evaluation is not taken for a hang.
     """
-    run = job.run
-    total, targets_seen = 0.0, 0
+    run, mesh = job.run, job.run.mesh
+    here = {"nll": 0.0, "targets": 0}
     for step in range(batches):
         beat()
-        for m in range(micro_batches(run.workload, run.mesh.layout)):
-            inputs, targets = data.micro_batch(run, step, m)
-            total += float(job.model(inputs, targets).nll.sum())
-            targets_seen += int((targets >= 0).sum())
-    shared = torch.tensor([total, float(targets_seen)], dtype=torch.float64, device=run.device)
-    total, count = all_reduce(shared, run.mesh.group("dp_cp")).tolist()
+        parts = [data.micro_batch(run, step, m) for m in range(micro_batches(run.workload, mesh.layout))]
+
+        def see(key: Key, out: Output, parts: Sequence[Batch] = parts) -> None:
+            if job.model.chunks[key[1]].loss and mesh.coordinate("tp") == 0:  # a TP group shares one
+                here["nll"] += float(out.nll.sum())
+                here["targets"] += int((parts[key[0]][1] >= 0).sum())
+
+        evaluate(run, job.model, parts, see)
+    shared = torch.tensor([here["nll"], float(here["targets"])], dtype=torch.float64, device=run.device)
+    total, count = all_reduce(shared, mesh.group("world")).tolist()
     return total / count, int(count)

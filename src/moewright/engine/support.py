@@ -28,15 +28,12 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
     """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("cp_comm", layout.cp_comm, (CpComm.P2P, CpComm.ALL_GATHER)),
-        ("pp", layout.pp, (1,)),
-        ("vpp", layout.vpp, (1,)),
         ("zero", layout.zero, (1, 0)),
-        ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B,)),
+        ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
-        ("overlap", "+".join(layout.overlap), ("", "grad", "grad+param")),
+        ("overlap", "+".join(layout.overlap), ("", "p2p", "grad", "grad+p2p", "grad+param", "grad+p2p+param")),
         ("graphs", "+".join(layout.graphs), ("",)),
-        ("layout", layout.stages, ("",)),
     )
     choices = [
         Reason(

@@ -302,24 +302,25 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
     )
 
 
+def _tuples(value: Any) -> Any:
+    """Nested lists as nested tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, seat: RankContext) -> None:
     """Write what this rank counted on this step, and (rank 0) the selection that explains its routed rows."""
     run = job.run
-    gathered = collectives.gather_json(result.counts.tolist())
+    # [pipeline rank, rank of its stage, micro-batch, layer, expert]; a layer's counts are 0 on all stages but its own.
+    shape = run.mesh.layout.pp, seat.world // run.mesh.layout.pp, *result.counts.shape
+    every = torch.tensor(collectives.gather_json(result.counts.tolist())).view(shape)
+    of_source = every.sum(0).permute(1, 2, 0, 3)
     experts = run.model.moe.experts if run.model.moe else 0
-
-    def said(part: slice) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
-        """[micro-batch][layer][rank], that part of what each rank sent."""
-        return tuple(
-            tuple(
-                tuple(tuple(int(n) for n in rank[micro_batch][layer][part]) for rank in gathered)
-                for layer in range(len(gathered[0][micro_batch]))
-            )
-            for micro_batch in range(len(gathered[0]))
-        )
-
     dedup = run.mesh.layout.dispatcher is Dispatcher.DEDUP
-    selection = Selection(step=step, counts=said(slice(experts)), copies=said(slice(experts, None)) if dedup else ())
+    selection = Selection(
+        step=step,
+        counts=_tuples(of_source[..., :experts].tolist()),
+        copies=_tuples(of_source[..., experts:].tolist()) if dedup else (),
+    )
     notes: tuple[str, ...] = ()
     precision = run.workload.precision
     if run.device.type == "cpu" and (precision is Dtype.FP16 or not native_bf16()):

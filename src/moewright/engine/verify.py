@@ -26,7 +26,10 @@ from moewright.engine.data.sampler import rows_of
 from moewright.engine.launch import launch
 from moewright.engine.model.layers import Slot
 from moewright.engine.model.router import routers_of
+from moewright.engine.model.transformer import Output
 from moewright.engine.optim.update import adamw_update, sgd_update
+from moewright.engine.pipeline.course import evaluate
+from moewright.engine.pipeline.executor import Key
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import finite
 from moewright.engine.runtime import Runtime
@@ -163,17 +166,18 @@ def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: 
     return Outcome.DONE
 
 
-@torch.no_grad()
 def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
-    """Logits and token losses of the first batch, this rank's rows and part of the vocabulary."""
+    """Logits and token losses of the first batch: this rank's rows and part of the vocabulary, if it has the head."""
     run = here.run
     rows, length, vocab = run.workload.global_batch, run.workload.seq_len, run.model.vocab_size
     cp = run.mesh.layout.cp
     parts = held(length, cp, run.mesh.coordinate("cp"))
     found = []
-    for number in range(micro_batches(run.workload, run.mesh.layout)):
-        out = here.model(*batches.micro_batch(run, 0, number))
-        first = rows_here(run, number).start
+
+    def see(key: Key, out: Output) -> None:
+        if not here.model.chunks[key[1]].loss:
+            return
+        first = rows_here(run, key[0]).start
         width = out.logits.shape[1]
         start = run.mesh.coordinate("tp") * width
         logits = out.logits.unflatten(0, (-1, length // cp))[:, :, : max(0, vocab - start)].float()
@@ -196,6 +200,9 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
                     tensor=nll[:, columns].contiguous(),
                 )
             )
+
+    count = micro_batches(run.workload, run.mesh.layout)
+    evaluate(run, here.model, [batches.micro_batch(run, 0, number) for number in range(count)], see)
     return found
 
 

@@ -23,6 +23,7 @@ TITLES = {
     Section.COMM: "Collective payload, bytes a step",
     Section.CALLS: "Collective calls a step",
     Section.FLOPS: "FLOPs a step",
+    Section.IN_FLIGHT: "Micro-batches' chunks alive at once",
     Section.TIME: "Time, seconds of the counted step",
 }
 

@@ -24,6 +24,15 @@ def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
     return "dp_cp" if layout.tp == 1 or "tp" in axes else "tp_cp_dp"
 
 
+def on_both_ends(name: str, model: ModelSpec, layout: Layout) -> bool:
+    """Whether the first and the last pipeline rank both hold a parameter: a tied embedding.
+
+    It has buckets of its own, cut alike on both, and each shard is summed over the two after the data-parallel sum: so
+    both make the same update, bit for bit.
+    """
+    return model.tie_embeddings and name == "embedding.weight" and layout.pp > 1 and not layout.schedule.v_shaped
+
+
 def even_part(extent: int, parts: int) -> int:
     """What a rank holds of a dim cut in equal parts; padding makes the last ones as large as the rest."""
     return -(-extent // parts)

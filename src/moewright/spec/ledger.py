@@ -86,7 +86,8 @@ class TimeRow:
 class Ledger:
     """One rank's books. `memory` is bytes held; `comm`, `flops` and `time` are for one training step.
 
-    Rows are sorted and unique by their keys; a row of zero is left out.
+    Rows are sorted and unique by their keys; a row of zero is left out. `in_flight` is the most (micro-batch, chunk)
+    pairs that were between their forward and the end of their backward.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class Ledger:
     comm: tuple[CommRow, ...] = ()
     flops: tuple[FlopRow, ...] = ()
     time: tuple[TimeRow, ...] = ()
+    in_flight: int = 0
     notes: tuple[str, ...] = ()  # differences of this device that the other side cannot know
 
 

@@ -22,6 +22,7 @@ class Section(StrEnum):
     MEMORY = "memory"  # bytes held
     COMM = "comm"  # payload bytes a step
     CALLS = "calls"  # collective calls a step
+    IN_FLIGHT = "in_flight"  # most chunks of micro-batches alive at once
     FLOPS = "flops"  # a step
     TIME = "time"  # seconds of a step
 
@@ -100,8 +101,9 @@ class Comparison:
 def compare(predicted: Ledger, counted: Ledger) -> Comparison:
     """Join two ledgers of one rank on their keys.
 
-    Weights, gradients, master and moments, collective bytes and calls, and FLOPs must be equal; saved activations
-    (with the logits among them) stay within 3% in total and are listed by module; other memory and time are listed.
+    Weights, gradients, master and moments, collective bytes and calls, FLOPs, and in-flight counts must be equal; saved
+    activations (with the logits among them) stay within 3% in total and are listed by module; other memory and time are
+    listed.
     Raises BadInput when the ledgers are of different ranks.
     """
     for field in ("rank", "pp_rank"):
@@ -114,6 +116,7 @@ def compare(predicted: Ledger, counted: Ledger) -> Comparison:
         *_join(Section.COMM, Rule.EXACT, _comm_bytes(predicted), _comm_bytes(counted)),
         *_join(Section.CALLS, Rule.EXACT, _comm_calls(predicted), _comm_calls(counted)),
         *_flops(predicted, counted),
+        *_in_flight(predicted, counted),
         *_time(predicted, counted),
     )
     notes = tuple(dict.fromkeys((*predicted.notes, *counted.notes)))
@@ -156,6 +159,12 @@ def _memory(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
     saved = (sum(column(predicted, SAVED_COMPONENTS).values()), sum(column(counted, SAVED_COMPONENTS).values()))
     if any(saved):
         yield _line(Section.MEMORY, Rule.BOUND, ("saved activations", TOTAL), *saved)
+
+
+def _in_flight(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
+    """Nothing for a ledger that does not hold the count, which is at least 1."""
+    if predicted.in_flight and counted.in_flight:
+        yield _line(Section.IN_FLIGHT, Rule.EXACT, ("chunks", "peak"), predicted.in_flight, counted.in_flight)
 
 
 def _comm_bytes(ledger: Ledger) -> Column:

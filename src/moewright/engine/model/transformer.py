@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +24,14 @@ from moewright.spec.model import AttentionKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Of one micro-batch: nll [T] fp32 (0 where no target), auxiliary loss over layers, counts [MoE layers, E].
+    """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), auxiliary loss over its
+    layers, counts [its MoE layers, E].
 
-    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary. The TP group shares one
-    nll; the auxiliary losses and the counts of its ranks add up.
+    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary. Both are empty after a
+    chunk without the loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks add up.
     """
 
+    hidden_tH: torch.Tensor
     nll: torch.Tensor
     logits: torch.Tensor
     aux: torch.Tensor
@@ -80,32 +83,53 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One chunk of the model (all of it without pipeline parallelism). Layers keep their global numbers."""
+    """The chunks of the model that one rank holds. Layers keep their global numbers; a table that is both embedding and
+    head is held once.
+    """
 
-    def __init__(self, run: Runtime, chunk: Chunk) -> None:
+    def __init__(self, run: Runtime, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._run = run
+        self._run, self.chunks = run, tuple(chunks)
+        last, tied = any(chunk.loss for chunk in chunks), run.model.tie_embeddings
         rotary = RotaryTable(run)
-        self.embedding = Embedding(run)
-        self.layers = nn.ModuleDict({str(i): Layer(run, rotary, i) for i in chunk.layers})
-        self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True)
-        self.head = None if run.model.tie_embeddings else Head(run)
+        self.embedding = Embedding(run) if (last and tied) or any(chunk.embedding for chunk in chunks) else None
+        self.layers = nn.ModuleDict({str(i): Layer(run, rotary, i) for chunk in chunks for i in chunk.layers})
+        self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True) if last else None
+        self.head = Head(run) if last and not tied else None
 
-    def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor) -> Output:
-        books = self._run.books
-        x_tH = self.embedding(ids_BS.flatten())
+    def forward(
+        self,
+        ids_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        chunk: int = 0,
+        hidden_tH: torch.Tensor | None = None,
+    ) -> Output:
+        """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding."""
+        here = self.chunks[chunk]
+        x_tH = hidden_tH
+        if here.embedding:
+            assert self.embedding is not None  # made with the chunk
+            x_tH = self.embedding(ids_BS.flatten())
+        assert x_tH is not None  # only the first chunk starts from ids
         aux = x_tH.new_zeros((), dtype=torch.float32)
         counts = []
-        for layer in self.layers.values():
-            x_tH, *routed = layer(x_tH, ids_BS.shape[0])
+        for number in here.layers:
+            x_tH, *routed = self.layers[str(number)](x_tH, ids_BS.shape[0])
             if routed:
                 aux = aux + routed[0]
                 counts.append(routed[1])
-        with books.within(Module.NORM):
-            x_tH = self.final_norm(x_tH)
-        nll, logits = token_loss(self._run, x_tH, self.head or self.embedding, targets_BS.flatten())
+        nll, logits = self._loss(x_tH, targets_BS) if here.loss else (aux.new_zeros(0), x_tH.new_zeros(0))
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-        return Output(nll=nll, logits=logits, aux=aux, counts=counted)
+        return Output(hidden_tH=x_tH, nll=nll, logits=logits, aux=aux, counts=counted)
+
+    def _loss(self, x_tH: torch.Tensor, targets_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self.head or self.embedding
+        assert self.final_norm is not None  # made with the chunk
+        assert table is not None
+        with self._run.books.within(Module.NORM):
+            x_tH = self.final_norm(x_tH)
+        return token_loss(self._run, x_tH, table, targets_BS.flatten())
 
 
 def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:

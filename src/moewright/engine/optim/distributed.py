@@ -10,14 +10,14 @@ import torch
 
 from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
-from moewright.engine.collectives import Flight
+from moewright.engine.collectives import Flight, all_reduce
 from moewright.engine.model.layers import Slot
 from moewright.engine.optim.arrivals import Arrivals
 from moewright.engine.optim.flat import FlatBucket, build_buckets
 from moewright.engine.optim.scaling import LossScale
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
-from moewright.rules.shards import GRADIENT_GROUPS, gradient_group
+from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, on_both_ends
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 
@@ -43,8 +43,11 @@ class DistributedOptimizer:
         self.buckets: list[FlatBucket] = []
         for group in GRADIENT_GROUPS:
             members = [slot for slot in slots if gradient_group(slot.placement.cuts, run.mesh.layout) == group]
-            if members:
-                self.buckets += build_buckets(run, members, run.mesh.group(group), initial)
+            for both in (False, True):
+                some = [slot for slot in members if on_both_ends(slot.name, run.model, run.mesh.layout) == both]
+                twin = run.mesh.ends if both else None
+                if some:
+                    self.buckets += build_buckets(run, some, run.mesh.group(group), twin, initial)
         self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none
         self._scale = LossScale(run.workload)
         self._pending: set[str] = set()
@@ -108,9 +111,11 @@ class DistributedOptimizer:
         """
         self._arrivals.finish()
         self._shards = [self._reductions[index].land() for index in range(len(self.buckets))]
+        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+            if bucket.twin is not None:
+                all_reduce(shard, bucket.twin)
         return sum(
-            _squared_norm(shard) / (1 if bucket.sharded else bucket.group.size)
-            for bucket, shard in zip(self.buckets, self._shards, strict=True)
+            _squared_norm(shard) / bucket.replicas for bucket, shard in zip(self.buckets, self._shards, strict=True)
         )
 
     def update(self, *, lr: float, scale: float) -> None:

@@ -39,9 +39,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatBucket:
-    """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it shares the state."""
+    """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it shares the state.
+
+    `twin`: the two pipeline ranks that hold the bucket, where there are two (a tied embedding).
+    """
 
     group: Group
+    twin: Group | None
     sharded: bool
     on_host: bool  # master and moments live in host memory, and are updated there
     weights: torch.Tensor
@@ -51,6 +55,11 @@ class FlatBucket:
     exp_avg_sq: torch.Tensor
     views: tuple[tuple[Slot, torch.Tensor], ...]  # each parameter's gradient
     parts: tuple[Part, ...]
+
+    @property
+    def replicas(self) -> int:
+        """Ranks of the world that hold this rank's shard of the gradients."""
+        return (1 if self.sharded else self.group.size) * (self.twin.size if self.twin else 1)
 
     def reduce(self) -> Flight:
         """Start to sum the gradients over the group; it brings this rank's shard of them."""
@@ -101,7 +110,11 @@ class FlatBucket:
 
 
 def build_buckets(
-    run: Runtime, slots: Sequence[Slot], group: Group, initial: Callable[[Slot], torch.Tensor]
+    run: Runtime,
+    slots: Sequence[Slot],
+    group: Group,
+    twin: Group | None,
+    initial: Callable[[Slot], torch.Tensor],
 ) -> list[FlatBucket]:
     """Lay parameters out in reverse registration order, about the order in which backward finishes them."""
     by_name = {slot.name: slot for slot in slots}
@@ -136,6 +149,7 @@ def build_buckets(
         buckets.append(
             FlatBucket(
                 group=group,
+                twin=twin,
                 sharded=sharded,
                 on_host=on_host,
                 weights=weights,

@@ -3,23 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moewright.rules.schedule import Kind, Row
+from moewright.engine.pipeline.wires import Wires
+from moewright.rules.rows import Kind
+from moewright.rules.transfers import Stop
+
+Key = tuple[int, int]  # micro-batch, chunk
 
 
-def execute(
-    rows: Sequence[Row], *, forward: Callable[[int], torch.Tensor], backward: Callable[[torch.Tensor], None]
-) -> None:
-    """Run F and B rows in order: `forward(micro_batch)` gives the scalar that `backward` later starts from.
-
-    Each loss is let go of with its backward, so activations live exactly as long as the timetable says.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What the forward of a chunk gives: the hidden state for the next stage (None on the last), and its scalar share
+    of the loss (None where it has none that depends on a weight).
     """
-    live: dict[tuple[int, int], torch.Tensor] = {}
-    for row in rows:
-        key = (row.micro_batch, row.chunk)
-        if row.kind is Kind.F:
-            live[key] = forward(row.micro_batch)
-        elif row.kind is Kind.B:
-            backward(live.pop(key))
+
+    hidden: torch.Tensor | None
+    loss: torch.Tensor | None
+
+
+Forward = Callable[[Key, torch.Tensor | None], Made]
+Backward = Callable[[Key, Sequence[GradientEdge], Sequence[torch.Tensor | None]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Live:
+    """A chunk between its forward and its backward. The tensors that it handed on are not held, only their place in the
+    graph; `loss` comes last among the roots. A chunk without layers has no roots: gradients pass through it.
+    """
+
+    entry: torch.Tensor | None
+    hands_on: bool
+    roots: tuple[GradientEdge, ...]
+
+
+def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: Backward) -> None:
+    """Run F and B rows in order. Activations live exactly as long as the timetable says; under no_grad none do.
+
+    `forward` gets the hidden state that the stage before made (None on the first), `backward` the roots of a chunk's
+    graph and the gradient of each, None for the loss.
+    """
+    live: dict[Key, _Live] = {}
+    for place, stop in enumerate(stops):
+        key = stop.row.micro_batch, stop.row.chunk
+        given = wires.take(place)
+        if stop.row.kind is Kind.F:
+            entry = given.requires_grad_() if given is not None and torch.is_grad_enabled() else given
+            made = forward(key, entry)
+            if torch.is_grad_enabled():
+                live[key] = _live(entry, made)
+            if made.hidden is not None:
+                wires.give(place, made.hidden.detach())
+        elif stop.row.kind is Kind.B:
+            at = live.pop(key)
+            result = given
+            grads = ((given,) if at.hands_on else ()) + (None,) * (len(at.roots) - at.hands_on)
+            backward(key, at.roots, grads if at.roots else ())
+            if at.entry is not None:
+                result = at.entry.grad
+            if result is not None:
+                wires.give(place, result)
+    wires.close()
+
+
+def _live(entry: torch.Tensor | None, made: Made) -> _Live:
+    if made.hidden is not None and made.hidden is entry:
+        return _Live(entry=None, hands_on=False, roots=())
+    roots = tuple(get_gradient_edge(root) for root in (made.hidden, made.loss) if root is not None)
+    return _Live(entry=entry, hands_on=made.hidden is not None, roots=roots)
