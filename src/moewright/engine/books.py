@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moewright.engine.later import Later
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import CommRow, Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, TimeRow
 
@@ -97,6 +98,7 @@ class Books:
         self._alive: dict[tuple[int, int], dict[Module, int]] = {}  # kept by each (micro-batch, chunk) in flight
         self._peak_saved: dict[Module, int] = {}
         self._peak_alive = 0
+        self.later = Later()  # not counted: whoever is handed the books, for what runs inside a step, needs it too
         self._modules = [Module.OTHER]
         self._counting = False
         self.making_on_host = False

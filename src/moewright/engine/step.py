@@ -224,12 +224,18 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, val
                 )
         return Made(hidden=None if chunk.loss else out.hidden_tH, loss=loss if loss.requires_grad else None)
 
-    def backward(key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None]) -> None:
-        with clock.phase(Phase.BACKWARD):
+    def backward(key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], split: bool) -> None:
+        with clock.phase(Phase.BACKWARD), run.books.later.collecting(key) if split else nullcontext():
             torch.autograd.backward(roots, grads)
+        if not split:
+            run.books.released(key)
+
+    def weights(key: Key) -> None:
+        with clock.phase(Phase.BACKWARD):
+            run.books.later.make(key)
         run.books.released(key)
 
-    train(run, batches, forward=forward, backward=backward)
+    train(run, batches, forward=forward, backward=backward, weights=weights)
 
 
 def _no_counts(run: Runtime, count: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Schedule
+from moewright.spec.layout import CpComm, Dispatcher, Layout
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
@@ -29,7 +29,6 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("cp_comm", layout.cp_comm, (CpComm.P2P, CpComm.ALL_GATHER)),
         ("zero", layout.zero, (1, 0)),
-        ("schedule", layout.schedule, (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
         ("overlap", "+".join(layout.overlap), ("", "p2p", "grad", "grad+p2p", "grad+param", "grad+p2p+param")),

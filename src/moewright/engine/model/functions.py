@@ -8,9 +8,11 @@ Shapes: T tokens, K width, R routed rows, F expert width, B batch, S sequence, H
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
@@ -23,6 +25,20 @@ class Booked(torch.autograd.Function):
     @staticmethod
     def remember(ctx: Any, books: Books) -> None:
         ctx.books, ctx.module = books, books.module
+
+    @staticmethod
+    def weight_gradients(
+        ctx: Any, inputs: slice, make: Callable[[], Sequence[torch.Tensor]]
+    ) -> Sequence[torch.Tensor | None]:
+        """make() now, or None for each of the weights, which are those `inputs` among the forward's tensors, if the
+        schedule wants their gradients later.
+        """
+
+        def booked() -> Sequence[torch.Tensor]:
+            with ctx.books.within(ctx.module):
+                return make()
+
+        return ctx.books.later.gradients([GradientEdge(*edge) for edge in ctx.next_functions[inputs]], booked)
 
 
 class RmsNorm(torch.autograd.Function):

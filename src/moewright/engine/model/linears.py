@@ -39,12 +39,17 @@ class ColumnLinear(Booked):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_tK, *weights = ctx.saved_tensors
         with ctx.books.within(ctx.module):
-            x_TK = ctx.tp.whole(x_tK)
             parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
             grad_TK = parts.pop()
             while parts:
                 grad_TK = grad_TK + parts.pop()
-            return ctx.tp.summed(grad_TK), None, None, *(matmul(g_TN.T, x_TK) for g_TN in grads)
+            grad_tK = ctx.tp.summed(grad_TK)
+
+        def of_weights() -> list[torch.Tensor]:
+            x_TK = ctx.tp.whole(x_tK)
+            return [matmul(g_TN.T, x_TK) for g_TN in grads]
+
+        return grad_tK, None, None, *Booked.weight_gradients(ctx, slice(1, None), of_weights)
 
 
 class RowLinear(Booked):
@@ -58,11 +63,12 @@ class RowLinear(Booked):
         return tp.summed(matmul(x_TK, w_NK.T))
 
     @staticmethod
-    def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_NK = ctx.saved_tensors
         with ctx.books.within(ctx.module):
             g_TN = ctx.tp.whole(g_tN)
-            return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None, None
+            grad_TK = matmul(g_TN, w_NK)
+        return grad_TK, *Booked.weight_gradients(ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]), None, None
 
 
 class RouterLinear(Booked):
@@ -108,8 +114,10 @@ class GroupedLinear(Booked):
         return grouped_matmul(x_RK, w_ENK.mT, ends_E)
 
     @staticmethod
-    def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_RK, w_ENK, ends_E = ctx.saved_tensors
         g_RN = g_RN.contiguous()
         with ctx.books.within(ctx.module):
-            return grouped_matmul(g_RN, w_ENK, ends_E), grouped_matmul(g_RN.T, x_RK, ends_E), None, None
+            grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
+        of_weight = Booked.weight_gradients(ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)])
+        return grad_RK, *of_weight, None, None

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from moewright.engine.model.transformer import Output, Transformer
-from moewright.engine.pipeline.executor import Backward, Forward, Key, Made, execute
+from moewright.engine.pipeline.executor import Backward, Forward, Key, Made, Weights, execute
 from moewright.engine.pipeline.wires import Wires
 from moewright.engine.runtime import Runtime
 from moewright.rules.rows import Kind
@@ -19,10 +19,10 @@ from moewright.spec.layout import Layout
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets [mbs, seq_len]
 
 
-def train(run: Runtime, batches: Sequence[Batch], *, forward: Forward, backward: Backward) -> None:
+def train(run: Runtime, batches: Sequence[Batch], *, forward: Forward, backward: Backward, weights: Weights) -> None:
     """Every forward and backward of `batches`, which are all micro-batches of the step."""
     stops = _stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
-    execute(stops, _wires(run, stops, batches), forward=forward, backward=backward)
+    execute(stops, _wires(run, stops, batches), forward=forward, backward=backward, weights=weights)
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def evaluate(run: Runtime, model: Transformer, batches: Sequence[Batch], see: Ca
         see(key, out)
         return Made(hidden=None if model.chunks[key[1]].loss else out.hidden_tH, loss=None)
 
-    execute(stops, _wires(run, stops, batches), forward=forward, backward=_never)
+    execute(stops, _wires(run, stops, batches), forward=forward, backward=_never, weights=_never)
 
 
 def _never(*_: object) -> None:

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moewright.engine.pipeline.wires import Wires
 from moewright.rules.rows import Kind
+from moewright.rules.schedule import split_backwards
 from moewright.rules.transfers import Stop
 
 Key = tuple[int, int]  # micro-batch, chunk
@@ -26,7 +27,8 @@ class Made:
 
 
 Forward = Callable[[Key, torch.Tensor | None], Made]
-Backward = Callable[[Key, Sequence[GradientEdge], Sequence[torch.Tensor | None]], None]
+Backward = Callable[[Key, Sequence[GradientEdge], Sequence[torch.Tensor | None], bool], None]
+Weights = Callable[[Key], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +42,13 @@ class _Live:
     roots: tuple[GradientEdge, ...]
 
 
-def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: Backward) -> None:
-    """Run F and B rows in order. Activations live exactly as long as the timetable says; under no_grad none do.
+def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: Backward, weights: Weights) -> None:
+    """Run the rows in order. Activations live exactly as long as the timetable says; under no_grad none do.
 
-    `forward` gets the hidden state that the stage before made (None on the first), `backward` the roots of a chunk's
-    graph and the gradient of each, None for the loss.
+    `forward` gets the hidden state that the stage before made (None on the first); `backward` the roots of a chunk's
+    graph, the gradient of each (None for the loss), and whether its weight gradients are left to `weights`.
     """
+    split = split_backwards([stop.row for stop in stops])
     live: dict[Key, _Live] = {}
     for place, stop in enumerate(stops):
         key = stop.row.micro_batch, stop.row.chunk
@@ -61,11 +64,13 @@ def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: 
             at = live.pop(key)
             result = given
             grads = ((given,) if at.hands_on else ()) + (None,) * (len(at.roots) - at.hands_on)
-            backward(key, at.roots, grads if at.roots else ())
+            backward(key, at.roots, grads if at.roots else (), key in split)
             if at.entry is not None:
                 result = at.entry.grad
             if result is not None:
                 wires.give(place, result)
+        else:
+            weights(key)
     wires.close()
 
 

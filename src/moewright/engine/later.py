@@ -1,0 +1,59 @@
+"""Weight gradients that are made later than the input gradients of the same operation.
+
+Schedules that split the backward (rules.zero_bubble) send a stage's input gradients on before they make its weight
+gradients. While a backward is inside `Later.collecting`, the matrix products of the model leave here how to make their
+weight gradients, with what that takes; `Later.make` does it and takes the gradients on to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+Key = tuple[int, int]  # micro-batch, chunk
+Make = Callable[[], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Owed:
+    """`make` gives the gradients of what the `edges` lead to: parameters, or views of them."""
+
+    edges: tuple[GradientEdge, ...]
+    make: Make
+
+
+class Later:
+    """What is owed, by (micro-batch, chunk)."""
+
+    def __init__(self) -> None:
+        self._owed: dict[Key, list[_Owed]] = {}
+        self._collecting: list[_Owed] | None = None
+
+    @contextmanager
+    def collecting(self, key: Key) -> Iterator[None]:
+        """The backward of `key` runs inside: its weight gradients are owed."""
+        self._collecting = self._owed[key] = []
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def gradients(self, edges: Sequence[GradientEdge], make: Make) -> Sequence[torch.Tensor | None]:
+        """Of the tensors that the `edges` lead to: at once, or None for each where they are owed."""
+        if self._collecting is None:
+            return make()
+        self._collecting.append(_Owed(edges=tuple(edges), make=make))
+        return (None,) * len(edges)
+
+    def make(self, key: Key) -> None:
+        """Pay what is owed for `key`, in the order of its backward."""
+        owed = self._owed.pop(key)
+        while owed:
+            one = owed.pop(0)
+            with torch.no_grad():
+                gradients = one.make()
+            torch.autograd.backward(one.edges, gradients)
