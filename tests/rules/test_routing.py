@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from math import log
+from dataclasses import replace
+from math import log, sqrt
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,10 +56,47 @@ def test_context_and_micro_batch_scale_tokens() -> None:
     assert routing.micro_batch_tokens(WORKLOAD, layout) == 4096 * 4 // 2
 
 
-def test_expected_load_is_even_when_forced() -> None:
-    assert routing.expected_load(WORKLOAD) == 1.0
-    learned = Workload(seq_len=1, global_batch=1, routing=Routing.LEARNED, load_factor=1.7)
-    assert routing.expected_load(learned) == 1.7
+def test_expected_load_is_what_the_workload_says() -> None:
+    layout = Layout(world_size=8, ep=8)
+
+    def load(**said: Any) -> float:
+        return routing.expected_load(QWEN, Workload(seq_len=1, global_batch=1, **said), layout)
+
+    assert load() == 1.0
+    assert load(routing=Routing.LEARNED, load_factor=1.7) == 1.7
+    assert load(routing=Routing.SKEWED, load_skew=0.0) == 1.0
+    even, hot = (1,) * 128, (2,) * 16 + (1,) * 112  # the first of eight ranks gets twice what the others do
+    measured = load(routing=Routing.MEASURED, load_histogram=(even, hot))
+    assert measured == pytest.approx((1.0 + 2 * 128 / 144) / 2)
+
+
+@pytest.mark.parametrize("ep", [2, 8, 32, 128])
+@pytest.mark.parametrize("skew", [0.2, 1.0])
+def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
+    draw = random.Random(ep)
+    sigma = sqrt(log(1 + skew**2))
+    hottest = []
+    for _ in range(1000):
+        weights = [draw.lognormvariate(0, sigma) for _ in range(128)]
+        hottest.append(routing.rank_load_factor([round(1e6 * weight) for weight in weights], ep))
+    expected = routing.skewed_load(128, ep, 8, skew)
+    assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
+
+
+def test_no_rank_gets_more_than_every_token_on_each_of_its_experts() -> None:
+    assert routing.skewed_load(128, 128, 8, 100.0) == 128 / 8
+    loads = [routing.skewed_load(128, 4, 8, skew) for skew in (0.0, 0.1, 1.0, 10.0, 100.0)]
+    assert loads == sorted(loads)
+    assert loads[-1] <= 4
+
+
+def test_a_histogram_must_be_of_the_model() -> None:
+    work = Workload(seq_len=1, global_batch=1, routing=Routing.MEASURED, load_histogram=((1,) * 128,))
+    (reason,) = routing.load_reasons(QWEN, work)
+    assert "layers with experts" in str(reason)
+    rows = ((1,) * 127,) * QWEN.moe_layer_count
+    (reason,) = routing.load_reasons(QWEN, replace(work, load_histogram=rows))
+    assert "128 counts" in str(reason)
 
 
 def test_random_balance_matches_the_published_ten_per_cent() -> None:

@@ -27,7 +27,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import TERA
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
 
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
@@ -68,9 +68,9 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     )
     first = held_share(sets[0])
     optimizer = optimizer_ops(size, held=first.dense + first.expert, owned=owned_by(layout, first))
-    assumptions = (*_assumptions(hardware, rates, workload, layout), *misses(rates, (*all_rows(size), *optimizer)))
+    assumptions = (*_assumptions(hardware, rates, size, workload), *misses(rates, (*all_rows(size), *optimizer)))
     found = _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
-    limit = routing.expected_load(workload) + found.margin_bytes / a_load if a_load > 0 else 0.0
+    limit = routing.expected_load(model, workload, layout) + found.margin_bytes / a_load if a_load > 0 else 0.0
     return replace(found, load_limit=max(0.0, limit) if limit < layout.ep else 0.0)
 
 
@@ -81,7 +81,7 @@ def size_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: La
         workload,
         layout,
         kind=hardware.device.kind,
-        load=routing.expected_load(workload),
+        load=routing.expected_load(model, workload, layout),
         router_share=constants["router_efficiency"],
     )
 
@@ -118,7 +118,7 @@ def _memory(
             table=table[pp_rank],
         )
 
-    load = routing.expected_load(workload)
+    load = routing.expected_load(size.model, workload, layout)
     found = tuple(held(pp_rank, size, load) for pp_rank in range(layout.pp))
     if size.model.moe is None or layout.ep == 1:
         return found, 0.0
@@ -142,7 +142,8 @@ def _ledger(
     time: tuple[TimeRow, ...],
 ) -> Ledger:
     rank = pp_rank * size.layout.world_size // size.layout.pp
-    rows = _expected_rows(size, workload, pp_rank, count, load=routing.expected_load(workload))
+    load = routing.expected_load(size.model, workload, size.layout)
+    rows = _expected_rows(size, workload, pp_rank, count, load=load)
     notes = (
         ()
         if size.fused
@@ -246,13 +247,14 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
     return flops.total_model_flops(replayed_rows(model, workload, one, whole))
 
 
-def _assumptions(hardware: Hardware, rates: Rates, workload: Workload, layout: Layout) -> Iterator[Assumption]:
+def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Workload) -> Iterator[Assumption]:
     """Facts and constants behind an estimate, and what the workload is taken to do."""
-    device, fabric = hardware.device, hardware.fabric
+    device, fabric, layout = hardware.device, hardware.fabric, size.layout
+    load = routing.expected_load(size.model, workload, layout)
     yield Assumption(
         name="expert_load",
-        value=f"{routing.expected_load(workload):.4g} x the mean on the hottest rank",
-        kind=SourceKind.ASSUMED,
+        value=f"{load:.4g} x the mean on the hottest rank",
+        kind=SourceKind.MEASURED if workload.routing is Routing.MEASURED else SourceKind.ASSUMED,
         source=f"workload.routing={workload.routing}",
     )
     if layout.offload:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, log, sqrt
+from math import ceil, exp, log, sqrt
+from statistics import NormalDist, fmean
 
 from moewright.rules import grid
+from moewright.spec.errors import Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Routing, Workload
@@ -82,9 +84,51 @@ def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Move
     return Moved(sent=min(tokens * top_k, rows * model.moe.experts), copies_out=copies, copies_in=copies)
 
 
-def expected_load(workload: Workload) -> float:
-    """The load of the hottest expert rank over the mean that a prediction assumes."""
-    return 1.0 if workload.routing is Routing.BALANCED else workload.load_factor
+def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float:
+    """The load of the hottest expert rank over the mean that a prediction assumes.
+
+    A layer waits for its hottest rank, so layers of different load add up: of a histogram it is their mean.
+    """
+    if workload.routing is Routing.BALANCED or model.moe is None:
+        return 1.0
+    if workload.routing is Routing.LEARNED:
+        return workload.load_factor
+    if workload.routing is Routing.SKEWED:
+        return skewed_load(model.moe.experts, layout.ep, model.moe.router.top_k, workload.load_skew)
+    return fmean(rank_load_factor(counts, layout.ep) for counts in workload.load_histogram)
+
+
+def skewed_load(experts: int, ep: int, top_k: int, skew: float) -> float:
+    """Expected load of the hottest of `ep` ranks over the mean when experts' loads vary by `skew` about it.
+
+    A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation
+    d = skew sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the hottest of N
+    is exp(s z - s^2 / 2), z the expected largest of N normal draws whose sum is 0 (Blom). No rank can get more than
+    every token on each of its experts, nor more than everything. docs/formulas.md 4.
+    """
+    if ep == 1 or experts == 1:
+        return 1.0
+    local = experts // ep
+    deviation = skew * sqrt((1 - local / experts) / local * experts / (experts - 1))
+    largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25)) * sqrt(ep / (ep - 1))
+    spread = min(sqrt(log(1 + deviation**2)), largest)  # beyond, the formula would fall again
+    return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
+
+
+def load_reasons(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
+    """What is wrong with a load histogram, as there must be one where it decides: a count for every expert, layers
+    as many as have experts."""
+    if workload.routing is not Routing.MEASURED or model.moe is None:
+        return ()
+    found, experts = workload.load_histogram, model.moe.experts
+    if len(found) != model.moe_layer_count:
+        rule = f"needs the tokens an expert of each of the {model.moe_layer_count} layers with experts"
+        return (Reason(field="workload.load_histogram", value=f"{len(found)} layers", rule=rule),)
+    for layer, counts in enumerate(found):
+        if len(counts) != experts or min(counts) < 0 or not sum(counts):
+            rule = f"needs {experts} counts, not negative and not all zero"
+            return (Reason(field=f"workload.load_histogram[{layer}]", value=f"{len(counts)} counts", rule=rule),)
+    return ()
 
 
 def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:

@@ -196,7 +196,7 @@ class Room:
     def layers(self, size: Sizes) -> Layers:
         """Of a cut, whatever its pipeline and overlaps."""
         model, workload, pieces, cut = self._space.model, self._space.workload, self._pieces, size.layout
-        load = routing.expected_load(workload)
+        load = routing.expected_load(model, workload, cut)
         saved, transient = np.zeros((2, pieces.count, len(self._works)))
         numbered = [*enumerate(self._layers), *([(pieces.mtp, model.layers + 1)] if model.mtp_layers else [])]
         replays = np.array([bool(work.recompute) for work in self._works])

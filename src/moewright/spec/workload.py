@@ -27,6 +27,8 @@ class Routing(StrEnum):
 
     BALANCED = "balanced"  # every expert gets tokens * top_k / experts
     LEARNED = "learned"  # the router decides; the prediction uses `load_factor`
+    SKEWED = "skewed"  # experts differ by `load_skew`, and lie on the ranks as they come
+    MEASURED = "measured"  # as many tokens as `load_histogram` counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +139,8 @@ class Workload:
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
     routing: Routing = Routing.BALANCED
     load_factor: float = 1.0  # load of the hottest expert rank over the mean
+    load_skew: float = 0.0  # standard deviation of an expert's load over the mean
+    load_histogram: tuple[tuple[int, ...], ...] = ()  # tokens an expert, of each layer that has experts
     eval_every_steps: int = 0  # 0: only at the end
     eval_batches: int = 8  # global batches of held-out data
     ledger_step: int = 2  # the step, counted in a session from 0, on which every op is counted
