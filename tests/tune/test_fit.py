@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
-from moewright.codec import parse_layout
+from moewright.codec import parse_layout, write_json, write_toml
+from moewright.codec.run_files import record_line
 from moewright.cost.constants import Constants
 from moewright.cost.prepared import Prepared
 from moewright.intake import catalogue
+from moewright.search.search import plan_of
 from moewright.spec.hardware import Constant
+from moewright.spec.plan import Plan
+from moewright.spec.run import LayerLoad, StepRecord
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, Routing, Workload
 from moewright.tune.fit import FREE, Centre, Run, fit, leave_out
+from moewright.tune.own import read_runs
 
 MODEL, HARDWARE = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("64xH100")
 LAYOUTS = (
@@ -142,3 +147,94 @@ def test_two_runs_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(arguments) == 2
     assert "a fit needs 3" in capsys.readouterr().err
     assert not (tmp_path / "mine.toml").exists()
+
+
+CPU_FILE = Path(__file__).parents[1] / "golden" / "machine_2cpu.toml"
+CPU_LAYOUTS = ("ep2,mbs1", "ep2,mbs2", "ep1,mbs4", "tp2,ep2,mbs2")
+
+
+def cpu_runs() -> tuple[tuple[str, Plan, float], ...]:
+    """Layouts of a small model on the golden machine, with the seconds of one whose products take 1.4 x as long."""
+    hardware = catalogue.hardware(str(CPU_FILE))
+    small = replace(MODEL, layers=2, moe_layers=(True, True), hidden_size=256, vocab_size=4096)
+    work = Workload(seq_len=256, global_batch=16, precision=Dtype.FP32)
+    slow = constant("gemm_time_scale", 1.4)
+    found = []
+    for text in CPU_LAYOUTS:
+        layout = parse_layout(text, world_size=2)
+        seconds = Prepared(small, work, hardware, layout).step_s((slow,))
+        found.append((text, plan_of(small, work, hardware, layout), seconds))
+    return tuple(found)
+
+
+def write_runs(folder: Path) -> Path:
+    for text, plan, seconds in cpu_runs():
+        home = folder / text.replace(",", "_")
+        home.mkdir(parents=True)
+        write_json(home / "plan.json", plan)
+        steps = [
+            StepRecord(
+                step=number,
+                loss=5.0,
+                aux_loss=0.0,
+                lr=1e-3,
+                grad_norm=1.0,
+                tokens=plan.workload.tokens_per_step,
+                step_s=seconds,
+                tokens_per_s_per_rank=1.0,
+                tflops_per_rank=1.0,
+                mfu=0.1,
+                skipped=False,
+                phases=(),
+                loads=(LayerLoad(layer=0, max_over_mean=1.0, dead_experts=0, entropy=1.0, counts=(8,) * 128),),
+            )
+            for number in range(1, 9)
+        ]
+        (home / "steps.jsonl").write_text("".join(map(record_line, steps)), encoding="utf-8")
+    return folder
+
+
+def test_runs_of_our_own_and_a_part_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a benched machine: the slow products are found, and what to run next is what the engine runs."""
+    out = tmp_path / "mine.toml"
+    folder = write_runs(tmp_path / "runs")
+    (folder / "torn").mkdir()
+    (folder / "torn" / "plan.json").write_text("{", encoding="utf-8")
+    assert main(["fit", str(folder), "--on", str(CPU_FILE), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "torn: left out" in said
+    assert "next, measure" in said
+    assert not any(word in said for word in ("deepep", "hybridep", "graphs="))
+    assert 1.2 < Constants(catalogue.hardware(str(out)))["gemm_time_scale"] < 1.5
+    for text, plan, seconds in cpu_runs():
+        layout = parse_layout(text, world_size=2)
+        fitted = Prepared(plan.model, plan.workload, catalogue.hardware(str(out)), layout).step_s(())
+        assert fitted == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_table_may_name_the_part_of_the_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = table(tmp_path / "t.csv", 3), tmp_path / "fitted.toml"
+    write_toml(tmp_path / "own.toml", replace(catalogue.hardware("16xH100"), name="Acme X1"))
+    path.write_text(path.read_text(encoding="utf-8").replace("H100", "Acme X1"), encoding="utf-8")
+    assert main(["fit", str(path), "--on", str(tmp_path / "own.toml"), "--out", str(out)]) == 0
+    assert "left out, was measured" not in capsys.readouterr().out
+    assert catalogue.hardware(str(out)).name == "Acme X1"
+
+
+def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(tmp_path), "--on", str(CPU_FILE), "--out", str(tmp_path / "mine.toml")]) == 2
+    assert "a fit needs 3" in capsys.readouterr().err
+
+
+def test_what_the_experts_got_is_what_a_run_is_read_at(tmp_path: Path) -> None:
+    rows = {row.id: row for row in read_runs(write_runs(tmp_path)).rows}
+    assert rows["ep2_mbs1"].workload.routing is Routing.LEARNED
+    assert rows["ep2_mbs1"].workload.load_factor == 1.0
+    assert rows["ep1_mbs4"].workload.routing is Routing.BALANCED
+    assert read_runs(tmp_path / "ep2_mbs1").order == ("ep2_mbs1",)
+
+
+def test_a_machine_has_every_constant_that_a_part_has() -> None:
+    """Or an estimate of a layout that reads it would fall."""
+    machine = Constants(catalogue.hardware(str(CPU_FILE)))
+    assert all(machine[one.name] >= 0 for one in Constants(HARDWARE).listed())

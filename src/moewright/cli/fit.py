@@ -1,12 +1,24 @@
-"""`moewright fit`: the constants of the time model from a table of one's own runs."""
+"""`moewright fit`: the constants of the time model from one's own runs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from moewright.tune.table import Measured
+
+
+def _runs_here(row: Measured, layout: Layout) -> bool:
+    from moewright.engine.support import unsupported_layout
+
+    return not unsupported_layout(layout, model=row.model, workload=row.workload)
 
 
 def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")]) -> int:
@@ -15,7 +27,8 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
     Parameters
     ----------
     table
-        A CSV of measured runs with the columns that `validate` reads; three rows will do.
+        A CSV of measured runs with the columns that `validate` reads, or a folder of runs that `train` wrote; three
+        will do.
     on
         The hardware, as "H800" or "runs/machine.toml"; rows measured on other parts are left out.
     out
@@ -28,13 +41,16 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
     from moewright.report.console import console_for
     from moewright.tune.fit import Centre, leave_out
     from moewright.tune.fit import fit as fit_runs
-    from moewright.tune.runs import enough, errors, fitted_hardware, next_run, runs_of, unfit
+    from moewright.tune.own import read_runs
+    from moewright.tune.runs import elsewhere, enough, errors, fitted_hardware, next_run, runs_of, unfit
     from moewright.tune.table import read_table
 
     hardware = catalogue.hardware(on)
-    read = read_table(table)
+    read = read_runs(table) if table.is_dir() else read_table(table, own=[hardware])
+    # On a CPU, and for runs of our own, only what the engine runs can be measured next.
+    own = table.is_dir() or hardware.device.kind is DeviceKind.CPU
     left = {row.id: unfit(row) for row in read.rows}
-    left |= {row.id: f"was measured on {row.hardware.name}" for row in read.rows if row.hardware.name != hardware.name}
+    left |= {row.id: f"was measured on {row.hardware.name}" for row in read.rows if elsewhere(row, hardware)}
     rows = [row for row in read.rows if not left[row.id]]
     runs = runs_of(rows, hardware)
     enough(runs, where=str(table))
@@ -56,7 +72,8 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
         console.print(f"{one.name}: {one.prior:.4g} -> {one.value:.4g} ({spread})", highlight=False)
     unseen = len(found.free) - len(learnt)
     console.print(f"{unseen} constants keep their value: these runs say too little of them", highlight=False)
-    if (ask := next_run(found, rows, hardware)) is not None:
+    ask = next_run(found, rows, hardware, runs=_runs_here) if own else next_run(found, rows, hardware)
+    if ask is not None:
         told = f"{ask.constant} from +-{ask.sd:.0%} to +-{ask.sd_after:.0%}"
         line = f"next, measure {ask.model} in {ask.layout}: uncertain by {ask.spread:.0%}; it takes {told}"
         console.print(line, soft_wrap=True, highlight=False)

@@ -6,7 +6,7 @@ An empty cell is a fact the source does not state; readers here take the default
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from moewright.intake import catalogue
@@ -53,8 +53,14 @@ def whole(column: str, text: str) -> int:
     return int(value)
 
 
-def hardware(text: str, count: int) -> Hardware:
-    """`count` parts of that name; "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's part with this memory."""
+def hardware(text: str, count: int, own: Sequence[Hardware] = ()) -> Hardware:
+    """`count` parts of that name, one of the user's `own` or the catalogue's.
+
+    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's part with this memory.
+    """
+    for part in own:
+        if text.strip().casefold() in (part.name.casefold(), part.device.name.casefold()):
+            return replace(part, count=count)
     base, _, inside = text.partition("(")
     name = dict(_ALSO_CALLED).get(base.strip(), base.strip())
     found = catalogue.hardware(f"{count}x{name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.layout import Dispatcher, Graphs, Layout, Overlap, Recompute, Schedule
 from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Routing
 from moewright.tune.fit import Estimated, Fit, Run
 from moewright.tune.table import Measured
 
@@ -46,8 +45,6 @@ def unfit(row: Measured) -> str:
         return f"reports the measurement of {row.same_as}"
     if row.unknown:
         return f"does not state {', '.join(row.unknown)}"
-    if row.workload.routing is not Routing.BALANCED:
-        return "routes freely, under a load that is not stated"
     return "is FSDP, which is priced roughly" if row.layout.zero == 3 else ""
 
 
@@ -89,16 +86,29 @@ def fitted_hardware(hardware: Hardware, found: Fit, *, source: str) -> tuple[Har
     return replace(hardware, constants=(*kept, *new)), learnt
 
 
-def next_run(found: Fit, rows: Sequence[Measured], hardware: Hardware) -> NextRun | None:
-    """Of one-step changes to the measured layouts, the one whose time is least certain and that does not run out of
-    memory: measuring it narrows the constants most (a run tells log(1 + spread^2 / NOISE^2) / 2)."""
+def elsewhere(row: Measured, hardware: Hardware) -> bool:
+    """Whether a row was measured on another part, or another machine, than `hardware`."""
+    same = row.hardware.name == hardware.name
+    return not same and not (hardware.fingerprint and row.hardware.fingerprint == hardware.fingerprint)
+
+
+def next_run(
+    found: Fit,
+    rows: Sequence[Measured],
+    hardware: Hardware,
+    *,
+    runs: Callable[[Measured, Layout], bool] = lambda _row, _layout: True,
+) -> NextRun | None:
+    """Of one-step changes to the measured layouts that the software `runs`, the one whose time is least certain and
+    that does not run out of memory: measuring it narrows the constants most (a run tells log(1 + spread^2 / NOISE^2) /
+    2)."""
     seen = {layout_text(row.layout) for row in rows}
     tried: list[tuple[float, Measured, Layout, Hardware]] = []
     bases = {layout_text(row.layout): row for row in rows}
     for row in list(bases.values())[:_BASES]:
         on = replace(hardware, count=row.hardware.count)
         for layout in _changes(row.layout):
-            if layout_text(layout) in seen or illegal(row.model, row.workload, layout):
+            if layout_text(layout) in seen or illegal(row.model, row.workload, layout) or not runs(row, layout):
                 continue
             seen.add(layout_text(layout))
             run = Run(id="", prepared=Prepared(row.model, row.workload, on, layout), hardware=on, measured_s=1.0)

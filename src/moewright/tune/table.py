@@ -116,8 +116,10 @@ class Table:
     contradictions: tuple[str, ...]
 
 
-def read_table(path: Path) -> Table:
-    """Raises BadInput when the file is no such table; a bad row is skipped, not raised."""
+def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
+    """The rows of a table; `own` are parts beside the catalogue's that its hardware column may name.
+
+    Raises BadInput when the file is no such table; a bad row is skipped, not raised."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = list(csv.DictReader(file))
@@ -138,21 +140,21 @@ def read_table(path: Path) -> Table:
             given["id"] = f"{given['id']}@line{place}"
         order.append(given["id"])
         try:
-            rows.append(_out_of_memory(given) if given["oom"] == "true" else _measured(given))
+            rows.append(_out_of_memory(given, own) if given["oom"] == "true" else _measured(given, own))
         except BadInput as bad:
             skipped.append(Skipped(id=given["id"], cells=given, reason=str(bad)))
     marked = tuple(_repeats(rows))
     return Table(order=tuple(order), rows=marked, skipped=tuple(skipped), contradictions=tuple(_contradictions(marked)))
 
 
-def _out_of_memory(given: Mapping[str, str]) -> Measured:
+def _out_of_memory(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
     """A row that states running out of memory, what it leaves open taken at what needs least."""
     columns = open_columns(given, moe=catalogue.model(given["model"]).moe is not None)
     best: tuple[int, Measured] | None = None
     refused: BadInput | None = None
     for reading in readings(given, columns):
         try:
-            row = _measured(reading)
+            row = _measured(reading, own)
         except BadInput as error:
             refused = refused or error
             continue
@@ -164,7 +166,7 @@ def _out_of_memory(given: Mapping[str, str]) -> Measured:
     return best[1]
 
 
-def _measured(given: Mapping[str, str]) -> Measured:
+def _measured(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
     """Raises BadInput with the reason why a row cannot be scored."""
     if given["task"] not in ("", "pretrain"):
         raise read.wrong("task", given["task"], "only pre-training is modelled")
@@ -189,7 +191,7 @@ def _measured(given: Mapping[str, str]) -> Measured:
     gbs = _global_batch(given, layout, timed=timed)
     known = fill(given, model, _workload(given, seq_len, gbs), layout)
     workload, layout = known.workload, known.layout
-    hardware = read.hardware(given["hardware"], devices)
+    hardware = read.hardware(given["hardware"], devices, own)
     reasons = illegal(model, workload, layout)
     if reasons:
         raise BadInput(*reasons)
