@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
 
 from moewright.rules import grid, recompute, routing, stages
 from moewright.spec.errors import BadInput, Reason
@@ -11,6 +13,8 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
+
+Part = TypeVar("Part")
 
 
 def chunk_layers(model: ModelSpec, chunk: stages.Chunk) -> tuple[int, ...]:
@@ -65,13 +69,27 @@ class Routed:
 
     @property
     def total(self) -> int:
-        return sum(map(sum, self.rows))
+        return summed(self.rows)
 
     def of(self, layers: Collection[int]) -> int:
         """Rows through these layers alone."""
         return sum(
-            n for of_batch in self.rows for layer, n in zip(self.layers, of_batch, strict=True) if layer in layers
+            times * n
+            for of_batch, times in runs(self.rows)
+            for layer, n in zip(self.layers, of_batch, strict=True)
+            if layer in layers
         )
+
+
+def runs(of_batches: Iterable[Part]) -> Iterator[tuple[Part, int]]:
+    """Each run of equal micro-batches once, with its length: a prediction has one run, of up to millions."""
+    for of_batch, same in groupby(of_batches):
+        yield of_batch, len(list(same))
+
+
+def summed(counts: Iterable[tuple[int, ...]]) -> int:
+    """Sum over all micro-batches and layers."""
+    return sum(times * sum(of_batch) for of_batch, times in runs(counts))
 
 
 def routed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers
+from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers, runs, summed
 from moewright.cost.states import BucketSet
 from moewright.rules import grid, routing, stages, transfers
 from moewright.rules.recompute import activation_bytes
@@ -93,19 +93,19 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
         yield from _gathered(model.moe, workload, layout, model.hidden_size, passes, forwards)
         return
     c, h = activation_bytes(workload), model.hidden_size
-    moves = [moved for of_batch in rows.moves for moved in of_batch]
+    moves = [(moved, times) for of_batch, times in runs(rows.moves) for moved in of_batch]
     if layout.dispatcher is Dispatcher.DEDUP:
-        yield from _copied(model.moe, layout, c * h, moves, forwards)
+        yield from _copied(model.moe, layout, c * h, moves, forwards, passes)
         return
     # Counts, rows out, probabilities, rows back; backward the last three the other way.
-    sent, received = sum(moved.sent for moved in moves), sum(map(sum, rows.sent_here))
+    sent, received = sum(times * moved.sent for moved, times in moves), summed(rows.sent_here)
     counts = passes * INT64_BYTES * model.moe.experts
     out, back = sent * (c * h + FP32_BYTES), received * c * h
     yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * 4 * passes
     yield Collective.ALL_TO_ALL, "ep", sent * c * h + back + received * FP32_BYTES, 3 * passes
     # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and reduce-scatter the
     # results; in backward the transposed.
-    widest = sum(map(sum, rows.widest))
+    widest = summed(rows.widest)
     yield Collective.ALL_GATHER, "etp", forwards * (counts + widest * (c * h + FP32_BYTES)), forwards * 3 * passes
     yield Collective.REDUCE_SCATTER, "etp", forwards * layout.etp * widest * c * h, forwards * passes
     yield Collective.ALL_GATHER, "etp", widest * c * h, passes
@@ -126,15 +126,18 @@ def _gathered(
     yield Collective.REDUCE_SCATTER, "etp_ep", ranks * (tokens + probs), 2 * passes
 
 
-def _copied(moe: MoeSpec, layout: Layout, row: int, moves: Sequence[routing.Moved], forwards: int) -> Iterator[_Call]:
+def _copied(
+    moe: MoeSpec, layout: Layout, row: int, moves: Sequence[tuple[routing.Moved, int]], forwards: int, passes: int
+) -> Iterator[_Call]:
     """The de-duplicating dispatcher: counts; a copy's wanted experts (int32), its row and its probabilities; partial
     sums back. Backward: gradients of the sums out, of rows and probabilities back.
     """
-    out, coming = sum(moved.copies_out for moved in moves), sum(moved.copies_in for moved in moves)
-    told, k = len(moves) * INT64_BYTES * (moe.experts + layout.ep), moe.router.top_k
+    out = sum(times * moved.copies_out for moved, times in moves)
+    coming = sum(times * moved.copies_in for moved, times in moves)
+    told, k = passes * INT64_BYTES * (moe.experts + layout.ep), moe.router.top_k
     forward = told + out * (INT32_BYTES * k + row + FP32_BYTES * k) + coming * row
-    yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 5 * len(moves)
-    yield Collective.ALL_TO_ALL, "ep", out * row + coming * (row + FP32_BYTES * k), 3 * len(moves)
+    yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 5 * passes
+    yield Collective.ALL_TO_ALL, "ep", out * row + coming * (row + FP32_BYTES * k), 3 * passes
 
 
 def _replayed(layout: Layout, *policies: Recompute) -> bool:

@@ -144,7 +144,8 @@ class Room:
     def _state_bytes(self, cut: Layout, stack: Stack) -> Array:
         """[seats, keeps]"""
         numel, copied = self.held(cut, stack)
-        ranks = [[grid.group_size(replace(cut, pp=pp), group) for group in _GROUPS] for pp in stack.degrees]
+        layouts = [replace(cut, pp=pp) for pp in stack.degrees]
+        ranks = [[grid.group_size(layout, group) for group in _GROUPS] for layout in layouts]
         padding = [[lcm(size, _PAD_ELEMENTS) / 2 for size in sizes] for sizes in ranks]
         degree = stack.degree[stack.pipe_of_seat]
         over = np.array(ranks, dtype=float)[degree]
