@@ -39,6 +39,8 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
         (256, "tp2,ep8,recompute=full", Dtype.BF16),
         (1024, "tp2,ep4,etp2,zero0", Dtype.FP32),
         (16384, "tp2,ep8,recompute=moe+layernorm", Dtype.BF16),
+        (64, "tp2,cp4,ep8", Dtype.BF16),
+        (64, "cp2,cp_comm=allgather,ep8,offload=moe_act", Dtype.BF16),
     ],
 )
 def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, precision: Dtype) -> None:
@@ -75,6 +77,13 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
         more = copy + 1
         del copy, more
     assert sum(meter.fullest.values()) == 4 * (32 + 32 + 64 + 64)
+
+
+@pytest.mark.parametrize("text", ["ep8,dispatcher=dedup", "ep8,capacity1"])
+def test_rows_that_others_decide_are_refused(text: str) -> None:
+    work = tiny_jobs.workload(DataSpec())
+    with pytest.raises(BadInput, match="a dry run knows the rows of dropless alltoall alone"):
+        dry_run(tiny_jobs.MODEL, work, parse_layout(text, world_size=8), rank=0)
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
