@@ -40,13 +40,15 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
         (1024, "tp2,ep4,etp2,zero0", Dtype.FP32),
         (16384, "tp2,ep8,recompute=moe+layernorm", Dtype.BF16),
         (64, "tp2,cp4,ep8", Dtype.BF16),
+        (48, "pp3,tp2,ep8", Dtype.BF16),
+        (48, "pp3,ep8,schedule=zb-h1,recompute=full", Dtype.FP32),
         (64, "cp2,cp_comm=allgather,ep8,offload=moe_act", Dtype.BF16),
     ],
 )
 def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, precision: Dtype) -> None:
     layout = parse_layout(text, world_size=world_size)
     work = tiny_jobs.workload(
-        DataSpec(), precision=precision, loss=LossSpec(aux_coeff=0.01), global_batch=2 * layout.dp
+        DataSpec(), precision=precision, loss=LossSpec(aux_coeff=0.01), global_batch=4 * layout.dp
     )
     for rank in {0, world_size // 2 + 1, world_size - 1} if world_size > 1 else {0}:
         assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
