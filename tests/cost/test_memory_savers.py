@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moewright.codec import layout_text, parse_layout
@@ -13,7 +15,7 @@ from moewright.spec.layout import Layout, Offload, Recompute
 from moewright.spec.ledger import Component, Module
 from moewright.spec.plan import Estimate
 from moewright.spec.units import GIB, MIB
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, OptimizerSpec, Workload
 
 QWEN = catalogue.model("Qwen3-235B-A22B")
 WORK = Workload(seq_len=4096, global_batch=2048)
@@ -107,3 +109,12 @@ def test_offloaded_activations(offload: Offload, mib: int) -> None:
     less = held(before, Component.ACTIVATIONS, pp_rank=1) - held(after, Component.ACTIVATIONS, pp_rank=1)
     assert less == 7 * 12 * mib * MIB
     assert before.peak_bytes - after.peak_bytes > 0.9 * less / GIB
+
+
+@pytest.mark.parametrize(("moments", "share"), [(Dtype.FP32, 1.0), (Dtype.BF16, 0.5), (Dtype.FP8, 0.25)])
+def test_moments_in_fewer_bits(moments: Dtype, share: float) -> None:
+    hardware, layout = catalogue.hardware("256xH800"), parse_layout(CUT, world_size=256)
+    work = replace(WORK, optimizer=OptimizerSpec(moment_dtype=moments))
+    found = estimate(QWEN, work, hardware, layout)
+    assert held(found, Component.MOMENTS) == share * held(of(CUT), Component.MOMENTS)
+    assert held(found, Component.MASTER) == held(of(CUT), Component.MASTER)

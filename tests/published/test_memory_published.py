@@ -16,10 +16,12 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
+from moewright.spec.hardware import Constant
 from moewright.spec.ledger import Component
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Estimate, Verdict
-from moewright.spec.units import GIB
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import GB, GIB
 from moewright.spec.workload import Dtype, OptimizerSpec, Workload
 from moewright.tune.score import Score, score
 from moewright.tune.table import read_table
@@ -142,3 +144,24 @@ def test_what_cannot_be_scored_says_why(peaks: Score) -> None:
     assert "hybrid Mamba-2" in skipped["skill-027"]
     assert "is no policy of modules" in skipped["fp8flow-048"]
     assert len(peaks.rows) == len(rows_of("measured_peaks.csv"))
+
+
+@pytest.mark.parametrize(("offload", "printed_gb"), [("", 169), (",offload=expert_fc1", 151)])
+def test_peaks_with_and_without_offloaded_expert_inputs(offload: str, printed_gb: float) -> None:
+    """mem-014 and -015 (table 5; PP8 VPP4 EP32, MXFP8), in decimal GB. Recompute, moments, primary weights and the
+    offloaded modules are not printed: read as none, and as Megatron-LM's recipe of DeepSeek-V3 on GB200 has the rest.
+    """
+    hardware = catalogue.hardware("256xGB200")
+    recipe = [
+        Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="moe_recipes/deepseek_v3/gb200"))
+        for name, value in (("fp8_weight_copies_bytes", 0.0), ("logit_bytes", 2.0))
+    ]
+    work = Workload(
+        seq_len=4096, global_batch=8192, precision=Dtype.MXFP8, optimizer=OptimizerSpec(moment_dtype=Dtype.BF16)
+    )
+    layout = parse_layout(f"pp8,vpp4,ep32,layout='Et|(tt|)*29tt|mL'{offload}", world_size=256)
+    constants = (*hardware.constants, *recipe)
+    found = estimate(catalogue.model("DeepSeek-V3"), work, replace(hardware, constants=constants), layout)
+    memory = found.ledgers[found.peak_rank].memory
+    allocated = sum(one.bytes for one in memory if one.component not in BEYOND)
+    assert allocated / GB == pytest.approx(printed_gb, rel=0.05)

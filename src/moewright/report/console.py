@@ -45,9 +45,11 @@ def print_plans(
     if plans:
         console.print(_job(plans[0]), soft_wrap=True)
         console.print(_ranking(console, plans, picked))
-        for line in why:
+        limits = [(place, plan.estimate) for place, plan in enumerate(plans, 1) if plan.estimate.load_limit > 1]
+        told = [*why, *(f"{place}: {room_for_load(one)}" for place, one in limits)]
+        for line in told:
             console.print(Text(line))
-        if why:
+        if told:
             console.print()
         console.print(_assumptions(plans[0].estimate.assumptions))
     else:
