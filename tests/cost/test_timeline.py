@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
@@ -21,6 +23,37 @@ def test_even_stages_take_the_makespan_of_the_table(pp: int, vpp: int, micro_bat
     exact = simulated_s(layout, [unit] * (pp * vpp), micro_batches=micro_batches, transfer_s=0.0)
     closed = pipeline_s([3.0 * vpp] * pp, vpp=vpp, micro_batches=micro_batches, transfer_s=0.0)
     assert closed == pytest.approx(exact, rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pp=st.sampled_from([2, 3, 4, 8]), vpp=st.integers(1, 4), rounds=st.integers(1, 6), length=st.floats(0.01, 10))
+def test_equal_chunks_take_the_closed_form(pp: int, vpp: int, rounds: int, length: float) -> None:
+    layout = parse_layout(f"pp{pp},vpp{vpp}", world_size=pp)
+    chunk = StageSeconds(forward=length, input_backward=1.3 * length, weight_backward=0.9 * length)
+    exact = simulated_s(layout, [chunk] * (pp * vpp), micro_batches=rounds * pp, transfer_s=0.0)
+    closed = pipeline_s([3.2 * length * vpp] * pp, vpp=vpp, micro_batches=rounds * pp, transfer_s=0.0)
+    assert closed == pytest.approx(exact, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    pp=st.sampled_from([2, 4]),
+    vpp=st.sampled_from([1, 2, 3]),
+    embedding=st.floats(0.0, 0.3),
+    head=st.floats(0.0, 1.0),
+    layers=st.sampled_from([2, 4]),
+)
+def test_uneven_ends_stay_within_a_hundredth(pp: int, vpp: int, embedding: float, head: float, layers: int) -> None:
+    """The embedding and the head in the place of a layer each, at as many micro-batches a stage as published runs."""
+    layout, micro_batches = parse_layout(f"pp{pp},vpp{vpp}", world_size=pp), 32 * pp
+    lengths = [float(layers)] * (pp * vpp)
+    lengths[0] += embedding - 1
+    lengths[-1] += head - 1
+    stages = [StageSeconds(forward=one, input_backward=one, weight_backward=one) for one in lengths]
+    exact = simulated_s(layout, stages, micro_batches=micro_batches, transfer_s=0.0)
+    totals = [3 * sum(lengths[rank::pp]) for rank in range(pp)]
+    closed = pipeline_s(totals, vpp=vpp, micro_batches=micro_batches, transfer_s=0.0)
+    assert closed == pytest.approx(exact, rel=0.01)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
