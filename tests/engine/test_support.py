@@ -45,8 +45,8 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
     assert all("layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8" in reason for reason in found)
 
 
-def test_axes_that_are_not_built_are_refused() -> None:
-    assert said("cp2,cp_comm=a2a")[0].startswith("layout.cp_comm=a2a: the engine does not run this yet")
+def test_what_is_not_built_is_refused() -> None:
+    assert said("graphs=attn")[0].startswith("layout.graphs=attn: the engine does not run this yet")
 
 
 def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from model_shapes import moe_model
 from moewright.rules.buckets import plan_buckets, shard_range
 from moewright.rules.events import StageSeconds, ends_s
-from moewright.rules.grid import GROUPS, all_groups, coordinate, group_ranks, group_size, min_world
+from moewright.rules.grid import GROUPS, all_groups, axis_size, coordinate, group_ranks, group_size, min_world
 from moewright.rules.legality import illegal, micro_batches
 from moewright.rules.schedule import Kind, bubble_fraction, in_flight, peak_live, schedule_reasons, timetable
 from moewright.rules.stages import Split, chunks, layout_string, stage_reasons, vpp_choices
-from moewright.spec.layout import Layout, Overlap, Schedule
+from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
 from moewright.spec.workload import Workload
 
 # A busy machine is not a finding: no deadlines, and pipelines filter what has no timetable.
@@ -26,7 +26,8 @@ small = st.integers(1, 4)
 @st.composite
 def folded(draw: st.DrawFn) -> Layout:
     degrees = {name: draw(small) for name in ("tp", "cp", "pp", "ep", "etp")}
-    return Layout(world_size=min_world(**degrees) * draw(st.integers(1, 3)), **degrees)
+    exchange = draw(st.sampled_from(CpComm))
+    return Layout(world_size=min_world(**degrees) * draw(st.integers(1, 3)), cp_comm=exchange, **degrees)
 
 
 @unhurried
@@ -47,10 +48,13 @@ def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObjec
     assert rank in ranks
     assert ranks in all_groups(layout, group)
     grids = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
-    own = "dense" if set(GROUPS[group]) <= set(grids["dense"]) else "expert"
-    for axis in grids[own]:
-        seen = {coordinate(layout, other, axis) for other in ranks}
-        assert seen == set(range(getattr(layout, axis))) if axis in GROUPS[group] else len(seen) == 1
+    parts = ("cp_a2a", "cp_kv")
+    own = "expert" if set(GROUPS[group]) - {*grids["dense"], *parts} else "dense"
+    varied = {*GROUPS[group], *(parts if "cp" in GROUPS[group] else ())}
+    for axis in (*grids[own], *(parts if own == "dense" else ())):
+        if axis != "cp" or group not in parts:
+            seen = {coordinate(layout, other, axis) for other in ranks}
+            assert seen == set(range(axis_size(layout, axis))) if axis in varied else len(seen) == 1
 
 
 @unhurried

@@ -72,6 +72,11 @@ LAYOUTS = [
     (8, "tp2,cp4,etp2,ep4,cp_comm=allgather"),
     (8, "cp2,ep8,mbs2"),  # EP across CP and DP
     (8, "tp4,cp2,ep2,mbs2"),  # more ranks than key heads
+    (2, "cp2,cp_comm=a2a,mbs2,recompute=core_attn"),
+    (4, "cp4,ep4,mbs2,cp_comm=a2a"),  # ranks that exchange heads get copies of the two key heads
+    (4, "tp2,cp2,ep4,cp_comm=a2a"),
+    (4, "cp4,ep2,mbs4,cp_comm=a2a+p2p"),
+    (8, "tp2,cp4,ep4,mbs2,cp_comm=a2a+p2p,recompute=full"),
 ]
 
 

@@ -72,6 +72,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
         (4, "pp2,ep2,dispatcher=dedup,layout='Et|ttL'", Dtype.FP32, LossSpec()),
         (2, "pp2,vpp3,vpp_group=3,layout='E|t||t|t|L'", Dtype.FP32, LossSpec()),
         (8, "pp2,vpp2,tp2,ep4,overlap=grad+param+p2p,layout='Et|t||tL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "cp4,ep2,cp_comm=a2a", Dtype.BF16, LossSpec()),
+        (2, "cp2,ep2,cp_comm=a2a,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
+        (2, "cp2,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
+        (4, "cp4,ep2,cp_comm=a2a+p2p,recompute=core_attn", Dtype.BF16, LossSpec()),
+        (8, "tp2,cp4,ep4,cp_comm=a2a+p2p,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)),
     ],
 )
 def test_predicted_equals_counted(
@@ -129,6 +134,8 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
         (2, "tp2,mbs2,recompute=core_attn", 24, Dtype.FP32),
         (2, "cp2,mbs2,recompute=mla_up_proj", 24, Dtype.BF16),
         (4, "tp2,cp2,cp_comm=allgather,recompute=core_attn", 24, Dtype.FP32),
+        (4, "tp2,cp2,cp_comm=a2a,recompute=mla_up_proj", 24, Dtype.BF16),
+        (4, "cp4,cp_comm=a2a+p2p", 0, Dtype.FP32),
     ],
 )
 def test_latent_attention(

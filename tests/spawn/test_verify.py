@@ -206,6 +206,8 @@ LAYOUTS = [
     ("olmoe", 4, "tp2,cp2,ep4,mbs2,cp_comm=allgather"),
     ("deepseek_v3", 4, "cp2,ep4"),
     ("deepseek_v2", 4, "tp2,cp2,cp_comm=allgather"),
+    ("qwen3_moe", 4, "cp2,ep4,mbs2,cp_comm=a2a"),
+    ("deepseek_v3", 4, "cp4,ep2,cp_comm=a2a+p2p"),
 ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers, runs, summed
 from moewright.cost.states import BucketSet
 from moewright.rules import grid, routing, stages, transfers
+from moewright.rules.context import factors
 from moewright.rules.recompute import activation_bytes
 from moewright.rules.rows import Kind
 from moewright.spec.hardware import Collective
@@ -221,23 +222,29 @@ def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list
 
 
 def _context(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
-    """Keys and values of every attention layer: sent on cp - 1 times (or gathered once) in forward and in backward,
-    where their gradients, summed in fp32, go all the way round (or are reduced and scattered).
+    """Of every attention layer: queries, keys, values and the output between ranks that exchange heads for tokens, and
+    in backward their gradients. Between the others keys and values, sent on by all ranks but one (or gathered once) in
+    forward and in backward, where their gradients, summed in fp32, go all the way round (or are reduced and scattered).
     """
-    spec, ring = model.attention, layout.cp
+    spec, tp, mla = model.attention, layout.tp, model.attention.kind is AttentionKind.MLA
     layers = sum(len(chunk_layers(model, c)) for c in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")))
     passes = micro_batches * layers
-    heads = spec.heads if spec.kind is AttentionKind.MLA else spec.kv_heads
-    widths = max(1, heads // layout.tp) * (spec.head_dim + spec.v_head_dim)
-    block = workload.seq_len * layout.mbs // layout.cp * widths
+    T, c = workload.seq_len * layout.mbs // layout.cp, activation_bytes(workload)
+    apart, ring = factors(layout)
+    key_heads = max(1, (spec.heads if mla else spec.kv_heads) // tp, apart)
+    block = T * key_heads * (spec.head_dim + spec.v_head_dim)
+    inputs, calls = c * (T * spec.q_width // tp + block), 2 if mla else 3
+    again = _replayed(layout, Recompute.MLA_UP_PROJ)
+    yield Collective.ALL_TO_ALL, "cp_a2a", (2 + again) * passes * inputs, (2 + again) * passes * calls
+    outs = passes * (2 + _replayed(layout))
+    yield Collective.ALL_TO_ALL, "cp_a2a", outs * c * T * spec.out_width // tp, outs
     visits = passes * (2 + _replayed(layout, Recompute.CORE_ATTN))
-    keys = activation_bytes(workload) * block
     if layout.cp_comm is CpComm.ALL_GATHER:
-        yield Collective.ALL_GATHER, "cp", visits * keys, visits
-        yield Collective.REDUCE_SCATTER, "cp", passes * ring * FP32_BYTES * block, passes
+        yield Collective.ALL_GATHER, "cp_kv", visits * c * block, visits
+        yield Collective.REDUCE_SCATTER, "cp_kv", passes * ring * FP32_BYTES * block, passes
     else:
-        yield Collective.P2P, "cp", (ring - 1) * visits * keys, (ring - 1) * visits
-        yield Collective.P2P, "cp", ring * passes * FP32_BYTES * block, ring * passes
+        yield Collective.P2P, "cp_kv", (ring - 1) * visits * c * block, (ring - 1) * visits
+        yield Collective.P2P, "cp_kv", ring * passes * FP32_BYTES * block, ring * passes
 
 
 def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:

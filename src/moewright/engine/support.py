@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Layout
+from moewright.spec.layout import Dispatcher, Layout
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
@@ -27,7 +27,6 @@ def refuse_unrunnable(model: ModelSpec, workload: Workload, layout: Layout) -> N
 def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("cp_comm", layout.cp_comm, (CpComm.P2P, CpComm.ALL_GATHER)),
         ("zero", layout.zero, (1, 0)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),

@@ -7,6 +7,12 @@ for a part of the heads; over a ring, or by one gather, keys and values visit th
 
 from __future__ import annotations
 
+from math import isqrt
+
+from moewright.spec.layout import CpComm, Layout
+
+_MOST_INSIDE = 8  # ranks of an all-to-all of the hierarchical variant
+
 
 def held(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     """Positions of a sequence on one CP rank, in the order in which it holds them; 2 cp must divide seq_len."""
@@ -14,3 +20,18 @@ def held(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
         return (range(seq_len),)
     size = seq_len // (2 * cp)
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
+
+
+def factors(layout: Layout) -> tuple[int, int]:
+    """Ranks that exchange heads all-to-all (neighbours), times ranks between which keys and values go, = cp.
+
+    Of the hierarchical variant the first is the largest divisor not above the square root of cp, nor above 8: heads
+    must divide by it, and all-to-all belongs inside a node. 1 when cp has none: rules.exclusions refuses that.
+    """
+    cp = layout.cp
+    if layout.cp_comm is CpComm.A2A:
+        return cp, 1
+    if layout.cp_comm is CpComm.A2A_P2P:
+        heads = next(n for n in range(min(isqrt(cp), _MOST_INSIDE), 0, -1) if cp % n == 0)
+        return heads, cp // heads
+    return 1, cp

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
+from moewright.rules.context import factors
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -143,13 +144,14 @@ def _exchange(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         yield Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=Dispatcher.ALL_TO_ALL)
     if layout.cp_comm is CpComm.P2P:
         return
-    rule = ""
+    rule, apart = "", factors(layout)[0]
+    heads, kv_heads = model.attention.heads // layout.tp, max(1, model.attention.kv_heads // layout.tp)
     if layout.cp == 1:
         rule = "needs cp > 1"
-    elif layout.cp_comm is CpComm.A2A:
-        heads, kv_heads = model.attention.heads // layout.tp, max(1, model.attention.kv_heads // layout.tp)
-        if heads % layout.cp or (kv_heads % layout.cp and layout.cp % kv_heads):
-            rule = f"cp={layout.cp} must divide the {heads} heads a rank has, and divide its {kv_heads} kv heads or be "
-            rule += "a multiple of them"
+    elif layout.cp_comm is CpComm.A2A_P2P and apart == 1:
+        rule = f"cp={layout.cp} has no divisor from 2 to 8 that is not above its square root"
+    elif heads % apart or (kv_heads % apart and apart % kv_heads):
+        rule = f"{apart} ranks exchange heads: must divide the {heads} heads a rank has, and divide its {kv_heads} kv "
+        rule += "heads or be a multiple of them"
     if rule:
         yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.P2P)

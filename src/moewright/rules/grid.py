@@ -11,17 +11,21 @@ from collections.abc import Mapping
 from math import lcm, prod
 from types import MappingProxyType
 
+from moewright.rules.context import factors
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+_CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
 
 # Group name -> the axes it spans, all of one grid, fastest first.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tp": ("tp",),
         "cp": ("cp",),
+        "cp_a2a": ("cp_a2a",),
+        "cp_kv": ("cp_kv",),
         "dp": ("dp",),
         "pp": ("pp",),
         "dp_cp": ("cp", "dp"),
@@ -37,7 +41,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def axis_size(layout: Layout, axis: str) -> int:
-    """Ranks along one axis of either grid."""
+    """Ranks along one axis of either grid, or along a part of the cp axis."""
+    if axis in _CP_AXES:
+        return factors(layout)[_CP_AXES.index(axis)]
     if axis not in DENSE_AXES and axis not in EXPERT_AXES:
         raise KeyError(axis)
     size: int = getattr(layout, axis)
@@ -50,6 +56,8 @@ def group_size(layout: Layout, group: str) -> int:
 
 
 def _stride(layout: Layout, axis: str) -> int:
+    if axis in _CP_AXES:
+        return _stride(layout, "cp") * prod(factors(layout)[: _CP_AXES.index(axis)])
     axes = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
     return prod(axis_size(layout, faster) for faster in axes[: axes.index(axis)])
 

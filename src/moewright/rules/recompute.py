@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from moewright.rules import routing
+from moewright.rules.context import factors
 from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
@@ -48,6 +49,7 @@ class _Sizes:
     t: int
     h: int
     tp: int
+    apart: int  # ranks that exchange heads for tokens
 
 
 def saved_by_layer(
@@ -72,6 +74,7 @@ def saved_by_layer(
         t=T // layout.tp if layout.sp else T,
         h=model.hidden_size,
         tp=layout.tp,
+        apart=factors(layout)[0],
     )
     mtp = layer > model.layers
     rows = [*_attention(model, size)]
@@ -122,6 +125,8 @@ def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     else:
         yield from _gqa_core(model, size)
     yield _row(Module.ATTENTION, "attention_out", c * T * spec.out_width // size.tp)
+    if size.apart > 1:  # attention keeps its own output, of more tokens and fewer heads than the projection's input
+        yield _row(Module.ATTENTION, "attention_out", c * T * spec.out_width // size.tp, Recompute.CORE_ATTN)
     yield _row(Module.ATTENTION, "lse", FP32_BYTES * T * spec.heads // size.tp, Recompute.CORE_ATTN)
     yield _row(Module.NORM, "residual", c * t * h)
     yield _row(Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
@@ -138,6 +143,7 @@ def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     elif spec.qk_norm is QkNorm.PER_HEAD:
         yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width // tp + keys))
         yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * (spec.heads // tp + key_heads))
+    keys = max(key_heads, size.apart) * spec.head_dim  # those that exchange heads keep one each at least
     yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * keys))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moewright.engine.books import Books
-from moewright.engine.collectives import Group, Shift, gather, scatter_sum
+from moewright.engine.collectives import Group, Shift, all_to_all, gather, scatter_sum
 from moewright.engine.kernels import attention, attention_backward
 from moewright.engine.model.functions import Booked, CausalAttention
 from moewright.engine.runtime import Runtime
@@ -26,12 +26,40 @@ _Rest = tuple[torch.Tensor, ...]
 
 
 def attend(run: Runtime, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> torch.Tensor:
-    """Causal attention over whole sequences, of which each CP rank holds its part: [B,S,H,D] -> [B,S,H,V]."""
-    cp = run.mesh.group("cp")
-    if cp.size == 1:
+    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V]."""
+    group = run.mesh.group("cp_kv")
+    if group.size == 1:
         return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, run.books)
     kind = GatheredAttention if run.mesh.layout.cp_comm is CpComm.ALL_GATHER else RingAttention
-    return kind.apply(q_BSHD, k_BSGD, v_BSGD, cp, run.books)
+    return kind.apply(q_BSHD, k_BSGD, v_BSGD, group, run.books)
+
+
+def to_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
+    """A part of the heads for the tokens of all ranks that exchange them: [B,S,H,D] -> [B,S*n,H/n,D].
+
+    All tokens together have an early and a late chunk as those of one rank have (rules.context). Where n ranks share
+    fewer heads, each gets a copy of its one: H is then the next multiple of n.
+    """
+    group = run.mesh.group("cp_a2a")
+    n = group.size
+    if n == 1:
+        return x_BSHD
+    if x_BSHD.shape[2] < n:
+        x_BSHD = x_BSHD.unsqueeze(3).expand(-1, -1, -1, n // x_BSHD.shape[2], -1).flatten(2, 3)
+    parts = x_BSHD.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4)
+    early, late = all_to_all(parts, group, send=[1] * n, receive=[1] * n).chunk(2, 2)
+    return torch.cat((early, late.flip(0))).permute(1, 0, 2, 3, 4).flatten(1, 2)
+
+
+def to_tokens(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
+    """The way back of `to_heads`: [B,S*n,H/n,D] -> [B,S,H,D]."""
+    group = run.mesh.group("cp_a2a")
+    n = group.size
+    if n == 1:
+        return x_BSHD
+    early, late = x_BSHD.unflatten(1, (2 * n, -1)).transpose(0, 1).chunk(2)
+    parts = torch.cat((early, late.flip(0)), 2)
+    return all_to_all(parts, group, send=[1] * n, receive=[1] * n).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moewright.engine.collectives import Gather
-from moewright.engine.model.context import attend
+from moewright.engine.model.context import attend, to_heads
 from moewright.engine.model.layers import Norm, RotaryTable, Weight, core_and_output
 from moewright.engine.model.linears import ColumnLinear, GateLinear
 from moewright.engine.model.rope import softmax_factor
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
                 return core_and_output(run, self._core, (q_BShD, kv_BShDV), self.o.weight)
 
     def _queries(self, x_tQ: torch.Tensor, batch: int) -> torch.Tensor:
-        """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks."""
+        """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks; heads exchanged where CP does so."""
         spec, tp = self._spec, self._run.mesh.tensor
         up = self.q_up if spec.q_lora_rank else self.q
         (q,) = ColumnLinear.apply(x_tQ, tp, self._run.books, up.weight)
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         plain, turned = q_BShD.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
         q_BShD = torch.cat((plain, self._turned(turned)), -1)
         factor = softmax_factor(spec.rope)
-        return q_BShD if factor == 1.0 else q_BShD * factor
+        return to_heads(self._run, q_BShD if factor == 1.0 else q_BShD * factor)
 
     def _keys_and_values(self, x_tC: torch.Tensor, down_tCR: torch.Tensor, batch: int) -> torch.Tensor:
         """[t,C] and the down-projection [t,C+R] -> keys and values side by side, [B,S,h,D+V]; all heads share the
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
         )
         turned_TR = Gather.apply(down_tCR[:, spec.kv_lora_rank :], tp.group)
         turned = self._turned(turned_TR.reshape(batch, -1, 1, spec.qk_rope_head_dim))
-        return torch.cat((plain, turned.expand(-1, -1, heads, -1), values), -1)
+        return to_heads(self._run, torch.cat((plain, turned.expand(-1, -1, heads, -1), values), -1))
 
     def _turned(self, x_BShR: torch.Tensor) -> torch.Tensor:
         """Rotated by position. Interleaved pairs (2i, 2i + 1) are laid apart first, as queries and keys both are."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from moewright.engine.keep import replayed
 from moewright.engine.model import vocabulary
-from moewright.engine.model.context import attend
+from moewright.engine.model.context import attend, to_heads, to_tokens
 from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
 from moewright.engine.model.rope import frequencies
@@ -88,13 +88,14 @@ Core = Callable[..., tuple[torch.Tensor]]
 
 
 def core_and_output(run: Runtime, core: Core, inputs: tuple[torch.Tensor, ...], o: torch.Tensor) -> torch.Tensor:
-    """Attention of `inputs`, each [B,S,*,*], and the projection `o` of its output: [t,H]."""
+    """Attention of `inputs`, each [B,S,*,*] as `to_heads` gives them, and the projection `o` of its output: [t,H]."""
     moved = run.offloads(Offload.ATTN_PROJ)
     with (
         run.keeper.offload(*inputs, asked=run.offloads(Offload.CORE_ATTN)),
         run.keeper.offload_made(dims=4, asked=moved),  # attention keeps its output too
     ):
         (out,) = replayed(run.books, core, *inputs) if run.replays(Recompute.CORE_ATTN) else core(*inputs)
+        out = to_tokens(run, out)
         with run.keeper.offload(out, asked=moved):
             return RowLinear.apply(out.flatten(0, 1).flatten(1), o, run.mesh.tensor, run.books)
 
@@ -133,7 +134,8 @@ class Attention(nn.Module):
             q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // size, spec.head_dim))
             k_BSGD = self._rotary.apply(k.reshape(batch, q_BSHD.shape[1], -1, spec.head_dim))
             v_BSGD = v.view(batch, q_BSHD.shape[1], -1, spec.v_head_dim)
-            return core_and_output(run, self._core, (q_BSHD, k_BSGD, v_BSGD), self.o.weight)
+            heads = tuple(to_heads(run, x) for x in (q_BSHD, k_BSGD, v_BSGD))
+            return core_and_output(run, self._core, heads, self.o.weight)
 
     def _core(self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> tuple[torch.Tensor]:
         return (attend(self._run, q_BSHD, k_BSGD, v_BSGD),)
