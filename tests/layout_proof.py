@@ -29,6 +29,7 @@ from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.update import Update, adamw_update, sgd_update
+from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
@@ -94,9 +95,9 @@ class Copies:
     def __init__(self, fixed: FixedBatches) -> None:
         self._fixed = fixed
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = self._fixed.micro_batch(run, step, micro_batch)
-        return inputs.clone(), targets.clone()
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
+        inputs, targets, runs = self._fixed.micro_batch(run, step, micro_batch)
+        return inputs.clone(), targets.clone(), runs
 
 
 def batches(model: ModelSpec) -> Copies:

@@ -41,14 +41,15 @@ MODEL = ModelSpec(
 DENSE = replace(MODEL, name="tiny-dense", family="qwen3", moe=None, moe_layers=(False,) * 3)
 
 
-def corpus(folder: Path) -> DataSpec:
-    """A small corpus of made-up words, byte tokens."""
+def corpus(folder: Path, *, documents: int = 30, words: int = 400) -> DataSpec:
+    """A small corpus of made-up words, byte tokens; the documents have up to so many words."""
     dice = random.Random(7)
-    words = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 8))) for _ in range(200)]
+    known = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 8))) for _ in range(200)]
     source = folder / "text"
     source.mkdir(parents=True, exist_ok=True)
-    for number in range(30):
-        (source / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=400)))
+    for number in range(documents):
+        length = words if words == 400 else dice.randint(1, words)
+        (source / f"{number:03d}.txt").write_text(" ".join(dice.choices(known, k=length)))
     return build(source, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2).data
 
 

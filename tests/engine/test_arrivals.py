@@ -15,6 +15,7 @@ from moewright.engine.collectives import Flight
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.arrivals import Arrivals
 from moewright.engine.optim.flat import FlatBucket
+from moewright.engine.pipeline.course import Batch
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, accumulate
 from moewright.spec.workload import DataSpec
@@ -72,10 +73,10 @@ def test_a_gradient_after_the_reduction_is_an_error() -> None:
 class _Words:
     """Random tokens."""
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         dice = torch.Generator().manual_seed(8 * step + micro_batch)
         words = torch.randint(0, run.model.vocab_size, (run.mesh.layout.mbs, run.workload.seq_len + 1), generator=dice)
-        return words[:, :-1], words[:, 1:]
+        return words[:, :-1], words[:, 1:], None
 
 
 @pytest.mark.parametrize("recompute", ["", ",recompute=full"])

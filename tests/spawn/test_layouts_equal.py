@@ -20,7 +20,7 @@ from moewright.engine.rank import Exit
 from moewright.engine.train import run
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec, QkNorm, RouterSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, DropPolicy, LossSpec, OptimizerSpec, RouterTraining
+from moewright.spec.workload import DataSpec, Documents, DropPolicy, LossSpec, OptimizerSpec, RouterTraining
 
 pytestmark = pytest.mark.spawn
 
@@ -117,6 +117,15 @@ def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 def steps_of(run_dir: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "step"]
+
+
+def assert_first_gradients_equal(here: Path, reference_run: Path) -> None:
+    wanted, found = state(reference_run, 1), state(here, 1)
+    assert wanted.keys() == found.keys()
+    for name, reference in wanted.items():
+        if name.startswith("optim/exp_avg/"):
+            error = (found[name] - reference).norm() / reference.norm()
+            assert error <= 3e-5, (name, float(error))
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
@@ -248,6 +257,23 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert [load["counts"] for load in other[0]["loads"]] == [load["counts"] for load in first[0]["loads"]]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "documents"),
+    [
+        (4, "tp2,cp2,ep4,mbs2,cp_comm=a2a", Documents.RESTARTED),
+        (4, "ep2,mbs2,recompute=full", Documents.BOUNDED),
+    ],
+)
+def test_packed_documents(world_size: int, layout: str, documents: Documents, tmp_path: Path) -> None:
+    """Short documents, several in most sequences, and ranks with uneven numbers of targets."""
+    data = replace(tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6), documents=documents)
+    one, here = train(data, "mbs2", 1, tmp_path / "one"), train(data, layout, world_size, tmp_path / "here")
+    assert_first_gradients_equal(here, one)
+    for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
 
 
 def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:

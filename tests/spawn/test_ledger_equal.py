@@ -15,7 +15,7 @@ from moewright.engine.train import run
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Dtype, LossSpec
+from moewright.spec.workload import DataSpec, Documents, Dtype, LossSpec
 from moewright.tune.compare import Section, Status, compare
 
 pytestmark = pytest.mark.spawn
@@ -184,6 +184,16 @@ def test_more_ranks_than_key_heads(norm: QkNorm, recompute: str, data: DataSpec,
 def test_tensor_parallelism_without_sequence_parallelism(layout: str, data: DataSpec, tmp_path: Path) -> None:
     work = tiny_jobs.workload(data, steps=2)
     assert_equal(tiny_jobs.plan(work, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), (2, "mbs2")]
+)
+def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: Path) -> None:
+    """What it works is predicted from the lengths that the step recorded."""
+    short = tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6)
+    work = tiny_jobs.workload(replace(short, documents=Documents.BOUNDED), steps=2, precision=Dtype.BF16)
+    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path / "run")
 
 
 def assert_equal(plan: Plan, tmp_path: Path) -> None:

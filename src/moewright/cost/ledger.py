@@ -87,6 +87,7 @@ def _share(
         routed_rows=rows.total if layers is None else rows.of(layers),
         head=any(chunk.loss for chunk in chunks),
         mtp=sum(layer > model.layers for layer in mine),
+        attended=rows.attended,
     )
 
 

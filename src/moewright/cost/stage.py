@@ -47,7 +47,7 @@ class Routed:
     """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the balanced count.
 
     `sent_here` of the rows come over the rank's own EP group; the ranks of its ETP group share theirs, the largest part
-    being `widest`.
+    being `widest`. `attended`: what documents left of its attention in the step, where they do (Selection).
     """
 
     layers: tuple[int, ...]
@@ -56,6 +56,7 @@ class Routed:
     sent_here: tuple[tuple[int, ...], ...]
     widest: tuple[tuple[int, ...], ...]
     moves: tuple[tuple[routing.Moved, ...], ...]
+    attended: int = 0
 
     def moved(self, micro_batch: int, layer: int) -> routing.Moved | None:
         """What the dispatch moves; None for a layer without experts."""
@@ -136,6 +137,7 @@ def routed(
             tuple(_moved(layout, rank, selection, micro_batch, every.index(i)) for i in layers)
             for micro_batch in range(micro_batches)
         ),
+        attended=selection.attended[rank] if selection.attended else 0,
     )
 
 

@@ -23,6 +23,7 @@ from moewright.engine.books import Books, identity
 from moewright.engine.build import trainee
 from moewright.engine.kernels import native_bf16
 from moewright.engine.model.layers import Slot
+from moewright.engine.pipeline.course import Batch
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import train_step
 from moewright.engine.support import refuse_unrunnable
@@ -109,9 +110,9 @@ def _differences(workload: Workload) -> tuple[str, ...]:
 class _Blank:
     """Micro-batches without content."""
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         shape = run.mesh.layout.mbs, run.workload.seq_len // run.mesh.layout.cp
-        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None
 
 
 class Meter(TorchDispatchMode):

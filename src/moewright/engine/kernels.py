@@ -7,6 +7,8 @@ with fp32 accumulation, at fp32 speed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -45,6 +47,72 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
         shape = (0, b.shape[-1]) if b.dim() == 3 else (ends.numel(), a.shape[0], b.shape[1])
         return a.new_zeros(shape)
     return F.grouped_mm(_widen(a), _widen(b), offs=ends).to(a.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runs:
+    """Tokens that attend only each other, in the order in which they lie in a micro-batch, row after row: the lengths
+    of the runs, and where each starts and the last one ends, int32 [runs + 1] on the device.
+    """
+
+    lengths: tuple[int, ...]
+    starts: torch.Tensor
+
+    @property
+    def slices(self) -> Iterator[slice]:
+        stop = 0
+        for length in self.lengths:
+            start, stop = stop, stop + length
+            yield slice(start, stop)
+
+
+def attention_of_runs(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, runs: Runs
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """`attention` inside each run; no work is done for pairs of different runs. The log-sum is [1,H,T] or [H,T]."""
+    q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
+    shape = (*q_BSHD.shape[:3], v.shape[-1])
+    if q.device.type == "cpu":
+        out, lse = v.new_empty((*q.shape[:2], v.shape[-1])), torch.empty(1, q.shape[1], q.shape[0])
+        for part in runs.slices:
+            made, (lse[:, :, part],) = attention(*(x[None, part] for x in (q, k, v)))
+            out[part] = made[0]
+        return out.view(shape), (lse,)
+    longest = max(runs.lengths)
+    out, lse, seed, offset, _ = _aten._flash_attention_forward(
+        q, k, _as_wide(v, q), runs.starts, runs.starts, longest, longest, 0.0, True, False
+    )
+    return out[..., : v.shape[-1]].contiguous().view(shape), (lse, seed, offset)
+
+
+def attention_of_runs_backward(
+    grad_BSHD: torch.Tensor,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    out_BSHD: torch.Tensor,
+    rest: tuple[torch.Tensor, ...],
+    runs: Runs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, in their shapes and dtypes."""
+    grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
+    if q.device.type == "cpu":
+        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for part in runs.slices:
+            one, two, three, four, five = (x[None, part] for x in (grad, q, k, v, out))
+            made = attention_backward(one, two, three, four, five, (rest[0][:, :, part].contiguous(),))
+            for whole, piece in zip(grads, made, strict=True):
+                whole[part] = piece[0]
+    else:
+        lse, seed, offset = rest
+        longest = max(runs.lengths)
+        wide = (_as_wide(x, q) for x in (v, out))
+        dq, dk, dv = _aten._flash_attention_backward(
+            _as_wide(grad, q), q, k, *wide, lse, runs.starts, runs.starts, longest, longest, 0.0, True, seed, offset
+        )
+        grads = (dq, dk, dv[..., : v.shape[-1]])
+    dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (q_BSHD, k_BSGD, v_BSGD), strict=True))
+    return dq, dk, dv
 
 
 def attention(

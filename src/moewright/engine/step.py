@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate as accumulated
+from itertools import pairwise
 from math import isfinite
 from typing import Protocol
 
@@ -15,7 +17,8 @@ from torch.autograd.graph import GradientEdge
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import all_reduce
 from moewright.engine.data.indexed import IndexedDataset
-from moewright.engine.data.sampler import Sampler, fetch, rows_of
+from moewright.engine.data.sampler import Int64s, Sampler, documents_end, fetch, rows_of
+from moewright.engine.kernels import Runs
 from moewright.engine.model.router import biases_of, routers_of
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
@@ -26,7 +29,7 @@ from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import batch_of, workload_of
 from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Phase, TimeRow
-from moewright.spec.workload import RampSpec
+from moewright.spec.workload import Documents, RampSpec
 
 
 class Clock:
@@ -53,8 +56,8 @@ class Clock:
 class Batches(Protocol):
     """Where micro-batches come from."""
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [mbs, seq_len / cp] of this rank, for the step counted from 0; targets < 0 are none."""
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
+        """That of this rank for the step counted from 0."""
         ...
 
 
@@ -66,8 +69,8 @@ class Data:
     sampler: Sampler
     grows: bool
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [mbs, seq_len / cp] of this rank, for the step counted from 0."""
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
+        """That of this rank for the step counted from 0."""
         layout, work = run.mesh.layout, run.workload
         batch = batch_of(work if self.grows else replace(work, ramp=RampSpec()), step)
         rows = rows_of(
@@ -79,8 +82,20 @@ class Data:
         )
         ids = self.sampler.ids(batch.first + rows.start, len(rows))
         tokens = fetch(self.dataset, ids, seq_len=work.seq_len, vocab_size=run.model.vocab_size)
-        whole, here = torch.from_numpy(tokens), run.positions
-        return whole[:, here].to(run.device), whole[:, here + 1].to(run.device)
+        inputs, targets = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
+        runs = None if work.data.documents is Documents.JOINED else self._cut(run, ids, targets)
+        here = run.positions
+        return inputs[:, here].to(run.device), targets[:, here].to(run.device), runs
+
+    def _cut(self, run: Runtime, ids: Int64s, targets: torch.Tensor) -> Runs:
+        """The documents of samples `ids`, of whose last tokens the `targets` [mbs, seq_len] are struck out."""
+        length, lengths = run.workload.seq_len, list[int]()
+        for row, sample in enumerate(ids.tolist()):
+            ends = documents_end(self.dataset, sample, seq_len=length)
+            targets[row, [end - 1 for end in ends]] = -1
+            lengths += [stop - start for start, stop in pairwise(sorted({0, *ends, length}))]
+        starts = torch.tensor([0, *accumulated(lengths)], dtype=torch.int32, device=run.device)
+        return Runs(lengths=tuple(lengths), starts=starts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +124,7 @@ class StepResult:
     skipped: bool
     stop: bool  # some rank was asked to stop
     own_nll: float  # of this rank's own targets, summed
+    attended: int  # twice the causal pairs of tokens that attend each other on this rank; 0 where sequences do whole
     counts: torch.Tensor
     loads: torch.Tensor
     phases: tuple[TimeRow, ...]
@@ -124,6 +140,7 @@ class Gradients:
     finite: bool
     stop: bool
     own_nll: float
+    attended: int
     counts: torch.Tensor
 
 
@@ -165,6 +182,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         skipped=not found.finite,
         stop=found.stop,
         own_nll=found.own_nll,
+        attended=found.attended,
         counts=counts,
         loads=loads,
         phases=clock.rows(),
@@ -177,7 +195,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
     count = micro_batches(workload_of(run.workload, step - 1), mesh.layout)
     with clock.phase(Phase.DATA):
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
-        valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets in batches)], device=run.device)
+        valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets, _ in batches)], device=run.device)
         valid_targets = int(all_reduce(valid, mesh.group("dp_cp")))
     sums = _Sums(counts=_no_counts(run, count))
     job.optimizer.begin(count)
@@ -197,6 +215,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
         own_nll=sums.nll,
+        attended=sum(length * length for _, _, runs in batches if runs for length in runs.lengths),
         counts=sums.counts,
     )
 

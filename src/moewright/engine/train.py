@@ -55,7 +55,7 @@ from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, Session, StepRecord
 from moewright.spec.units import TERA
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Documents, Dtype, Workload
 
 PLAN_FILE = "plan.json"
 
@@ -239,7 +239,10 @@ def _identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
             **({"scaling": to_data(work.scaling)} if work.precision is Dtype.FP16 else {}),
             **({"ramp": to_data(work.ramp)} if work.ramp.ramp_start else {}),
         },
-        "data": {"fingerprint": data_fingerprint},
+        "data": {
+            "fingerprint": data_fingerprint,
+            **({} if work.data.documents is Documents.JOINED else {"documents": to_data(work.data.documents)}),
+        },
     }
 
 
@@ -316,10 +319,12 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
     of_source = every.sum(0).permute(1, 2, 0, 3)
     experts = run.model.moe.experts if run.model.moe else 0
     dedup = run.mesh.layout.dispatcher is Dispatcher.DEDUP
+    bounded = run.workload.data.documents is not Documents.JOINED
     selection = Selection(
         step=step,
         counts=_tuples(of_source[..., :experts].tolist()),
         copies=_tuples(of_source[..., experts:].tolist()) if dedup else (),
+        attended=tuple(collectives.gather_json(result.attended)) if bounded else (),
     )
     notes: tuple[str, ...] = ()
     precision = run.workload.precision

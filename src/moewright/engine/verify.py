@@ -28,7 +28,7 @@ from moewright.engine.model.layers import Slot
 from moewright.engine.model.router import routers_of
 from moewright.engine.model.transformer import Output
 from moewright.engine.optim.update import adamw_update, sgd_update
-from moewright.engine.pipeline.course import evaluate
+from moewright.engine.pipeline.course import Batch, evaluate
 from moewright.engine.pipeline.executor import Key
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import finite
@@ -73,12 +73,12 @@ class FixedBatches:
     inputs: torch.Tensor
     targets: torch.Tensor
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         rows = rows_here(run, micro_batch)
         batch = step % len(self.inputs)
         here = run.positions
         inputs, targets = (x[batch, rows.start : rows.stop, here].to(run.device) for x in (self.inputs, self.targets))
-        return inputs, targets
+        return inputs, targets, None
 
 
 def rows_here(run: Runtime, micro_batch: int) -> range:

@@ -23,7 +23,7 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Documents, Dtype, Workload
 
 Flag = tuple[str, ...]  # the flag, then its values
 
@@ -298,6 +298,11 @@ def _data(workload: Workload) -> Iterator[Flag]:
         yield "--split", "1,0,0"
     else:
         yield ("--mock-data",)
+    if data.documents is not Documents.JOINED:
+        yield ("--reset-attention-mask",)
+        yield ("--eod-mask-loss",)
+    if data.documents is Documents.RESTARTED:
+        yield ("--reset-position-ids",)
     if data.heldout and workload.eval_every_steps:
         yield "--eval-interval", str(workload.eval_every_steps)
     yield "--eval-iters", str(workload.eval_batches if data.heldout else 0)

@@ -148,7 +148,10 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
         Workload,
         picked[""]
         | {name: _plain(from_data(nested, picked[name], where=here)) for name, nested in flat.items()}
-        | {"data": {f.name: _beside(path, getattr(data, f.name)) for f in fields(DataSpec)}}
+        | {
+            "data": _plain(data)
+            | {name: _beside(path, getattr(data, name)) for name in ("train", "heldout", "tokenizer")}
+        }
         | {"checkpoint": _plain(from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint"))},
         where=here,
     )

@@ -23,7 +23,8 @@ class Share:
     """What one rank computes in one pass: which layers, over how many tokens and rows.
 
     `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer. `routed_rows`: rows through
-    its local experts, summed over the MoE layers of the share (MTP depths included). `mtp`: MTP depths.
+    its local experts, summed over the MoE layers of the share (MTP depths included). `mtp`: MTP depths. `attended`:
+    sum of the squared lengths of the documents that bound attention; 0 where whole sequences attend.
     """
 
     layers: tuple[int, ...]
@@ -31,6 +32,7 @@ class Share:
     routed_rows: int
     head: bool
     mtp: int = 0
+    attended: int = 0
 
 
 def model_flops_per_token(model: ModelSpec, seq_len: int) -> int:
@@ -102,10 +104,10 @@ def _forward(model: ModelSpec, layout: Layout, share: Share, seq_len: int) -> It
     h, tp = model.hidden_size, layout.tp
     tokens = share.tokens
     for layer in share.layers:
-        yield from _layer(model, layout, layer, model.moe_layers[layer], tokens, seq_len)
+        yield from _layer(model, layout, layer, model.moe_layers[layer], share, seq_len)
     for depth in range(share.mtp):
         yield FlopOp.GEMM, Module.MTP, 2 * tokens * 2 * h * h // tp
-        for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], tokens, seq_len):
+        for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], share, seq_len):
             yield op, module if module is Module.ROUTER else Module.MTP, flops
     passes = share.mtp + (1 if share.head else 0)
     yield FlopOp.GEMM, Module.HEAD, passes * 2 * tokens * h * even_part(model.vocab_size, tp)
@@ -120,15 +122,18 @@ def _forward(model: ModelSpec, layout: Layout, share: Share, seq_len: int) -> It
 
 
 def _layer(
-    model: ModelSpec, layout: Layout, layer: int, moe: bool, tokens: int, seq_len: int
+    model: ModelSpec, layout: Layout, layer: int, moe: bool, share: Share, seq_len: int
 ) -> Iterator[tuple[FlopOp, Module, int]]:
     """One layer without its routed experts."""
-    h, tp = model.hidden_size, layout.tp
+    h, tp, tokens, spec = model.hidden_size, layout.tp, share.tokens, model.attention
     own = tokens // tp if layout.sp else tokens  # work that is not cut by TP runs on the rank's sequence part
     matrices = 3 if model.gated else 2
     cut, whole = attention_weights(model)
     yield FlopOp.GEMM, Module.ATTENTION, 2 * tokens * cut // tp + 2 * own * whole
-    yield FlopOp.ATTENTION, Module.ATTENTION, attention_flops(model, layer, tokens, seq_len) // tp
+    core = attention_flops(model, layer, tokens, seq_len)
+    if share.attended:
+        core = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // layout.cp
+    yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
     if not moe or model.moe is None:
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp
         return

@@ -105,9 +105,11 @@ class Selection:
     """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks.
 
     Rows that a capacity dropped are in no count. Under dedup, copies[...][...][source_rank][ep_rank] counts the tokens
-    that crossed, each once a rank; () otherwise.
+    that crossed, each once a rank; () otherwise. Where documents bound attention, attended[rank] is the sum of the
+    squared lengths of the runs that attend each other in the step, of all heads and before CP cuts them; () otherwise.
     """
 
     step: int
     counts: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     copies: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
+    attended: tuple[int, ...] = ()

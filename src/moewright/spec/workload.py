@@ -86,6 +86,16 @@ class RouterTraining:
     drop_policy: DropPolicy = DropPolicy.PROBS  # where the layout gives a capacity
 
 
+class Documents(StrEnum):
+    """What the end of a document inside a sequence means: nothing; that neither attention nor a target crosses it
+    (Megatron-LM's reset_attention_mask and eod_mask_loss); or that positions start again too (reset_position_ids).
+    """
+
+    JOINED = "joined"
+    BOUNDED = "bounded"
+    RESTARTED = "restarted"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingSpec:
     """Dynamic loss scaling, in fp16 alone: the loss is multiplied so that small gradients do not vanish.
@@ -117,6 +127,7 @@ class DataSpec:
     train: str = ""
     heldout: str = ""
     tokenizer: str = ""
+    documents: Documents = Documents.JOINED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,6 +51,7 @@ class IndexedDataset:
     tokens: Tokens
     lengths: Int64s  # [sequences], tokens
     document_marks: Int64s
+    document_starts: Int64s  # [documents], places in the stream of their first tokens, rising
     fingerprint: str  # of both files' sizes and content
 
     @property
@@ -117,6 +118,7 @@ def open_indexed(prefix: Path) -> IndexedDataset:
         tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
         lengths=lengths,
         document_marks=document_marks,
+        document_starts=np.concatenate(([0], np.cumsum(lengths)))[document_marks[:-1]],
         fingerprint=fingerprint,
     )
 

@@ -126,6 +126,13 @@ def rows_of(*, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: 
     return range(start, start + mbs)
 
 
+def documents_end(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tuple[int, ...]:
+    """Places 1 to seq_len of a sample before which a document ends: the token there is the first of another one."""
+    starts, first = dataset.document_starts, sample * seq_len
+    low, high = np.searchsorted(starts, [first + 1, first + seq_len + 1])
+    return tuple(dict.fromkeys((starts[low:high] - first).tolist()))  # empty documents start where the next one does
+
+
 def fetch(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int) -> Int64s:
     """Tokens int64 [len(ids), seq_len + 1]: inputs are [:, :-1], targets [:, 1:].
 

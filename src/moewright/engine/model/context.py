@@ -17,7 +17,7 @@ import torch
 
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, Shift, all_to_all, gather, scatter_sum
-from moewright.engine.kernels import attention, attention_backward
+from moewright.engine.kernels import Runs, attention, attention_backward
 from moewright.engine.model.functions import Booked, CausalAttention
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import CpComm
@@ -25,11 +25,17 @@ from moewright.spec.layout import CpComm
 _Rest = tuple[torch.Tensor, ...]
 
 
-def attend(run: Runtime, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> torch.Tensor:
-    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V]."""
+def attend(
+    run: Runtime, runs: Runs | None, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+) -> torch.Tensor:
+    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V].
+
+    `runs` of tokens are attended each alone; they are whole on every rank, for keys then do not travel
+    (rules.exclusions).
+    """
     group = run.mesh.group("cp_kv")
     if group.size == 1:
-        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, run.books)
+        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, runs, run.books)
     kind = GatheredAttention if run.mesh.layout.cp_comm is CpComm.ALL_GATHER else RingAttention
     return kind.apply(q_BSHD, k_BSGD, v_BSGD, group, run.books)
 

@@ -16,7 +16,13 @@ from torch.autograd.graph import GradientEdge
 
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
-from moewright.engine.kernels import attention, attention_backward
+from moewright.engine.kernels import (
+    Runs,
+    attention,
+    attention_backward,
+    attention_of_runs,
+    attention_of_runs_backward,
+)
 
 
 class Booked(torch.autograd.Function):
@@ -92,7 +98,7 @@ def _mean(x: torch.Tensor, across: Group | None) -> torch.Tensor:
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary embedding of x [B,S,H,D], halves paired (i, i + D/2); `angles` is (cos, sin), each [S, D/2] fp32.
+    """Rotary embedding of x [B,S,H,D], halves paired (i, i + D/2); cos and sin are [S, D/2] or [B, S, D/2] fp32.
 
     The backward is the rotation back, so nothing is kept but the table.
     """
@@ -109,26 +115,33 @@ class Rotary(torch.autograd.Function):
 
 
 def _rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x_BSHD.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSHD.dtype)
 
 
 class CausalAttention(Booked):
-    """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D]; keeps q, k, v, the output and LSE."""
+    """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], inside each run of tokens where `runs`
+    are given; keeps q, k, v, the output and LSE.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, books: Books) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Runs | None, books: Books
+    ) -> torch.Tensor:
         Booked.remember(ctx, books)
-        out, rest = attention(q, k, v)
+        ctx.runs = runs
+        out, rest = attention(q, k, v) if runs is None else attention_of_runs(q, k, v, runs)
         ctx.save_for_backward(q, k, v, out, *rest)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, out, *rest = ctx.saved_tensors
         with ctx.books.within(ctx.module):
-            return (*attention_backward(grad, q, k, v, out, tuple(rest)), None)
+            if ctx.runs is None:
+                return (*attention_backward(grad, q, k, v, out, tuple(rest)), None, None)
+            return (*attention_of_runs_backward(grad, q, k, v, out, tuple(rest), ctx.runs), None, None)
 
 
 class JoinHeads(torch.autograd.Function):

@@ -6,12 +6,15 @@ width of a query head (N without position, R rotated), V the width of a value he
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from moewright.engine.collectives import Gather
+from moewright.engine.kernels import Runs
 from moewright.engine.model.context import attend, to_heads
-from moewright.engine.model.layers import Norm, RotaryTable, Weight, core_and_output
+from moewright.engine.model.layers import Norm, Sequences, Weight, core_and_output
 from moewright.engine.model.linears import ColumnLinear, GateLinear
 from moewright.engine.model.rope import softmax_factor
 from moewright.engine.runtime import Runtime
@@ -24,10 +27,10 @@ class LatentAttention(nn.Module):
 
     ledger_module = Module.ATTENTION
 
-    def __init__(self, run: Runtime, rotary: RotaryTable) -> None:
+    def __init__(self, run: Runtime) -> None:
         super().__init__()
         spec, hidden, rows = run.model.attention, run.model.hidden_size, (("tp", 0),)
-        self._spec, self._run, self._rotary = spec, run, rotary
+        self._spec, self._run = spec, run
         if spec.q_lora_rank:
             self.q_down = Weight(run, spec.q_lora_rank, hidden)
             self.q_down_norm = Norm(run, spec.q_lora_rank)
@@ -40,7 +43,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Weight(run, expanded, spec.kv_lora_rank, cuts=rows)
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
-    def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, batch: Sequences) -> torch.Tensor:
         run, books = self._run, self._run.books
         again = run.replays(Recompute.MLA_UP_PROJ)
         with books.within(Module.ATTENTION), run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
@@ -62,39 +65,39 @@ class LatentAttention(nn.Module):
                 keeper.discard(q_BShD, queries, x_tQ, asked=again),
                 keeper.discard(kv_BShDV, keys_and_values, x_tC, down_tCR, asked=again),
             ):
-                return core_and_output(run, self._core, (q_BShD, kv_BShDV), self.o.weight)
+                return core_and_output(run, partial(self._core, batch.runs), (q_BShD, kv_BShDV), self.o.weight)
 
-    def _queries(self, x_tQ: torch.Tensor, batch: int) -> torch.Tensor:
+    def _queries(self, x_tQ: torch.Tensor, batch: Sequences) -> torch.Tensor:
         """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks; heads exchanged where CP does so."""
         spec, tp = self._spec, self._run.mesh.tensor
         up = self.q_up if spec.q_lora_rank else self.q
         (q,) = ColumnLinear.apply(x_tQ, tp, self._run.books, up.weight)
-        q_BShD = q.reshape(batch, -1, spec.heads // tp.group.size, spec.head_dim)
+        q_BShD = q.reshape(batch.count, -1, spec.heads // tp.group.size, spec.head_dim)
         plain, turned = q_BShD.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
-        q_BShD = torch.cat((plain, self._turned(turned)), -1)
+        q_BShD = torch.cat((plain, self._turned(turned, batch)), -1)
         factor = softmax_factor(spec.rope)
         return to_heads(self._run, q_BShD if factor == 1.0 else q_BShD * factor)
 
-    def _keys_and_values(self, x_tC: torch.Tensor, down_tCR: torch.Tensor, batch: int) -> torch.Tensor:
+    def _keys_and_values(self, x_tC: torch.Tensor, down_tCR: torch.Tensor, batch: Sequences) -> torch.Tensor:
         """[t,C] and the down-projection [t,C+R] -> keys and values side by side, [B,S,h,D+V]; all heads share the
         rotated part of the keys.
         """
         spec, tp = self._spec, self._run.mesh.tensor
         heads = spec.heads // tp.group.size
         (kv,) = ColumnLinear.apply(x_tC, tp, self._run.books, self.kv_up.weight)
-        plain, values = kv.reshape(batch, -1, heads, spec.qk_nope_head_dim + spec.v_head_dim).split(
+        plain, values = kv.reshape(batch.count, -1, heads, spec.qk_nope_head_dim + spec.v_head_dim).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), -1
         )
         turned_TR = Gather.apply(down_tCR[:, spec.kv_lora_rank :], tp.group)
-        turned = self._turned(turned_TR.reshape(batch, -1, 1, spec.qk_rope_head_dim))
+        turned = self._turned(turned_TR.reshape(batch.count, -1, 1, spec.qk_rope_head_dim), batch)
         return to_heads(self._run, torch.cat((plain, turned.expand(-1, -1, heads, -1), values), -1))
 
-    def _turned(self, x_BShR: torch.Tensor) -> torch.Tensor:
+    def _turned(self, x_BShR: torch.Tensor, batch: Sequences) -> torch.Tensor:
         """Rotated by position. Interleaved pairs (2i, 2i + 1) are laid apart first, as queries and keys both are."""
         if self._spec.rope.interleaved:
             x_BShR = x_BShR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return self._rotary.apply(x_BShR)
+        return batch.rotated(x_BShR)
 
-    def _core(self, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor) -> tuple[torch.Tensor]:
+    def _core(self, runs: Runs | None, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor) -> tuple[torch.Tensor]:
         k, v = kv_BShDV.split((self._spec.head_dim, self._spec.v_head_dim), -1)
-        return (attend(self._run, q_BShD, k, v),)
+        return (attend(self._run, runs, q_BShD, k, v),)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from moewright.engine.keep import replayed
+from moewright.engine.kernels import Runs
 from moewright.engine.model import vocabulary
 from moewright.engine.model.context import attend, to_heads, to_tokens
 from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary, SwiGlu
@@ -26,6 +28,7 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import QkNorm
+from moewright.spec.workload import Documents
 
 
 class Weight(nn.Module):
@@ -67,8 +70,25 @@ class Norm(Weight):
         return RmsNorm.apply(x, self.weight, self._eps, self._across, self._sharers, self._keep_scale)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """How the tokens of a micro-batch lie: `count` sequences, one after the other; the runs of them that attend only
+    each other, if not whole sequences; the rotation of each, cos and sin [S, D/2] or [count, S, D/2] fp32.
+    """
+
+    count: int
+    runs: Runs | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def rotated(self, x_BSHD: torch.Tensor) -> torch.Tensor:
+        return Rotary.apply(x_BSHD, self.cos, self.sin)
+
+
 class RotaryTable:
-    """cos and sin [S, D/2] fp32 of the positions that this rank holds of a sequence, made once."""
+    """cos and sin [S, D/2] fp32 of the positions that this rank holds of a sequence, made once; of all positions where
+    documents restart them.
+    """
 
     def __init__(self, run: Runtime) -> None:
         spec = run.model.attention
@@ -76,12 +96,19 @@ class RotaryTable:
         turning, factor = frequencies(
             spec.rope, spec.qk_rope_head_dim or spec.head_dim, rounded=run.model.family != "gpt_oss"
         )
-        angles = torch.outer(run.positions.double(), turning)
+        self._run, self._restarted = run, run.workload.data.documents is Documents.RESTARTED
+        places = torch.arange(run.workload.seq_len) if self._restarted else run.positions
+        angles = torch.outer(places.double(), turning)
         self.cos = (angles.cos() * factor).to(run.device, torch.float32)
         self.sin = (angles.sin() * factor).to(run.device, torch.float32)
 
-    def apply(self, x_BSHD: torch.Tensor) -> torch.Tensor:
-        return Rotary.apply(x_BSHD, self.cos, self.sin)
+    def sequences(self, count: int, runs: Runs | None) -> Sequences:
+        """Those of a micro-batch of `count` sequences that consist of `runs`."""
+        if runs is None or not self._restarted:
+            return Sequences(count=count, runs=runs, cos=self.cos, sin=self.sin)
+        places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
+        places = places[:, self._run.positions].to(self.cos.device)
+        return Sequences(count=count, runs=runs, cos=self.cos[places], sin=self.sin[places])
 
 
 Core = Callable[..., tuple[torch.Tensor]]
@@ -105,10 +132,10 @@ class Attention(nn.Module):
 
     ledger_module = Module.ATTENTION
 
-    def __init__(self, run: Runtime, rotary: RotaryTable) -> None:
+    def __init__(self, run: Runtime) -> None:
         super().__init__()
         spec, hidden, rows = run.model.attention, run.model.hidden_size, (("tp", 0),)
-        self._spec, self._run, self._rotary = spec, run, rotary
+        self._spec, self._run = spec, run
         self.q = Weight(run, spec.q_width, hidden, cuts=rows)
         self.k = Weight(run, spec.kv_width, hidden, cuts=rows)
         self.v = Weight(run, spec.kv_width, hidden, cuts=rows)
@@ -119,7 +146,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(run, spec.q_width, rows), Norm(run, spec.kv_width, rows)
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
-    def forward(self, x_tH: torch.Tensor, batch: int) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, batch: Sequences) -> torch.Tensor:
         run, spec, books, tp = self._run, self._spec, self._run.books, self._run.mesh.tensor
         size = tp.group.size
         with books.within(Module.ATTENTION):
@@ -131,14 +158,16 @@ class Attention(nn.Module):
                 k, v = JoinHeads.apply(k, v, tp.group, spec.kv_heads)
             if spec.qk_norm is QkNorm.PER_HEAD:
                 q, k = (norm(y.unflatten(1, (-1, spec.head_dim))) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-            q_BSHD = self._rotary.apply(q.reshape(batch, -1, spec.heads // size, spec.head_dim))
-            k_BSGD = self._rotary.apply(k.reshape(batch, q_BSHD.shape[1], -1, spec.head_dim))
-            v_BSGD = v.view(batch, q_BSHD.shape[1], -1, spec.v_head_dim)
+            q_BSHD = batch.rotated(q.reshape(batch.count, -1, spec.heads // size, spec.head_dim))
+            k_BSGD = batch.rotated(k.reshape(batch.count, q_BSHD.shape[1], -1, spec.head_dim))
+            v_BSGD = v.view(batch.count, q_BSHD.shape[1], -1, spec.v_head_dim)
             heads = tuple(to_heads(run, x) for x in (q_BSHD, k_BSGD, v_BSGD))
-            return core_and_output(run, self._core, heads, self.o.weight)
+            return core_and_output(run, partial(self._core, batch.runs), heads, self.o.weight)
 
-    def _core(self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor) -> tuple[torch.Tensor]:
-        return (attend(self._run, q_BSHD, k_BSGD, v_BSGD),)
+    def _core(
+        self, runs: Runs | None, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        return (attend(self._run, runs, q_BSHD, k_BSGD, v_BSGD),)
 
 
 class Mlp(nn.Module):

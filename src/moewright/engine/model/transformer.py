@@ -12,8 +12,19 @@ import torch
 from torch import nn
 
 from moewright.engine.keep import Decided, replayed
+from moewright.engine.kernels import Runs
 from moewright.engine.model.latent import LatentAttention
-from moewright.engine.model.layers import Attention, Embedding, Head, Mlp, Norm, RotaryTable, Slot, token_loss
+from moewright.engine.model.layers import (
+    Attention,
+    Embedding,
+    Head,
+    Mlp,
+    Norm,
+    RotaryTable,
+    Sequences,
+    Slot,
+    token_loss,
+)
 from moewright.engine.model.moe import Moe
 from moewright.engine.runtime import Runtime
 from moewright.rules.stages import Chunk
@@ -41,14 +52,14 @@ class Output:
 class Layer(nn.Module):
     """Pre-norm attention and MLP or MoE, each added to the residual stream [t,H]."""
 
-    def __init__(self, run: Runtime, rotary: RotaryTable, number: int) -> None:
+    def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
         self._run = run
         # Fused into the QKV projection for GQA in the stacks that the rules are held against: only MLA replays it.
         latent = run.model.attention.kind is AttentionKind.MLA
         self._replays_input = latent and run.replays(Recompute.LAYERNORM)
         self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input, of_hidden=True)
-        self.attention = (LatentAttention if latent else Attention)(run, rotary)
+        self.attention = (LatentAttention if latent else Attention)(run)
         self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM), of_hidden=True)
         self._is_moe = run.model.moe_layers[number]
         if self._is_moe:
@@ -56,7 +67,7 @@ class Layer(nn.Module):
         else:
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
 
-    def forward(self, x_tH: torch.Tensor, batch: int) -> tuple[torch.Tensor, ...]:
+    def forward(self, x_tH: torch.Tensor, batch: Sequences) -> tuple[torch.Tensor, ...]:
         """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too."""
         if self._run.replays(Recompute.FULL):
             with self._run.books.within(Module.NORM):
@@ -64,7 +75,7 @@ class Layer(nn.Module):
                 return out
         return self._block(None, batch, x_tH)
 
-    def _block(self, decided: Decided | None, batch: int, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _block(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run, keeper = self._run, self._run.keeper
         with keeper.offload(x_tH, asked=run.offloads(Offload.ATTN_NORM)):
             with run.books.within(Module.NORM):
@@ -91,9 +102,9 @@ class Transformer(nn.Module):
         super().__init__()
         self._run, self.chunks = run, tuple(chunks)
         last, tied = any(chunk.loss for chunk in chunks), run.model.tie_embeddings
-        rotary = RotaryTable(run)
+        self._rotary = RotaryTable(run)
         self.embedding = Embedding(run) if (last and tied) or any(chunk.embedding for chunk in chunks) else None
-        self.layers = nn.ModuleDict({str(i): Layer(run, rotary, i) for chunk in chunks for i in chunk.layers})
+        self.layers = nn.ModuleDict({str(i): Layer(run, i) for chunk in chunks for i in chunk.layers})
         self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True) if last else None
         self.head = Head(run) if last and not tied else None
 
@@ -101,11 +112,15 @@ class Transformer(nn.Module):
         self,
         ids_BS: torch.Tensor,
         targets_BS: torch.Tensor,
+        runs: Runs | None = None,
         *,
         chunk: int = 0,
         hidden_tH: torch.Tensor | None = None,
     ) -> Output:
-        """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding."""
+        """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding.
+
+        `runs`: of the micro-batch's tokens that attend only each other, if not whole sequences.
+        """
         here = self.chunks[chunk]
         x_tH = hidden_tH
         if here.embedding:
@@ -113,9 +128,9 @@ class Transformer(nn.Module):
             x_tH = self.embedding(ids_BS.flatten())
         assert x_tH is not None  # only the first chunk starts from ids
         aux = x_tH.new_zeros((), dtype=torch.float32)
-        counts = []
+        counts, batch = [], self._rotary.sequences(ids_BS.shape[0], runs)
         for number in here.layers:
-            x_tH, *routed = self.layers[str(number)](x_tH, ids_BS.shape[0])
+            x_tH, *routed = self.layers[str(number)](x_tH, batch)
             if routed:
                 aux = aux + routed[0]
                 counts.append(routed[1])

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from moewright.engine.kernels import Runs
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.pipeline.executor import Backward, Forward, Key, Made, Weights, execute
 from moewright.engine.pipeline.wires import Wires
@@ -16,7 +17,9 @@ from moewright.rules.schedule import timetable
 from moewright.rules.transfers import Stop, itinerary
 from moewright.spec.layout import Layout
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets [mbs, seq_len]
+# Inputs and targets [mbs, seq_len / cp], targets < 0 being none; runs of the micro-batch's tokens, before CP cuts them,
+# that attend only each other, if not whole sequences.
+Batch = tuple[torch.Tensor, torch.Tensor, Runs | None]
 
 
 def train(run: Runtime, batches: Sequence[Batch], *, forward: Forward, backward: Backward, weights: Weights) -> None:

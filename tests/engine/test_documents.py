@@ -1,0 +1,98 @@
+"""Documents packed into sequences compute what each of them computes alone, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_model_oracle import single_process_model
+
+from moewright.engine.data.indexed import open_indexed, write_indexed
+from moewright.engine.data.sampler import documents_end
+from moewright.engine.kernels import Runs
+from moewright.engine.model.transformer import Transformer
+from moewright.rules.legality import illegal
+from moewright.spec.ledger import FlopOp
+from moewright.spec.model import AttentionKind, AttentionSpec, RopeSpec
+from moewright.spec.workload import DataSpec, Documents
+from tiny_jobs import MODEL, plan, workload
+
+LENGTHS = ((5, 1, 20, 6), (32,), (3, 29))
+LATENT = AttentionSpec(
+    kind=AttentionKind.MLA, heads=4, kv_heads=4, head_dim=16, v_head_dim=12, q_lora_rank=24, kv_lora_rank=16,
+    qk_nope_head_dim=8, qk_rope_head_dim=8, rope=RopeSpec(interleaved=True),
+)  # fmt: skip
+
+
+def runs_of(*lengths: int) -> Runs:
+    return Runs(lengths=lengths, starts=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32))
+
+
+def gradients(model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Runs | None) -> list[torch.Tensor]:
+    """Loss of every token that has a target, in order, and every gradient of their sum."""
+    model.zero_grad()
+    nll = model(ids, targets, runs).nll
+    nll.sum().backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [nll.detach()[targets.flatten() >= 0], *(grad.clone() for grad in grads)]
+
+
+@pytest.mark.parametrize("documents", [Documents.BOUNDED, Documents.RESTARTED])
+@pytest.mark.parametrize("latent", [False, True])
+def test_packed_documents_equal_each_alone(documents: Documents, latent: bool) -> None:
+    """Alone: each document first in a row of its own, behind it other tokens that have no target."""
+    spec = replace(MODEL, attention=LATENT) if latent else MODEL
+    model = single_process_model(spec, workload(DataSpec(documents=documents)))
+    dice = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, MODEL.vocab_size, (len(LENGTHS), 33), generator=dice)
+    inputs, targets, alone, alone_targets = ids[:, :-1], ids[:, 1:].clone(), [], []
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            targets[row, start + length - 1] = -1  # the next token is of another document
+            alone.append(torch.randint(0, MODEL.vocab_size, (32,), generator=dice))
+            alone[-1][:length] = inputs[row, start : start + length]
+            alone_targets.append(torch.full((32,), -1))
+            alone_targets[-1][:length] = targets[row, start : start + length]
+            start += length
+    packed = gradients(model, inputs, targets, runs_of(*(n for lengths in LENGTHS for n in lengths)))
+    wanted = gradients(model, torch.stack(alone), torch.stack(alone_targets), None)
+    for ours, theirs in zip(packed, wanted, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 2e-5
+    joined = gradients(model, inputs, targets, None)
+    assert float((joined[0] - wanted[0]).norm() / wanted[0].norm()) > 1e-2  # the test can fail
+
+
+def test_attention_works_inside_documents_alone() -> None:
+    model = single_process_model(MODEL, workload(DataSpec(documents=Documents.BOUNDED)))
+    books, attention = model._run.books, FlopOp.ATTENTION
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    counted = []
+    for runs in (runs_of(8, 24, 16, 16), None):
+        with books.counting():
+            model(ids, ids, runs).nll.sum().backward()
+        counted.append(sum(flops for (op, _), flops in books.flops.items() if op is attention))
+    assert counted[0] * (32 * 32 * 2) == counted[1] * (8 * 8 + 24 * 24 + 2 * 16 * 16)
+
+
+def test_where_documents_end(tmp_path: Path) -> None:
+    """Documents of 3, 0, 4, 1 and 6 tokens, samples of 5: 0-4, 5-9, of which the last target is token 10."""
+    documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
+    write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
+    data = open_indexed(tmp_path / "d")
+    assert documents_end(data, 0, seq_len=5) == (3,)
+    assert documents_end(data, 1, seq_len=5) == (2, 3)
+    assert documents_end(data, 0, seq_len=7) == (3, 7)  # the target after the last token is of another document
+    assert documents_end(data, 1, seq_len=7) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layout", "legal"), [("cp2", False), ("cp2,cp_comm=allgather", False), ("cp2,cp_comm=a2a", True)]
+)
+def test_keys_that_travel_do_not_heed_documents(layout: str, legal: bool) -> None:
+    work = workload(DataSpec(documents=Documents.BOUNDED))
+    reasons = illegal(MODEL, work, plan(work, layout, world_size=2).layout)
+    assert [(reason.field, reason.nearest) for reason in reasons] == ([] if legal else [("layout.cp_comm", "a2a")])
