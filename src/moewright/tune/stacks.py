@@ -64,7 +64,7 @@ def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout:
         if "mxfp8" in cells["precision"]:
             constants.append(_constant("fp8_weight_copies_bytes", 0.0, _RECIPE_WEIGHTS))
     if _FP8_FLOW in cells["source"]:
-        constants.append(_constant("stack_bytes", 8 * GB, _FLOW_BYTES))
+        constants.append(_constant("stack_bytes", 7.6 * GB, _FLOW_BYTES))
     if workload.routing is Routing.LEARNED and model.moe and layout.ep > 1 and not model.moe.router.selection_bias:
         load = min(1 + _HEAT * layout.ep / model.moe.experts, layout.ep)
         workload = replace(workload, load_factor=load)
