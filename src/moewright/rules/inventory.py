@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from moewright.spec.ledger import Module
@@ -47,6 +48,7 @@ class ParamCount:
     embedding: int
 
 
+@lru_cache(maxsize=2)  # an estimate asks for every rank of one model
 def parameters(model: ModelSpec) -> tuple[Param, ...]:
     """All parameters in registration order: embedding, layers, final norm, head, MTP depths. A tied head is absent."""
     return tuple(_walk(model))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import groupby
 
 from moewright.spec.errors import BadInput, Reason
@@ -238,6 +239,7 @@ def _even_split(layers: int, stages: int) -> Split | None:
     return next((split for split in Split if (layers + split.value) % stages == 0), None)
 
 
+@lru_cache(maxsize=4)  # an estimate asks for every rank of one pipeline
 def chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
     """The virtual stages in model order, pp * vpp of them. Raises BadInput where the split is not legal.
 
