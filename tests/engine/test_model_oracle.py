@@ -16,7 +16,6 @@ from moewright.engine.model.transformer import Transformer, initial_value
 from moewright.engine.runtime import Runtime
 from moewright.rules.inventory import parameters
 from moewright.rules.stages import chunks
-from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, LossSpec, Workload
 from tiny_jobs import MODEL, plan, workload
@@ -132,14 +131,40 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
             assert error < 2e-5, (name, float(error))
 
 
+def test_a_depth_predicts_the_token_after_the_next() -> None:
+    """The formula of DeepSeek-V3 (arXiv 2412.19437, 21-25) written out, on the layer that is tested above."""
+    spec = replace(MODEL, mtp_layers=1)
+    model = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
+    tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = -1
+    out = model(inputs, targets)
+
+    def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * norm.weight
+
+    depth = model.mtp["0"]
+    ahead = model.embedding.weight[inputs[:, 1:]]  # of the next token; the last position has none
+    hidden = out.hidden_tH.unflatten(0, inputs.shape)[:, :-1]
+    joined = torch.cat((normed(ahead, depth.embed_norm), normed(hidden, depth.hidden_norm)), -1)
+    x = (joined @ depth.proj.weight.T).flatten(0, 1)
+    for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(0, 1)  # the model's length
+    x = depth.layer(for_layer, 3)[0].unflatten(0, (3, 32))[:, :-1]
+    logits = normed(x, depth.final_norm) @ model.head.weight.T
+    wanted = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1, reduction="sum"
+    )
+    torch.testing.assert_close(out.ahead_nll, wanted)
+
+
 def test_the_model_holds_the_inventory() -> None:
     """Two independent lists of the same parameters: what the planner counts and what the engine builds."""
     for tied in (False, True):
-        spec = replace(MODEL, tie_embeddings=tied)
+        spec = replace(MODEL, tie_embeddings=tied, mtp_layers=2 * tied)
         model = single_process_model(spec, workload(DataSpec()))
         built = [(slot.name, tuple(slot.parameter.shape), slot.module) for slot in slots_of(model)]
         listed = [(p.name, p.shape, p.module) for p in parameters(spec)]
         assert sorted(built) == sorted(listed)
         assert [name for name, _, _ in built] == [p.name for p in parameters(spec)]
-        experts = {slot.name for slot in slots_of(model) if slot.module is Module.EXPERTS}
+        experts = {slot.name for slot in slots_of(model) if ".experts." in slot.name}
         assert experts == {p.name for p in parameters(spec) if p.expert}

@@ -123,8 +123,9 @@ def test_mtp_depth_is_a_layer_and_its_inputs() -> None:
     layout = Layout(world_size=8, ep=8)
     depth = recompute.saved_by_layer(v3, WORKLOAD, layout, v3.layers + 1, load=1.0)
     layer = recompute.saved_by_layer(v3, WORKLOAD, layout, v3.layers - 1, load=1.0)
-    assert {row.module for row in depth} == {Module.MTP}
-    assert kept_bytes(depth) - kept_bytes(layer) == 4096 * (4 * 2 * 7168 + 2 * 4)
+    assert {row.module for row in depth} == {Module.MTP, Module.ROUTER}
+    # The embedding, and both norms' outputs; the hidden state is the final norm's.
+    assert kept_bytes(depth) - kept_bytes(layer) == 4096 * (3 * 2 * 7168 + 2 * 4)
 
 
 def test_full_keeps_only_the_layer_input_and_the_choice() -> None:

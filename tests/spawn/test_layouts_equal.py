@@ -276,6 +276,31 @@ def test_packed_documents(world_size: int, layout: str, documents: Documents, tm
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout", "tied"), [(4, "tp2,ep2,mbs2", True), (2, "pp2,mbs2", False), (4, "pp2,ep2,mbs2", True)]
+)
+def test_two_depths_of_prediction_ahead(
+    world_size: int, layout: str, tied: bool, data: DataSpec, tmp_path: Path
+) -> None:
+    model = replace(tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=tied, layers=4, moe_layers=(True, False, True, True))
+    work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
+    work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=3))
+    one, here = tmp_path / "one", tmp_path / "here"
+    assert run(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is Exit.DONE
+    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here) is Exit.DONE
+    wanted, found = state(one, 1), state(here, 1)
+    assert any(name.startswith("optim/exp_avg/mtp.1.layer.moe") for name in wanted)
+    for name, reference in wanted.items():
+        if name.startswith("optim/exp_avg/"):
+            error = (found[name] - reference).norm() / reference.norm()
+            assert error <= 3e-5, (name, float(error))
+    for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
+        for key in ("loss", "aux_loss"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert [load["counts"] for load in ours["loads"]] == [load["counts"] for load in theirs["loads"]]
+
+
 def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:
     first, second = (train(data, "ep2,mbs2", 2, tmp_path / name, steps=2) for name in ("a", "b"))
     one, two = state(first, 2), state(second, 2)

@@ -196,6 +196,24 @@ def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: 
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout", "tied"),
+    [
+        (1, "mbs2", False),
+        (2, "pp2,mbs2", True),
+        (4, "tp2,ep2,mbs2", False),
+        (4, "pp2,tp2,ep2,recompute=full", False),
+        (2, "ep2,recompute=select", True),
+    ],
+)
+def test_two_depths_of_prediction_ahead(
+    world_size: int, layout: str, tied: bool, data: DataSpec, tmp_path: Path
+) -> None:
+    model = replace(tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=tied, layers=4, moe_layers=(True, False, True, True))
+    work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
+
+
 def assert_equal(plan: Plan, tmp_path: Path) -> None:
     """Run a plan with several buckets and hold every rank's ledger against its prediction."""
     workload = replace(plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000))

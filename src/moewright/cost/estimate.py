@@ -88,13 +88,13 @@ def size_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: La
 
 def held_share(sets: Sequence[BucketSet]) -> Share:
     """Dense and expert elements of a rank's buckets, and their number."""
-    dense = next((one for one in sets if one.group == "dp_cp"), None)
-    expert = next((one for one in sets if one.group == "edp"), None)
+    dense = [one for one in sets if one.group == "dp_cp"]
+    expert = [one for one in sets if one.group == "edp"]
     return Share(
-        dense=dense.numel if dense else 0,
-        expert=expert.numel if expert else 0,
-        dense_calls=len(dense.buckets) if dense else 1,
-        expert_calls=len(expert.buckets) if expert else 1,
+        dense=sum(one.numel for one in dense),
+        expert=sum(one.numel for one in expert),
+        dense_calls=max(1, sum(len(one.buckets) for one in dense)),
+        expert_calls=max(1, sum(len(one.buckets) for one in expert)),
     )
 
 

@@ -117,7 +117,7 @@ def routed(
         moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
         return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
     _check(model, layout, micro_batches, selection)
-    every = [*(i for i, moe in enumerate(model.moe_layers) if moe), *range(model.layers + 1, max((0, *layers)) + 1)]
+    every = model.routed_layers
     parts = [
         tuple(
             tuple(
@@ -176,7 +176,7 @@ def _sources(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]
 def _check(model: ModelSpec, layout: Layout, micro_batches: int, selection: Selection) -> None:
     stage = layout.world_size // layout.pp
     counts = selection.counts
-    moe_layers = model.moe_layer_count
+    moe_layers = len(model.routed_layers)
     legal = (
         len(counts) == micro_batches
         and all(len(of_batch) >= moe_layers for of_batch in counts)

@@ -73,7 +73,7 @@ def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) ->
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
     if model.moe is not None:
-        yield Collective.ALL_REDUCE, "world", INT64_BYTES * model.moe_layer_count * model.moe.experts, 1
+        yield Collective.ALL_REDUCE, "world", INT64_BYTES * len(model.routed_layers) * model.moe.experts, 1
     if model.moe is not None and rows.layers:
         counts = INT64_BYTES * len(rows.layers) * model.moe.experts
         loss, passes = workload.loss, len(rows.rows) * len(rows.layers)
@@ -176,7 +176,7 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
     shared_again = _replayed(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
     gathered, scattered = _attention_widths(model, layout)
     widths: dict[Collective, list[int]] = {Collective.ALL_GATHER: [], Collective.REDUCE_SCATTER: []}
-    means = losses = attentions = 0
+    means = losses = attentions = traded = 0
     for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
         layers = chunk_layers(model, chunk)
         sparse = sum(is_moe(model, layer) for layer in layers)
@@ -184,10 +184,14 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
         blocks = dense + shared * sparse
         replays = mlp_again * dense + shared_again * shared * sparse
         heads = chunk.loss + chunk.mtp
-        whole = 3 * blocks + replays + 2 * heads + chunk.embedding
+        whole = 3 * blocks + replays + 2 * heads + chunk.embedding + chunk.mtp
         widths[Collective.ALL_GATHER] += [*len(layers) * gathered, *whole * [model.hidden_size]]
-        whole = 2 * blocks + replays + heads + chunk.embedding
+        # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
+        widths[Collective.ALL_GATHER] += (2 + attention_again) * chunk.mtp * [2 * model.hidden_size]
+        whole = 2 * blocks + replays + heads + chunk.embedding + chunk.mtp
         widths[Collective.REDUCE_SCATTER] += [*len(layers) * scattered, *whole * [model.hidden_size]]
+        widths[Collective.REDUCE_SCATTER] += chunk.mtp * [2 * model.hidden_size]
+        traded += (2 + attention_again) * chunk.mtp
         losses += heads
         attentions += len(layers)
         means += len(layers) * (4 + 2 * attention_again) if model.attention.qk_norm is QkNorm.FULL else 0
@@ -201,6 +205,8 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
         widths[Collective.REDUCE_SCATTER] += keys_and_values
     for op, parts in ((Collective.ALL_GATHER, layout.tp), (Collective.REDUCE_SCATTER, 1)):
         yield op, "tp", micro_batches * sum(widths[op]) * c * T // parts, micro_batches * len(widths[op])
+    traded *= micro_batches  # columns of an MTP projection for tokens, there and back
+    yield Collective.ALL_TO_ALL, "tp", traded * c * T * model.hidden_size // layout.tp, traded
     reduced = FP32_BYTES * T * (means + 3 * losses)
     yield Collective.ALL_REDUCE, "tp", micro_batches * reduced, micro_batches * (means + 2 * losses)
 

@@ -118,8 +118,9 @@ class Books:
 
     @contextmanager
     def within(self, module: Module) -> Iterator[None]:
-        """Attribute what runs inside to `module`."""
-        self._modules.append(module)
+        """Attribute what runs inside to `module`; all of an MTP depth but its router is the depth's."""
+        inside = self.module is Module.MTP and module is not Module.ROUTER
+        self._modules.append(Module.MTP if inside else module)
         try:
             yield
         finally:

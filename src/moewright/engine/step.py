@@ -27,6 +27,7 @@ from moewright.engine.pipeline.executor import Key, Made
 from moewright.engine.runtime import Runtime
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import batch_of, workload_of
+from moewright.rules.stages import Chunk
 from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Phase, TimeRow
 from moewright.spec.workload import Documents, RampSpec
@@ -174,7 +175,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         all_reduce(loads, job.run.mesh.group("world"))
     if found.finite:
         for router in routers_of(job.model):
-            router.rebalance(loads[_moe_place(job.run, router.number)])
+            router.rebalance(loads[job.run.model.routed_layers.index(router.number)])
     return StepResult(
         loss=found.loss,
         aux_loss=found.aux_loss,
@@ -236,11 +237,13 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, val
                 nll = out.nll.sum()
                 sums.nll += float(nll.detach())
                 loss = nll / valid_targets + loss
+            if chunk.mtp:
+                further = out.ahead_nll * (run.workload.loss.mtp_coeff / chunk.mtp / valid_targets)
+                sums.aux += float(further.detach()) if run.mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
+                loss = loss + further
             loss = loss * job.optimizer.loss_scale
             if len(out.counts):
-                sums.counts[micro_batch, [_moe_place(run, i) for i in chunk.layers if run.model.moe_layers[i]]] = (
-                    out.counts
-                )
+                sums.counts[micro_batch, _places(run, chunk)] = out.counts
         return Made(hidden=None if chunk.loss else out.hidden_tH, loss=loss if loss.requires_grad else None)
 
     def backward(key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], split: bool) -> None:
@@ -261,12 +264,13 @@ def _no_counts(run: Runtime, count: int) -> torch.Tensor:
     """Zeros in the shape of StepResult.counts."""
     moe, layout = run.model.moe, run.mesh.layout
     width = 0 if moe is None else moe.experts + (layout.ep if layout.dispatcher is Dispatcher.DEDUP else 0)
-    return torch.zeros(count, run.model.moe_layer_count, width, dtype=torch.int64, device=run.device)
+    return torch.zeros(count, len(run.model.routed_layers), width, dtype=torch.int64, device=run.device)
 
 
-def _moe_place(run: Runtime, layer: int) -> int:
-    """Place of a layer among the MoE layers of the model."""
-    return sum(run.model.moe_layers[:layer])
+def _places(run: Runtime, chunk: Chunk) -> list[int]:
+    """Places of the layers with experts of a chunk, its MTP depths last, among those of the model."""
+    numbers = (*chunk.layers, *(run.model.layers + 1 + depth for depth in range(chunk.mtp)))
+    return [place for place, number in enumerate(run.model.routed_layers) if number in numbers]
 
 
 def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:

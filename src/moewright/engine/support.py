@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.rules.legality import illegal
+from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Documents, Dtype, Workload
 
+_BESIDE_MTP = (Recompute.FULL, Recompute.LAYERNORM, Recompute.MOE_ACT)
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
 
 
@@ -58,6 +60,8 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if attention.kind is AttentionKind.MLA and layout.tp > 1 and not layout.sp:
         rule = "the engine runs latent attention over tp with sequence parallelism alone"
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
+    if model.mtp_layers:
+        yield from _beside_mtp(layout, model, workload)
     if model.moe is None or layout.etp == 1:
         return
     if layout.dispatcher is Dispatcher.DEDUP:
@@ -67,6 +71,27 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if model.moe.ffn_size // layout.etp % step:
         rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
+
+
+def _beside_mtp(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """What MTP depths do not go with: they stand with the loss, see whole sequences, and are replayed whole."""
+    if workload.data.documents is not Documents.JOINED:
+        rule = "the engine shifts tokens for MTP over the ends of documents"
+        yield Reason(field="data.documents", value=workload.data.documents, rule=rule, nearest=Documents.JOINED)
+    if layout.cp > 1:
+        rule = "the engine shifts tokens for MTP within one rank's part of a sequence"
+        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+    if layout.tp > 1 and not layout.sp:
+        rule = "the engine cuts the MTP projection with sequence parallelism alone"
+        yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
+    partly = [choice for choice in layout.recompute if choice not in _BESIDE_MTP]
+    if partly:
+        rule = "beside MTP the engine replays whole layers, norms and activations alone"
+        yield Reason(field="layout.recompute", value="+".join(layout.recompute), rule=rule, nearest="full")
+    legal = not stage_reasons(model, layout)
+    if legal and not all(chunk.loss for chunk in chunks(model, layout) if chunk.mtp):
+        rule = "the engine runs MTP depths in the stage of the loss"
+        yield Reason(field="layout.layout", value=layout.stages, rule=rule, nearest="m before L in the last stage")
 
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
@@ -82,7 +107,6 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
         ("gated", False, not model.gated, "true"),
         ("mlp_bias", True, model.mlp_bias, "false"),
-        ("mtp_layers", model.mtp_layers, model.mtp_layers > 0, "0"),
     )
     reasons = [_model_reason(f"model.{field}", value, nearest) for field, value, bad, nearest in missing if bad]
     if moe is not None:

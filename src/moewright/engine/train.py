@@ -301,7 +301,7 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
         mfu=flops_per_s / peak if peak else 0.0,
         skipped=result.skipped,
         phases=result.phases,
-        loads=loads_of(result.loads, [i for i, is_moe in enumerate(plan.model.moe_layers) if is_moe]),
+        loads=loads_of(result.loads, plan.model.routed_layers),
     )
 
 

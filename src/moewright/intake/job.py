@@ -192,6 +192,7 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.seq_aux_coeff", loss.seq_aux_coeff, 0, 1e3),
         ("train.global_aux_coeff", loss.global_aux_coeff, 0, 1e3),
         ("train.z_coeff", loss.z_coeff, 0, 1e3),
+        ("train.mtp_coeff", loss.mtp_coeff, 0, 1e3),
         ("train.bias_update_rate", router.bias_update_rate, 0, 1),
         ("train.force_std", router.force_std, 0, 1e3),
         ("train.initial_loss_scale", scaling.initial_loss_scale, 1, 2.0**40),

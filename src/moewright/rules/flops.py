@@ -33,6 +33,7 @@ class Share:
     head: bool
     mtp: int = 0
     attended: int = 0
+    mtp_rows: int = 0  # of the routed rows those of MTP depths
 
 
 def model_flops_per_token(model: ModelSpec, seq_len: int) -> int:
@@ -45,6 +46,7 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> int:
         routed_rows=seq_len * top_k * (model.moe_layer_count + moe_depths),
         head=True,
         mtp=model.mtp_layers,
+        mtp_rows=seq_len * top_k * moe_depths,
     )
     rows = flop_rows(model, Layout(world_size=1), everything, seq_len=seq_len)
     return sum(row.flops for row in rows if row.module is not Module.ROUTER) // seq_len
@@ -114,11 +116,8 @@ def _forward(model: ModelSpec, layout: Layout, share: Share, seq_len: int) -> It
     if model.moe and share.routed_rows:
         matrices = 3 if model.gated else 2
         per_row = 2 * matrices * h * model.moe.ffn_size // layout.etp
-        depths = share.mtp if model.moe_layers[-1] else 0
-        moe_layers = sum(model.moe_layers[layer] for layer in share.layers) + depths
-        mtp_rows = share.routed_rows * depths // moe_layers if moe_layers else 0
-        yield FlopOp.GROUPED_GEMM, Module.EXPERTS, (share.routed_rows - mtp_rows) * per_row
-        yield FlopOp.GROUPED_GEMM, Module.MTP, mtp_rows * per_row
+        yield FlopOp.GROUPED_GEMM, Module.EXPERTS, (share.routed_rows - share.mtp_rows) * per_row
+        yield FlopOp.GROUPED_GEMM, Module.MTP, share.mtp_rows * per_row
 
 
 def _layer(

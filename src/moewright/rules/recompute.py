@@ -84,7 +84,10 @@ def saved_by_layer(
     else:
         rows += _dense(model, size)
     if mtp:
-        rows = [replace(row, module=Module.MTP) for row in (*_mtp_inputs(model, size), *rows)]
+        rows = [
+            row if row.module is Module.ROUTER else replace(row, module=Module.MTP)
+            for row in (*_mtp_inputs(model, size), *rows)
+        ]
     return tuple(row for row in rows if row.bytes)
 
 
@@ -231,9 +234,10 @@ def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
 
 
 def _mtp_inputs(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
-    """Inputs of the two norms (embedding, hidden), and their outputs side by side, the input of the projection."""
+    """The embedding that its norm takes, and the outputs of both norms side by side, the input of the projection. The
+    hidden state is kept by the final norm before it.
+    """
     yield _row(Module.MTP, "embedding", size.c * size.t * size.h)
-    yield _row(Module.MTP, "hidden", size.c * size.t * size.h)
     yield _row(Module.MTP, "joined", 2 * size.c * size.t * size.h)
     yield _row(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, size.t))
 

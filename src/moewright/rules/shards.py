@@ -25,12 +25,14 @@ def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
 
 
 def on_both_ends(name: str, model: ModelSpec, layout: Layout) -> bool:
-    """Whether the first and the last pipeline rank both hold a parameter: a tied embedding.
+    """Whether the first and the last pipeline rank both hold a parameter: an embedding that is tied to the head or
+    that MTP depths beside it use.
 
     It has buckets of its own, cut alike on both, and each shard is summed over the two after the data-parallel sum: so
     both make the same update, bit for bit.
     """
-    return model.tie_embeddings and name == "embedding.weight" and layout.pp > 1 and not layout.schedule.v_shaped
+    twice = model.tie_embeddings or model.mtp_layers > 0
+    return twice and name == "embedding.weight" and layout.pp > 1 and not layout.schedule.v_shaped
 
 
 def even_part(extent: int, parts: int) -> int:

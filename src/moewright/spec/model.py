@@ -145,5 +145,11 @@ class ModelSpec:
     initializer_range: float = 0.02
 
     @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts: of the model, then those of MTP depths, which start at layers + 1."""
+        depths = range(self.layers + 1, self.layers + 1 + self.mtp_layers) if self.moe_layers[-1] else ()
+        return (*(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe), *depths)
+
+    @property
     def moe_layer_count(self) -> int:
         return sum(self.moe_layers)

@@ -59,6 +59,7 @@ class LossSpec:
     seq_aux_coeff: float = 0.0
     global_aux_coeff: float = 0.0
     z_coeff: float = 0.0
+    mtp_coeff: float = 0.1  # of the mean over MTP depths of the loss of each, where the model has any
 
 
 class RouterForce(StrEnum):

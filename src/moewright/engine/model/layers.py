@@ -287,5 +287,6 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
 
 def _ledger_module(module: nn.Module, inherited: Module) -> Module:
     own: Module = getattr(module, "ledger_module", inherited)
-    # A norm inside attention (q/k norm) is attention's.
-    return inherited if own is Module.NORM and inherited is Module.ATTENTION else own
+    # A norm inside attention (q/k norm) is attention's, and all of an MTP depth is the depth's.
+    inside = inherited is Module.MTP or (own is Module.NORM and inherited is Module.ATTENTION)
+    return inherited if inside else own

@@ -26,17 +26,20 @@ from moewright.engine.model.layers import (
     token_loss,
 )
 from moewright.engine.model.moe import Moe
+from moewright.engine.model.mtp import Depth, ahead
 from moewright.engine.runtime import Runtime
 from moewright.rules.stages import Chunk
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind
 
+NO_TARGET = -1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), auxiliary loss over its
-    layers, counts [its MoE layers, E].
+    """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), the sum of the nll of
+    its MTP depths, auxiliary loss over its layers, counts [its MoE layers, E].
 
     `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary. Both are empty after a
     chunk without the loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks add up.
@@ -44,6 +47,7 @@ class Output:
 
     hidden_tH: torch.Tensor
     nll: torch.Tensor
+    ahead_nll: torch.Tensor
     logits: torch.Tensor
     aux: torch.Tensor
     counts: torch.Tensor
@@ -61,7 +65,7 @@ class Layer(nn.Module):
         self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input, of_hidden=True)
         self.attention = (LatentAttention if latent else Attention)(run)
         self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM), of_hidden=True)
-        self._is_moe = run.model.moe_layers[number]
+        self._is_moe = run.model.moe_layers[min(number, run.model.layers - 1)]  # MTP depths are like the last layer
         if self._is_moe:
             self.moe = Moe(run, number)
         else:
@@ -71,11 +75,12 @@ class Layer(nn.Module):
         """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too."""
         if self._run.replays(Recompute.FULL):
             with self._run.books.within(Module.NORM):
-                out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(self._block, Decided(), batch), x_tH)
+                out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(self.block, Decided(), batch), x_tH)
                 return out
-        return self._block(None, batch, x_tH)
+        return self.block(None, batch, x_tH)
 
-    def _block(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def block(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`forward`, of which all is kept; `decided`: of the replayed block that this is part of."""
         run, keeper = self._run, self._run.keeper
         with keeper.offload(x_tH, asked=run.offloads(Offload.ATTN_NORM)):
             with run.books.within(Module.NORM):
@@ -103,10 +108,14 @@ class Transformer(nn.Module):
         self._run, self.chunks = run, tuple(chunks)
         last, tied = any(chunk.loss for chunk in chunks), run.model.tie_embeddings
         self._rotary = RotaryTable(run)
-        self.embedding = Embedding(run) if (last and tied) or any(chunk.embedding for chunk in chunks) else None
+        embeds = (last and tied) or any(chunk.embedding or chunk.mtp for chunk in chunks)
+        self.embedding = Embedding(run) if embeds else None
         self.layers = nn.ModuleDict({str(i): Layer(run, i) for chunk in chunks for i in chunk.layers})
         self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True) if last else None
         self.head = Head(run) if last and not tied else None
+        depths = [run.model.layers + 1 + depth for chunk in chunks for depth in range(chunk.mtp)]
+        self._depths = tuple(Depth(run, Layer(run, number)) for number in depths)
+        self.mtp = nn.ModuleDict({str(place): depth for place, depth in enumerate(self._depths)})
 
     def forward(
         self,
@@ -134,16 +143,28 @@ class Transformer(nn.Module):
             if routed:
                 aux = aux + routed[0]
                 counts.append(routed[1])
-        nll, logits = self._loss(x_tH, targets_BS) if here.loss else (aux.new_zeros(0), x_tH.new_zeros(0))
+        nll, logits = aux.new_zeros(0), x_tH.new_zeros(0)
+        if here.loss:
+            assert self.final_norm is not None  # made with the chunk
+            nll, logits = self._loss(self.final_norm, x_tH, targets_BS)
+        ahead_nll, hidden_tH = aux.new_zeros(()), x_tH
+        for depth in self._depths if here.mtp else ():
+            ids_BS, targets_BS = ahead(ids_BS, 0), ahead(targets_BS, NO_TARGET)
+            assert self.embedding is not None  # made with the chunk
+            embedded_tH = self.embedding(ids_BS.flatten())
+            hidden_tH, *routed = depth(embedded_tH, hidden_tH, batch)
+            if routed:
+                aux = aux + routed[0]
+                counts.append(routed[1])
+            ahead_nll = ahead_nll + self._loss(depth.final_norm, hidden_tH, targets_BS)[0].sum()
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-        return Output(hidden_tH=x_tH, nll=nll, logits=logits, aux=aux, counts=counted)
+        return Output(hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=logits, aux=aux, counts=counted)
 
-    def _loss(self, x_tH: torch.Tensor, targets_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.head or self.embedding
-        assert self.final_norm is not None  # made with the chunk
-        assert table is not None
+        assert table is not None  # made with the chunk
         with self._run.books.within(Module.NORM):
-            x_tH = self.final_norm(x_tH)
+            x_tH = norm(x_tH)
         return token_loss(self._run, x_tH, table, targets_BS.flatten())
 
 
@@ -161,7 +182,7 @@ def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
         std /= math.sqrt(2 * run.model.layers)
     value = torch.zeros(at.local)
     mine = tuple(slice(offset, offset + size) for offset, size in zip(at.offsets, at.inside, strict=True))
-    if slot.module is not Module.EXPERTS:
+    if ".experts." not in slot.name:
         value[tuple(map(slice, at.inside))] = _normal(run, slot.name, at.whole, std)[mine]
         return value
     for place, expert in enumerate(range(mine[0].start, mine[0].stop)):
