@@ -1,0 +1,66 @@
+"""Attention over a ring of ranks, or over gathered keys, is as exact as one process: sums of blocks round once."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moewright.engine.books import Books
+from moewright.engine.collectives import Group
+from moewright.engine.model.context import GatheredAttention, RingAttention
+from moewright.engine.model.functions import CausalAttention
+from moewright.rules.context import held
+
+CP, LENGTH = 4, 256
+Tensors = list[torch.Tensor]
+
+
+def given(dtype: torch.dtype) -> Tensors:
+    """q, k, v and the gradient of the output, two query heads a key head."""
+    dice = torch.Generator().manual_seed(0)
+    return [torch.randn(2, LENGTH, heads, 32, generator=dice).to(dtype) for heads in (4, 2, 2, 4)]
+
+
+def through(attend: type, inputs: Tensors, *more: object) -> Tensors:
+    """The output, and the gradients of q, k and v."""
+    *leaves, grad = (x.clone().requires_grad_(place < 3) for place, x in enumerate(inputs))
+    out = attend.apply(*leaves, *more)  # type: ignore[attr-defined]
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def one_rank(rank: int, store: Path, kind: type, dtype: torch.dtype, answer: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=CP)
+    group = Group(name="cp_kv", ranks=tuple(range(CP)), index=rank, handle=None, books=Books())
+    here = torch.cat([torch.arange(part.start, part.stop) for part in held(LENGTH, CP, rank)])
+    answer.send([x.float().numpy() for x in through(kind, [x[:, here] for x in given(dtype)], group, group.books)])
+    dist.destroy_process_group()
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("kind", [RingAttention, GatheredAttention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_exact_as_one_process(kind: type, dtype: torch.dtype, tmp_path: Path) -> None:
+    exact = through(CausalAttention, [x.float() for x in given(dtype)], None, Books())
+    alone = through(CausalAttention, given(dtype), None, Books())
+    context, found = multiprocessing.get_context("fork"), [torch.empty_like(x) for x in exact]
+    ranks = []
+    for rank in range(CP):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=one_rank, args=(rank, tmp_path / "store", kind, dtype, theirs))
+        process.start()
+        ranks.append((rank, process, ours))
+    for rank, process, answer in ranks:
+        here = torch.cat([torch.arange(part.start, part.stop) for part in held(LENGTH, CP, rank)])
+        for whole, part in zip(found, answer.recv(), strict=True):
+            whole[:, here] = torch.from_numpy(part)
+        process.join()
+    for ours, theirs, wanted in zip(found, alone, exact, strict=True):
+        error, bound = (float((x.float() - wanted).norm() / wanted.norm()) for x in (ours, theirs))
+        assert error <= max(1.25 * bound, 1e-6)
