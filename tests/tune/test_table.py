@@ -10,7 +10,7 @@ import pytest
 from moewright.codec import layout_text
 from moewright.rules import flops
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Graphs, Offload, Recompute
+from moewright.spec.layout import Graphs, Offload, Overlap, Recompute
 from moewright.spec.units import GIB
 from moewright.spec.workload import Dtype, Routing
 from moewright.tune.table import COLUMNS, PeakKind, Table, read_table
@@ -112,6 +112,16 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
     assert row.workload.optimizer.moment_dtype is Dtype.BF16
     assert row.workload.grad_dtype is Dtype.BF16
     assert row.hardware.device.memory_bytes.value == pytest.approx(0.99 * 96 * GIB)
+
+
+def test_a_row_tells_what_it_can_where_its_words_go_further_than_the_model(tmp_path: Path) -> None:
+    """Muon keeps half of Adam's moments; a gather of weights alone has no buckets to wait for."""
+    change = {**DEEPSEEK, "optimizer": "muon", "overlap_grad_reduce": "false", "overlap_param_gather": "true"}
+    (row,) = table(tmp_path, {**change, "tokens_per_s_per_gpu": "1000"}).rows
+    assert row.workload.optimizer.moment_dtype is Dtype.BF16
+    assert Overlap.PARAM not in row.layout.overlap
+    (skipped,) = table(tmp_path, {**change, "tokens_per_s_per_gpu": "1000", "optimizer": "shampoo"}).skipped
+    assert "only Adam and Muon" in skipped.reason
 
 
 def test_tflops_are_turned_into_tokens_by_the_convention_of_the_source(tmp_path: Path) -> None:

@@ -96,12 +96,16 @@ def precision(text: str) -> Dtype:
 
 
 def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
-    """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32 gradients."""
+    """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32 gradients.
+
+    Muon keeps one fp32 momentum: as many bytes as Adam's two in 16 bits. Its orthogonalisation is not priced.
+    """
     folded = text.casefold()
-    if folded and "adam" not in folded:
-        raise wrong("optimizer", text, "only Adam is modelled")
+    if folded and "adam" not in folded and folded != "muon":
+        raise wrong("optimizer", text, "only Adam and Muon are modelled")
     moments = Dtype.FP32
-    if ("precision-aware" in folded or "bf16 moments" in folded) and "fp32 states" not in folded:
+    halves = "precision-aware" in folded or "bf16 moments" in folded or folded == "muon"
+    if halves and "fp32 states" not in folded:
         moments = Dtype.BF16
     grads = Dtype.BF16 if re.search(r"bf16 (main )?grads", folded) else Dtype.FP32
     return OptimizerSpec(moment_dtype=moments), grads
@@ -176,7 +180,9 @@ def offloaded(text: str) -> tuple[Offload, ...]:
 
 
 def overlapped(of: Mapping[str, str]) -> tuple[Overlap, ...]:
-    return tuple(sorted(overlap for column, overlap in _OVERLAPS if of[column] == "true"))
+    """The overlaps that are on. A recipe may ask for the gather alone; it needs the buckets of the reduction."""
+    found = {overlap for column, overlap in _OVERLAPS if of[column] == "true"}
+    return tuple(sorted(found if Overlap.GRAD in found else found - {Overlap.PARAM}))
 
 
 def stage_text(text: str, model: ModelSpec, pp: int) -> str:
