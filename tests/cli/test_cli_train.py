@@ -192,7 +192,7 @@ def test_under_torchrun_one_rank_writes(
         ("layout.eq=2", "nearest legal value: ep"),
         ("tarin.lr=1", "nearest legal value: train"),
         ("data.train=nowhere", "nowhere.idx: does not exist"),
-        ("train.moment_dtype=bf16", "quickstart_2cpu_bf16.toml: train.moment_dtype=bf16: the engine does not run"),
+        ("train.moment_dtype=fp16", "train.moment_dtype=fp16: fp16 has too little range"),
         ("train.lr", "must be section.key=value"),
     ],
 )
