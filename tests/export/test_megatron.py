@@ -10,9 +10,9 @@ from moewright.codec import parse_layout
 from moewright.export.megatron import megatron, megatron_flags
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Overlap
+from moewright.spec.layout import Dispatcher, Layout, Overlap
 from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, Dtype, OptimizerSpec
+from moewright.spec.workload import DataSpec, Documents, Dtype, OptimizerSpec
 from sample_run import plan, recomputing
 
 with (Path(__file__).parent / "data" / "megatron_flags.csv").open(newline="") as stream:
@@ -73,6 +73,11 @@ PLANS = {
     "virtual stages": on_gpus("tp2,pp4,vpp3,ep4,vpp_group=4", 64, layers=94),
     "virtual stages that overlap": on_gpus("pp2,vpp3,overlap=p2p+ep", 8),
     "layout string": on_gpus("pp2,vpp2,overlap=p2p,layout='Ett|t|tt|tL'", 4),
+    "context in two levels": on_gpus("cp8,cp_comm=a2a+p2p", 8, layers=4),
+    "packed documents": replace(
+        on_gpus("", 1),
+        workload=replace(plan().workload, data=DataSpec(train="a", documents=Documents.RESTARTED)),
+    ),
     "context and full recompute": on_gpus("tp2,cp2,recompute=full,cp_comm=a2a", 8),
     "ZeRO-3": on_gpus("zero3,ep4", 8),
     "ZeRO-0": on_gpus("zero0", 2),
@@ -191,7 +196,6 @@ def routed(**fields):
 REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
     (changed(dispatcher=Dispatcher.DEDUP), "layout.dispatcher=dedup", "deepep"),
-    (changed(cp=2, cp_comm=CpComm.A2A_P2P), "layout.cp_comm=a2a+p2p", "p2p"),
     (on_gpus("pp2,vpp3,schedule=zbv,overlap=p2p", 4), "layout.schedule=zbv", "interleaved"),
     (changed(overlap=(Overlap.PARAM,)), "layout.overlap=param", "grad+param"),
     (changed(overlap=(Overlap.P2P,)), "layout.overlap=p2p", "vpp above 1"),
@@ -251,3 +255,8 @@ def test_recompute_of_modules_keeps_their_names():
     assert said(on_gpus("ep2", 2, base=recomputing(plan())))["--num-experts"] == ("16",)
     flags = said(on_gpus("recompute=moe+mla_up_proj+shared_experts", 2))
     assert set(flags["--recompute-modules"]) == {"moe", "mla_up_proj", "shared_experts"}
+
+
+def test_context_parallelism_in_two_levels_says_both():
+    flags = said(on_gpus("cp8,cp_comm=a2a+p2p", 8))
+    assert (flags["--cp-comm-type"], flags["--hierarchical-context-parallel-sizes"]) == (("a2a+p2p",), ("2", "4"))

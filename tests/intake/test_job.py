@@ -10,7 +10,7 @@ import pytest
 from moewright.intake import catalogue, job
 from moewright.intake.hf_write import config_of
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Documents, Dtype
 
 TEXT = """
 [model]
@@ -19,6 +19,7 @@ config = "shape/config.json"
 [data]
 train = "../data/train"
 heldout = "/abs/heldout"
+documents = "restarted"
 
 [layout]
 text = "ep2,mbs2"
@@ -57,6 +58,7 @@ def test_sections_map_onto_the_workload(tmp_path: Path) -> None:
     assert work.checkpoint.every_steps == 30
     assert work.data.train == str(tmp_path.parent / "data" / "train")
     assert (work.data.heldout, work.data.tokenizer) == ("/abs/heldout", "")
+    assert work.data.documents is Documents.RESTARTED
     assert (read.layout_text, read.nproc, read.hardware) == ("ep2,mbs2", 2, str(tmp_path / "machine.toml"))
 
 
@@ -78,6 +80,7 @@ def test_keys_of_loss_scaling_and_growing_batches(tmp_path: Path) -> None:
 def test_least_job_takes_defaults(tmp_path: Path) -> None:
     text = '[model]\nconfig = "qwen3-30b-a3b"\n[train]\nseq_len = 8\nglobal_batch = 2\n'
     read = job.read_job(write(tmp_path, text))
+    assert read.workload.data.documents is Documents.JOINED
     assert (read.layout_text, read.nproc, read.hardware) == ("", 1, job.DEFAULT_HARDWARE)
     assert read.workload.optimizer.beta2 == 0.95
 
@@ -132,6 +135,7 @@ def test_inline_model(tmp_path: Path) -> None:
         ("shape/config.json", "qwen3-30b", "nearest legal value: Qwen/Qwen3-30B-A3B"),
         ('config = "shape/config.json"', "", "quickstart.toml: model: needs config"),
         ('config = "shape/config.json"', 'model_type = "mixtrel"', 'quickstart.toml: model.model_type="mixtrel"'),
+        ('"restarted"', '"bound"', 'quickstart.toml: data.documents="bound"'),
         ("[data]", "[data", "is not TOML"),
         ("[train]", "[[train]]", "quickstart.toml: train: must be a section"),
     ],

@@ -9,9 +9,10 @@ from shlex import quote
 from moewright.codec import layout_text
 from moewright.export.megatron_limits import refusals
 from moewright.export.torchrun import launcher
+from moewright.rules.context import factors
 from moewright.rules.stages import chunks
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
@@ -183,6 +184,8 @@ def _degrees(model: ModelSpec, layout: Layout) -> Iterator[Flag]:
     yield "--context-parallel-size", str(layout.cp)
     if layout.cp > 1:
         yield "--cp-comm-type", layout.cp_comm.value
+    if layout.cp_comm is CpComm.A2A_P2P:
+        yield "--hierarchical-context-parallel-sizes", *map(str, factors(layout))
     yield "--pipeline-model-parallel-size", str(layout.pp)
     if layout.stages:
         yield "--pipeline-model-parallel-layout", layout.stages

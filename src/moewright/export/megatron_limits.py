@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Overlap, Schedule
+from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Schedule
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, PositionKind, QkNorm, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, Workload
@@ -100,9 +100,6 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
     if layout.dispatcher is Dispatcher.DEDUP:
         rule = "de-duplicates tokens in DeepEP and HybridEP only"
         yield _no("layout.dispatcher", layout.dispatcher, rule, Dispatcher.DEEPEP)
-    if layout.cp > 1 and layout.cp_comm is CpComm.A2A_P2P:
-        rule = "wants the size of both levels of a2a+p2p, which a layout does not hold"
-        yield _no("layout.cp_comm", layout.cp_comm, rule, CpComm.P2P)
     if layout.zero == 3 and layout.pp > 1 and layout.vpp > 1:
         yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
     if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:
