@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import tiny_jobs
+from moewright.codec import read_json
 from moewright.cost.ledger import predict
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
@@ -33,6 +33,7 @@ from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
+from moewright.engine.train import _close_books
 from moewright.engine.verify import FixedBatches, _outputs
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
@@ -75,8 +76,6 @@ class Seen:
     norm: float
     sgd: Curve
     adamw: Curve
-    ledger: Ledger
-    counts: Any  # [micro-batches, MoE layers, E] of the counted step
     margin: float  # least distance of a routing decision
 
 
@@ -124,7 +123,7 @@ def prove(plan: Plan, folder: Path) -> None:
         assert_curve(seen.sgd, one.seen.sgd, 1e-5, f"{where}: SGD")
         assert_curve(seen.adamw, one.seen.adamw, 1e-4, f"{where}: AdamW")
     assert_copies_agree(ranks)
-    assert_ledgers(plan, ranks)
+    assert_ledgers(plan, folder / "ledger")
 
 
 def assert_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
@@ -162,19 +161,11 @@ def assert_copies_agree(ranks: list[Seen]) -> None:
                     assert held.setdefault(part, digest) == digest, (rule, looked, rank, part)
 
 
-def assert_ledgers(plan: Plan, ranks: list[Seen]) -> None:
-    selection = Selection(
-        step=_COUNTED,
-        counts=tuple(
-            tuple(
-                tuple(tuple(seen.counts[micro_batch][layer]) for seen in ranks)
-                for layer in range(len(ranks[0].counts[micro_batch]))
-            )
-            for micro_batch in range(len(ranks[0].counts))
-        ),
-    )
-    for rank, seen in enumerate(ranks):
-        comparison = compare(predict(plan, rank=rank, selection=selection), seen.ledger)
+def assert_ledgers(plan: Plan, books: Path) -> None:
+    selection = read_json(Selection, books / "selection.json")
+    for rank in range(plan.layout.world_size):
+        counted = read_json(Ledger, books / f"rank{rank:05d}.json")
+        comparison = compare(predict(plan, rank=rank, selection=selection), counted)
         lines = [line for line in comparison.lines if line.section is not Section.TIME]
         wrong = [line for line in lines if line.status is not Status.EQUAL]
         assert not wrong, (rank, wrong)
@@ -237,16 +228,14 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     first = accumulate(job, Clock(), step=1)
     pieces += [replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradients()]
     apply(job, Clock(), first, lr=0.0)
-    sgd, _, _ = _curve(job, _SGD_LR, seat, looked=range(1, STEPS + 1))
+    sgd = _curve(job, _SGD_LR, seat, folder, looked=range(1, STEPS + 1))
     clipped = replace(plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.norm / 2))
-    adamw, ledger, counts = _curve(start(adamw_update, clipped), _ADAMW_LR, seat, looked=(STEPS,))
+    adamw = _curve(start(adamw_update, clipped), _ADAMW_LR, seat, folder, looked=(STEPS,))
     seen = Seen(
         pieces=tuple(pieces),
         norm=first.norm,
         sgd=sgd,
         adamw=adamw,
-        ledger=ledger,
-        counts=counts,
         margin=min(margins, default=1.0),
     )
     with (folder / f"seen{seat.rank}").open("wb") as file:
@@ -255,8 +244,8 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     return Outcome.DONE
 
 
-def _curve(job: Trainee, lr: float, seat: RankContext, *, looked: Collection[int]) -> tuple[Curve, Ledger, Any]:
-    """STEPS steps, with the ledger and the counts of one of them.
+def _curve(job: Trainee, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]) -> Curve:
+    """STEPS steps; the books of one of them go to `folder`, as training writes them.
 
     Weights are looked at after the steps `looked`, which ends what overlaps: gathers that the next forward would await.
     """
@@ -270,12 +259,8 @@ def _curve(job: Trainee, lr: float, seat: RankContext, *, looked: Collection[int
             job.optimizer.settle()
             digests.append(dict(_digests(job)))
         if step == _COUNTED:
-            counts = result.counts.tolist()
-            pp_rank = job.run.mesh.coordinate("pp")
-            ledger = job.run.books.ledger(
-                rank=seat.rank, pp_rank=pp_rank, state=job.optimizer.memory(), time=result.phases, notes=()
-            )
-    return Curve(steps=tuple(steps), digests=tuple(digests)), ledger, counts
+            _close_books(job, folder, step, result, seat)
+    return Curve(steps=tuple(steps), digests=tuple(digests))
 
 
 def _digests(job: Trainee) -> Iterator[tuple[str, bytes]]:

@@ -177,7 +177,10 @@ class Mlp(nn.Module):
         super().__init__()
         self.ledger_module = kind
         self._run = run
-        self._replayed = run.replays(Recompute.MLP if kind is Module.DENSE_MLP else Recompute.SHARED_EXPERTS)
+        if kind is Module.DENSE_MLP:
+            self._replayed = run.replays(Recompute.MLP)
+        else:  # a replayed MoE block makes it again as a part of itself
+            self._replayed = run.replays(Recompute.SHARED_EXPERTS) and not run.replays(Recompute.MOE)
         self.gate_up = Weight(run, 2, width, run.model.hidden_size, cuts=(("tp", 1),))
         self.down = Weight(run, run.model.hidden_size, width, cuts=(("tp", 1),))
 
