@@ -22,6 +22,7 @@ report:
 
 bench: | $(VENV)/.ready
 	$(BIN)/moewright bench search
+	$(BIN)/moewright bench engine
 
 test: check
 	$(BIN)/pytest

@@ -1,4 +1,4 @@
-"""`moewright bench`: measure this machine and write its hardware file; the planner's own speed."""
+"""`moewright bench`: measure this machine and write its hardware file; the speed of planner and engine."""
 
 from __future__ import annotations
 
@@ -52,6 +52,41 @@ def bench_search() -> int:
     print("other planners, measured on a machine of two cores:")
     for rival in RIVALS:
         print(f"{rival.name:<34}{'':>22}{rival.layouts_per_s:>20}  {rival.what}")
+    return 0
+
+
+def bench_engine(*, nproc: int = 2) -> int:
+    """Time the engine beside a plain PyTorch loop over the same modules, and ZeRO-1 with overlap beside without.
+
+    Parameters
+    ----------
+    nproc
+        Processes for the second; 1 leaves it out.
+    """
+    from moewright.engine.crowd import refuse_crowd
+
+    refuse_crowd(nproc, field="--nproc")
+    import torch
+
+    from moewright.bench.overhead import WORK, overhead, overlap_ratio
+    from moewright.spec.hardware import DeviceKind
+
+    kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
+    if kind is DeviceKind.CUDA and nproc > torch.cuda.device_count():
+        nproc = 1
+    # The ranks first: they are forked, and this process has started no thread of torch's yet.
+    ratio = overlap_ratio(kind, nproc) if nproc > 1 else None
+    found = overhead(torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu"))
+    tokens = WORK.tokens_per_step
+    print(f"{'one process, TP 1':<26}{'step':>10}{'tokens/s':>11}{'host outside torch ops':>25}")
+    for name, step_s, outside_s in (
+        ("engine", found.engine_s, found.engine_outside_s),
+        ("plain PyTorch loop", found.plain_s, found.plain_outside_s),
+    ):
+        print(f"{name:<26}{step_s * 1e3:>7.1f} ms{tokens / step_s:>11,.0f}{outside_s * 1e3:>22.1f} ms")
+    print(f"engine over plain: {found.ratio:.3f} of the tokens/s")
+    if ratio is not None:
+        print(f"ZeRO-1 over {nproc} processes: overlap=grad+param gives {ratio:.3f} of the tokens/s without")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from moewright import __version__
-from moewright.cli.bench import bench_machine, bench_search
+from moewright.cli.bench import bench_engine, bench_machine, bench_search
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
 from moewright.cli.dryrun import dryrun
@@ -28,7 +28,7 @@ def app() -> App:
         suppress_keyboard_interrupt=False,
     )
     data = App(name="data", help="Make training data.")
-    bench = App(name="bench", help="Measure this machine and the planner.")
+    bench = App(name="bench", help="Measure this machine, the planner and the engine.")
     verbs.command(plan)
     verbs.command(estimate)
     verbs.command(validate)
@@ -43,5 +43,6 @@ def app() -> App:
     verbs.command(bench)
     data.command(data_build, name="build")
     bench.command(bench_machine, name="machine")
+    bench.command(bench_engine, name="engine")
     bench.command(bench_search, name="search")
     return verbs
