@@ -29,7 +29,6 @@ from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.update import Update, adamw_update, sgd_update
-from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
@@ -88,18 +87,7 @@ class Reference:
     tensors: Mapping[str, torch.Tensor]
 
 
-class Copies:
-    """Batches that share no storage: a kept one is booked with its own bytes."""
-
-    def __init__(self, fixed: FixedBatches) -> None:
-        self._fixed = fixed
-
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        inputs, targets, runs = self._fixed.micro_batch(run, step, micro_batch)
-        return inputs.clone(), targets.clone(), runs
-
-
-def batches(model: ModelSpec) -> Copies:
+def batches(model: ModelSpec) -> FixedBatches:
     """Random tokens. In each batch one row has no target at all, and the others different numbers of them."""
     dice = torch.Generator().manual_seed(11)
     ids = torch.randint(0, model.vocab_size, (_BATCHES, BATCH, LENGTH + 1), generator=dice)
@@ -108,7 +96,7 @@ def batches(model: ModelSpec) -> Copies:
         targets[batch, batch % BATCH] = -100
         for row in range(BATCH):
             targets[batch, row, : (3 * row + batch) % 7] = -100
-    return Copies(FixedBatches(inputs=ids[:, :, :-1], targets=targets))
+    return FixedBatches(inputs=ids[:, :, :-1], targets=targets)
 
 
 def prove(plan: Plan, folder: Path) -> None:

@@ -22,6 +22,7 @@ from moewright.engine.build import join, trainee
 from moewright.engine.launch import launch
 from moewright.engine.model.layers import slots_of
 from moewright.engine.model.transformer import initial_value
+from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Trainee, train_step
@@ -76,10 +77,10 @@ class _Tokens:
 
     device: torch.device
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         dice = torch.Generator().manual_seed((step * 1000 + micro_batch) * 1000 + run.mesh.rank)
         rows = torch.randint(0, MODEL.vocab_size, (LAYOUT.mbs, WORK.seq_len + 1), generator=dice).to(self.device)
-        return rows[:, :-1].clone(), rows[:, 1:].clone()
+        return rows[:, :-1].clone(), rows[:, 1:].clone(), None
 
 
 def overhead(device: torch.device) -> Overhead:
@@ -130,9 +131,9 @@ def _plain(job: Trainee) -> Callable[[int], float]:
 
     def step(number: int) -> float:
         batches = [job.train_data.micro_batch(job.run, number - 1, m) for m in range(count)]
-        targets = sum(int((wanted >= 0).sum()) for _, wanted in batches)
+        targets = sum(int((wanted >= 0).sum()) for _, wanted, _ in batches)
         total = 0.0
-        for inputs, wanted in batches:
+        for inputs, wanted, _ in batches:
             out = job.model(inputs, wanted)
             nll = out.nll.sum()
             (nll / targets + out.aux / count).backward()
