@@ -9,13 +9,14 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.comm import Links, Span, span
 from moewright.cost.compute import OpRow, Rates, interpolate, misses
+from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules import grid
 from moewright.spec.hardware import Collective, CollectiveTime, Constant, Curve, Hardware, Op, OpRate
 from moewright.spec.layout import Dispatcher
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, Workload
 
 
 def curve(*points: tuple[float, float]) -> Curve:
@@ -123,3 +124,24 @@ def test_deduplication_pays_between_nodes() -> None:
     inside = 2048 * 32 * (1 - (31 / 32) ** 8) * 8192 / (0.58 * 200e9)
     between = 2048 * 4 * (1 - 0.75**8) * 0.75 * 8192 / 45e9
     assert fast == pytest.approx(inside + between, rel=0.01)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
+    near, both = Span(size=4, inside=4, domains=1), Span(size=16, inside=8, domains=2)
+    fast, slow = (links(h800()).seconds(Collective.P2P, where, 1e9) for where in (near, both))
+    assert slow > 2 * fast
+    assert slow == pytest.approx(1e9 / (50e9 * 0.9), rel=0.01)
+
+
+def test_context_over_nodes_is_cheapest_where_only_keys_cross_them() -> None:
+    """Sixteen ranks over two nodes: heads inside, a ring of two between; one node alone is plain a2a."""
+    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
+    work = Workload(seq_len=65536, global_batch=256)
+
+    def context_s(comm: str, cp: int) -> float:
+        layout = parse_layout(f"cp{cp},ep8,pp8,vpp4,mbs1,recompute=full,cp_comm={comm}", world_size=256)
+        shares = estimate(model, work, hardware, layout).shares
+        return sum(share.seconds + share.hidden_s for share in shares if share.part is TimePart.CP_COMM)
+
+    assert context_s("a2a+p2p", 16) < context_s("a2a", 16)
+    assert context_s("a2a+p2p", 8) == pytest.approx(context_s("a2a", 8))

@@ -64,7 +64,7 @@ class Links:
         whole = payload_bytes * where.size if op is Collective.ALL_GATHER else payload_bytes
         rounds = 2.0 if op is Collective.ALL_REDUCE else 1.0
         if op is Collective.P2P:
-            near = where.inside > 1
+            near = where.domains == 1  # a ring is as slow as its slowest hop
             return whole / (self._domain_Bps if near else self._network_Bps) + self._latency(near)
         inside = whole * (where.size - 1) / where.size / self._domain_Bps if where.inside > 1 else 0.0
         between = whole * (where.domains - 1) / where.domains / (where.inside * self._network_Bps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moewright.cost.comm import Links
+from moewright.cost.comm import Links, Span
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.ops import LayerOps
 from moewright.cost.sizes import Sizes
@@ -131,7 +131,7 @@ def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
 
 def _context(links: Links, size: Sizes) -> float:
     """Keys and values of the other ranks, forward: a ring of cp - 1 steps, or one gather; a2a moves q and the output
-    too, but only its own part of each."""
+    too, but only its own part of each; a2a+p2p does so inside a domain, and rings over the domains."""
     spec, layout = size.model.attention, size.layout
     if layout.cp == 1:
         return 0.0
@@ -142,6 +142,11 @@ def _context(links: Links, size: Sizes) -> float:
     if layout.cp_comm is CpComm.P2P:
         return (layout.cp - 1) * links.seconds(Collective.P2P, where, kv)
     moved = kv + size.c * size.T * (spec.q_width + spec.out_width) / layout.tp
+    if layout.cp_comm is CpComm.A2A_P2P and where.domains > 1:
+        near = Span(size=where.inside, inside=where.inside, domains=1)
+        far = Span(size=where.domains, inside=1, domains=where.domains)
+        ring = (where.domains - 1) * links.seconds(Collective.P2P, far, kv)
+        return links.seconds(Collective.ALL_TO_ALL, near, moved) + ring
     return links.seconds(Collective.ALL_TO_ALL, where, moved)
 
 
