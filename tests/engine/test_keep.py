@@ -79,7 +79,7 @@ def test_a_replayed_block_keeps_its_inputs_alone() -> None:
 def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
     keeper = Keeper(Books(), at_work=True)
     x = torch.randn(8, 4, requires_grad=True)
-    with keeper.forward(nothing_resident):
+    with keeper.forward((0, 0), nothing_resident):
         y = x.exp()
         with keeper.offload(y, asked=True):
             out = (y * y[:, :1]).sum() + (y[2:].T @ y[2:]).sum()

@@ -311,7 +311,14 @@ def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> 
 
 def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: Path) -> None:
     away = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
-    kinds = ("", ",recompute=full", f",recompute=select,offload={away}", f",recompute=core_attn,offload={away}")
+    kinds = (
+        "",
+        ",recompute=full",
+        ",recompute=uniform2",
+        ",recompute=block2",
+        f",recompute=select,offload={away}",
+        f",recompute=core_attn,offload={away}",
+    )
     plain, *others = (
         state(train(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2) for number, kind in enumerate(kinds)
     )

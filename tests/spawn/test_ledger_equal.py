@@ -161,6 +161,22 @@ def test_latent_attention(
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
+        (1, "mbs2,recompute=uniform2"),
+        (4, "tp2,cp2,ep4,recompute=block1"),
+        (4, "tp2,ep2,recompute=block2"),
+        (4, "pp2,ep2,recompute=uniform2,layout='Et|ttL'"),
+    ],
+)
+def test_full_recompute_of_some_layers_or_several_at_once(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
         (1, f"mbs2,offload={EVERY_OFFLOAD}"),
         (2, "tp2,ep2,recompute=select,offload=mlp_norm+moe_act"),
         (2, "tp2,ep2,recompute=core_attn+moe+layernorm,offload=core_attn+attn_proj"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -79,6 +79,23 @@ class Routed:
             for of_batch, times in runs(self.rows)
             for layer, n in zip(self.layers, of_batch, strict=True)
             if layer in layers
+        )
+
+    def only(self, layers: Collection[int]) -> Routed:
+        """The same of these layers alone."""
+        places = [place for place, layer in enumerate(self.layers) if layer in layers]
+
+        def picked(of_batches: Iterable[tuple[Part, ...]]) -> tuple[tuple[Part, ...], ...]:
+            parts = ((tuple(of_batch[i] for i in places), times) for of_batch, times in runs(of_batches))
+            return tuple(part for one, times in parts for part in (one,) * times)
+
+        return replace(
+            self,
+            layers=tuple(self.layers[i] for i in places),
+            rows=picked(self.rows),
+            sent_here=picked(self.sent_here),
+            widest=picked(self.widest),
+            moves=picked(self.moves),
         )
 
 

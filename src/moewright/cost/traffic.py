@@ -28,24 +28,14 @@ _Call = tuple[Collective, str, int, int]  # operation, group, payload bytes of a
 def comm_rows(
     model: ModelSpec, workload: Workload, layout: Layout, rank: int, rows: Routed, sets: Sequence[BucketSet]
 ) -> tuple[CommRow, ...]:
-    """Sorted rows; groups of one rank make no call. Where full recompute takes some layers alone, its part of the calls
-    is theirs by number: exact where the layers are alike."""
-    if layout.recompute_block:
-        all_of, none = (
-            comm_rows(model, workload, replace(layout, recompute_block=0, recompute=chosen), rank, rows, sets)
-            for chosen in (layout.recompute, ())
-        )
-        chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
-        held = sum(len(chunk_layers(model, chunk)) for chunk in chunks)
-        return tuple(_between(none, all_of, len(replayed_layers(model, layout, chunks)), held))
+    """Sorted rows; groups of one rank make no call."""
+    chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
         *_step(model, workload, layout, rows),
-        *_expert(model, workload, layout, rows),
         *_gradients(workload, layout, sets, len(rows.rows)),
-        *_tensor(model, workload, layout, rank, len(rows.rows)),
-        *_context(model, workload, layout, rank, len(rows.rows)),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
+        *(_some_replayed if layout.recompute_block else _layers)(model, workload, layout, chunks, rows),
     ]
     for op, group, nbytes, count in calls:
         if grid.group_size(layout, group) > 1 and count:
@@ -56,13 +46,34 @@ def comm_rows(
     )
 
 
-def _between(few: Sequence[CommRow], many: Sequence[CommRow], part: int, of: int) -> Iterator[CommRow]:
-    """`few`, and `part` of the `of` layers' share in what `many` has more."""
-    had = {(row.op, row.group): row for row in few}
-    for row in many:
-        least = had.get((row.op, row.group), replace(row, bytes=0, calls=0))
-        nbytes = least.bytes + (row.bytes - least.bytes) * part // of
-        yield replace(least, bytes=nbytes, calls=least.calls + (row.calls - least.calls) * part // of)
+def _layers(
+    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], rows: Routed
+) -> Iterator[_Call]:
+    """Of the layers in `chunks`, whose expert rows are `rows`, and of the embedding and head around them."""
+    yield from _expert(model, workload, layout, rows)
+    yield from _tensor(model, workload, layout, chunks, len(rows.rows))
+    yield from _context(model, workload, layout, chunks, len(rows.rows))
+
+
+def _some_replayed(
+    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], rows: Routed
+) -> Iterator[_Call]:
+    """The same where some layers alone are replayed: all without replays, and what replays add to these layers."""
+    again, plain = replace(layout, recompute_block=0), replace(layout, recompute_block=0, recompute=())
+    layers = replayed_layers(model, layout, chunks)
+    part = [
+        replace(
+            chunk,
+            layers=tuple(layer for layer in chunk.layers if layer in layers),
+            mtp=sum(layer in layers for layer in chunk_layers(model, chunk)[len(chunk.layers) :]),
+        )
+        for chunk in chunks
+    ]
+    rows_of_part = rows.only(layers)
+    yield from _layers(model, workload, plain, chunks, rows)
+    yield from _layers(model, workload, again, part, rows_of_part)
+    for op, group, nbytes, count in _layers(model, workload, plain, part, rows_of_part):
+        yield op, group, -nbytes, -count
 
 
 def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
@@ -163,7 +174,9 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
             yield Collective.ALL_GATHER, held.group, gathers * c * held.numel // held.shards, gathers * count
 
 
-def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
+def _tensor(
+    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], micro_batches: int
+) -> Iterator[_Call]:
     """Sequence parallelism: each dense MLP gathers its input (again for its weight gradient) and reduce-scatters its
     output, with the transposed pair in backward, attention likewise; the head gathers, the embedding scatters. The
     loss all-reduces the top of the logits, then their sum and the target's; norms of queries and keys over all heads
@@ -177,7 +190,7 @@ def _tensor(model: ModelSpec, workload: Workload, layout: Layout, rank: int, mic
     gathered, scattered = _attention_widths(model, layout)
     widths: dict[Collective, list[int]] = {Collective.ALL_GATHER: [], Collective.REDUCE_SCATTER: []}
     means = losses = attentions = traded = 0
-    for chunk in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")):
+    for chunk in chunks:
         layers = chunk_layers(model, chunk)
         sparse = sum(is_moe(model, layer) for layer in layers)
         dense = len(layers) - sparse
@@ -227,14 +240,15 @@ def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list
     return [*forward, *inputs, h, *again], [h, *forward, *_replayed(layout) * [h]]
 
 
-def _context(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
+def _context(
+    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], micro_batches: int
+) -> Iterator[_Call]:
     """Of every attention layer: queries, keys, values and the output between ranks that exchange heads for tokens, and
     in backward their gradients. Between the others keys and values, sent on by all ranks but one (or gathered once) in
     forward and in backward, where their gradients, summed in fp32, go all the way round (or are reduced and scattered).
     """
     spec, tp, mla = model.attention, layout.tp, model.attention.kind is AttentionKind.MLA
-    layers = sum(len(chunk_layers(model, c)) for c in rank_chunks(model, layout, grid.coordinate(layout, rank, "pp")))
-    passes = micro_batches * layers
+    passes = micro_batches * sum(len(chunk_layers(model, chunk)) for chunk in chunks)
     T, c = workload.seq_len * layout.mbs // layout.cp, activation_bytes(workload)
     apart, ring = factors(layout)
     key_heads = max(1, (spec.heads if mla else spec.kv_heads) // tp, apart)

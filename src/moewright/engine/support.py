@@ -51,9 +51,6 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
 def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
     """Cuts that would leave a rank part of a row, or expert rows that grouped GEMM cannot address."""
     attention = model.attention
-    if layout.recompute_block or layout.recompute_span > 1:
-        rule = "the engine replays all layers, one a checkpoint"
-        yield Reason(field="layout.recompute", value="block, uniform", rule=rule, nearest="full")
     if attention.kind is AttentionKind.GQA and attention.kv_width % layout.tp:
         rule = f"must divide the {attention.kv_width} rows of the key projection"
         yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(attention.kv_heads))
@@ -75,6 +72,9 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
 
 def _beside_mtp(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
     """What MTP depths do not go with: they stand with the loss, see whole sequences, and are replayed whole."""
+    if layout.recompute_block or layout.recompute_span > 1:
+        rule = "beside MTP depths the engine replays all layers, one a checkpoint"
+        yield Reason(field="layout.recompute", value="block, uniform", rule=rule, nearest="full")
     if workload.data.documents is not Documents.JOINED:
         rule = "the engine shifts tokens for MTP over the ends of documents"
         yield Reason(field="data.documents", value=workload.data.documents, rule=rule, nearest=Documents.JOINED)

@@ -53,7 +53,8 @@ class Depth(nn.Module):
         self, decided: Decided | None, batch: Sequences, embedded_tH: torch.Tensor, hidden_tH: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         joined = torch.cat((self.embed_norm(embedded_tH), self.hidden_norm(hidden_tH)), -1)
-        return self.layer.block(decided, batch, self._projected(joined))
+        out: tuple[torch.Tensor, ...] = self.layer(decided, batch, self._projected(joined))
+        return out
 
     def _projected(self, joined_tH2: torch.Tensor) -> torch.Tensor:
         """[t,2H] -> [t,H]. Each rank makes its columns for all tokens; the ranks then trade columns for tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ from moewright.engine.model.layers import (
 from moewright.engine.model.moe import Moe
 from moewright.engine.model.mtp import Depth, ahead
 from moewright.engine.runtime import Runtime
+from moewright.rules import recompute
 from moewright.rules.stages import Chunk
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
@@ -71,16 +72,10 @@ class Layer(nn.Module):
         else:
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
 
-    def forward(self, x_tH: torch.Tensor, batch: Sequences) -> tuple[torch.Tensor, ...]:
-        """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too."""
-        if self._run.replays(Recompute.FULL):
-            with self._run.books.within(Module.NORM):
-                out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(self.block, Decided(), batch), x_tH)
-                return out
-        return self.block(None, batch, x_tH)
-
-    def block(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`forward`, of which all is kept; `decided`: of the replayed block that this is part of."""
+    def forward(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too. `decided` is of the
+        replayed block that this is part of, None outside of one.
+        """
         run, keeper = self._run, self._run.keeper
         with keeper.offload(x_tH, asked=run.offloads(Offload.ATTN_NORM)):
             with run.books.within(Module.NORM):
@@ -138,11 +133,11 @@ class Transformer(nn.Module):
         assert x_tH is not None  # only the first chunk starts from ids
         aux = x_tH.new_zeros((), dtype=torch.float32)
         counts, batch = [], self._rotary.sequences(ids_BS.shape[0], runs)
-        for number in here.layers:
-            x_tH, *routed = self.layers[str(number)](x_tH, batch)
-            if routed:
-                aux = aux + routed[0]
-                counts.append(routed[1])
+        for layers, again in self._checkpoints(here.layers):
+            x_tH, *routed = self._through(layers, again, batch, x_tH)
+            for layer_aux, layer_counts in zip(routed[::2], routed[1::2], strict=True):
+                aux = aux + layer_aux
+                counts.append(layer_counts)
         nll, logits = aux.new_zeros(0), x_tH.new_zeros(0)
         if here.loss:
             assert self.final_norm is not None  # made with the chunk
@@ -160,12 +155,41 @@ class Transformer(nn.Module):
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
         return Output(hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=logits, aux=aux, counts=counted)
 
+    def _checkpoints(self, numbers: Sequence[int]) -> Iterator[tuple[list[nn.Module], bool]]:
+        """The layers of a chunk, those that one checkpoint of full recompute covers together, and whether it does."""
+        layout = self._run.mesh.layout
+        for place in range(0, len(numbers), layout.recompute_span):
+            together = numbers[place : place + layout.recompute_span]
+            again = Recompute.FULL in recompute.replayed(layout, place)
+            yield [self.layers[str(number)] for number in together], again
+
+    def _through(
+        self, layers: list[nn.Module], again: bool, batch: Sequences, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What the layers make of `x_tH`, and the auxiliary loss and the counts of each MoE layer among them."""
+        if not again:
+            return _in_turn(layers, [None] * len(layers), batch, x_tH)
+        with self._run.books.within(Module.NORM):
+            decided = [Decided() for _ in layers]
+            out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(_in_turn, layers, decided, batch), x_tH)
+            return out
+
     def _loss(self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.head or self.embedding
         assert table is not None  # made with the chunk
         with self._run.books.within(Module.NORM):
             x_tH = norm(x_tH)
         return token_loss(self._run, x_tH, table, targets_BS.flatten())
+
+
+def _in_turn(
+    layers: Sequence[nn.Module], decided: Sequence[Decided | None], batch: Sequences, x_tH: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    found: list[torch.Tensor] = []
+    for layer, known in zip(layers, decided, strict=True):
+        x_tH, *routed = layer(known, batch, x_tH)
+        found += routed
+    return x_tH, *found
 
 
 def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
