@@ -38,6 +38,9 @@ LAYOUTS = [
     (8, "etp2,ep2"),  # ETP without TP
     (8, "tp2,cp2,ep4,overlap=grad"),
     (8, "cp4,etp2,ep2,zero0"),
+    (8, "pp2,tp2,ep2"),  # the ends of the pipeline share the embedding
+    (8, "pp4,ep2,overlap=grad"),
+    (8, "pp2,ep2,etp2,schedule=zbv"),
 ]
 
 
