@@ -65,11 +65,17 @@ def parameters_of(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param
 
 def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
     """`parameters_of` of every pipeline rank."""
-    every = parameters(model)
-    held = [_chunks_of(model, layout, pp_rank) for pp_rank in range(layout.pp)]
-    return tuple(
-        tuple(p for p in every if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)) for mine in held
-    )
+    of_layer: dict[int, list[tuple[int, Param]]] = {}
+    for place, param in enumerate(parameters(model)):
+        of_layer.setdefault(param.layer, []).append((place, param))
+    ends = {EMBEDDING_LAYER, *range(model.layers, model.layers + 1 + model.mtp_layers)}
+    found = []
+    for pp_rank in range(layout.pp):
+        mine = _chunks_of(model, layout, pp_rank)
+        layers = ends.union(*(chunk.layers for chunk, _ in mine))
+        near = sorted((pair for layer in layers for pair in of_layer.get(layer, ())), key=lambda pair: pair[0])
+        found.append(tuple(p for _, p in near if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)))
+    return tuple(found)
 
 
 def _chunks_of(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:

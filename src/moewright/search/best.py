@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,18 +43,24 @@ class Candidate:
         return one.tp, one.cp, one.pp, one.ep, one.etp, one.mbs
 
 
+Cut = tuple[int, int, int, int, int]
+
+
+def cut_of(layout: Layout) -> Cut:
+    """What tells groups apart."""
+    return layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs
+
+
 class Best:
-    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be lost of those that
-    take less than `below_s`; `extra_bytes` how much more room is looked at too.
+    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be lost; `extra_bytes`
+    how much more room is looked at too.
     """
 
-    def __init__(
-        self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...], below_s: float = np.inf
-    ) -> None:
+    def __init__(self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...]) -> None:
         self._space, self._scout, self._keep = space, scout, keep
         self._limit = space.hardware.device.memory_bytes.value
         self._found: list[Candidate] = []
-        self.below_s = below_s
+        self.below_s = np.inf
         self.scored = self.without_room = 0
         self.refused: Counter[str] = Counter()
         self.with_more: dict[float, Candidate] = {}
@@ -65,9 +72,11 @@ class Best:
         """Up to where time is worth pricing."""
         return self._limit + max(self._extra_bytes, default=0.0)
 
-    def take_all(self) -> None:
-        """Go through the whole space."""
+    def take_all(self, cuts: Collection[Cut] | None = None) -> None:
+        """Go through the whole space, or the groups of these cuts alone."""
         for group in groups(self._space):
+            if cuts is not None and cut_of(group.layout) not in cuts:
+                continue
             for scores in self._scout.scores(group, room_bytes=self.room_bytes, below_s=self.below_s):
                 self.take(scores)
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moewright.search.best import Candidate
-from moewright.search.search import Ranked, fastest
+from moewright.search.search import Ranked, fastest_near
 from moewright.search.space import Allowed, everything
-from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Overlap
-from moewright.spec.plan import Gain, Plan
+from moewright.spec.plan import Gain
 from moewright.spec.units import show_bytes
 
 NETWORK_TIMES = 2.0
@@ -19,12 +18,13 @@ _WORTH_SAYING = 0.002  # of the step
 
 def gains(ranked: Ranked, *, fixed: str = "", allowed: Allowed = everything) -> tuple[Gain, ...]:
     """Of the first plan of a search of `fixed` and `allowed`: the fastest layout under each change, where it is another
-    or takes another time. Memory and overlap are read off the search; the network is searched again.
+    or takes another time. Memory and overlap are read off the search; for the network everything near the best is
+    searched again.
     """
     if not ranked.plans:
         return ()
     best = ranked.plans[0]
-    found = [*_memory(ranked), *_network(best, fixed, allowed), *_overlap(ranked)]
+    found = [*_memory(ranked), *_network(ranked, fixed, allowed), *_overlap(ranked)]
     return tuple(gain for gain in found if abs(gain.step_s / best.estimate.step_s - 1) > _WORTH_SAYING)
 
 
@@ -33,13 +33,14 @@ def _memory(ranked: Ranked) -> Iterator[Gain]:
         yield _gain(f"{show_bytes(extra_bytes)} more memory a device", candidate)
 
 
-def _network(best: Plan, fixed: str, allowed: Allowed) -> Iterator[Gain]:
-    fabric = best.hardware.fabric
-    if fabric.domain_size >= best.hardware.count:
+def _network(ranked: Ranked, fixed: str, allowed: Allowed) -> Iterator[Gain]:
+    have = ranked.plans[0].hardware
+    fabric = have.fabric
+    if fabric.domain_size >= have.count:
         return
     Bps = replace(fabric.network_Bps, value=NETWORK_TIMES * fabric.network_Bps.value)
-    hardware: Hardware = replace(best.hardware, fabric=replace(fabric, network_Bps=Bps))
-    found = fastest(best.model, best.workload, hardware, fixed=fixed, allowed=allowed, below_s=best.estimate.step_s)
+    hardware = replace(have, fabric=replace(fabric, network_Bps=Bps))
+    found = fastest_near(ranked, hardware, fixed=fixed, allowed=allowed)
     if found is not None:
         yield _gain(f"a network {NETWORK_TIMES:g} x as fast", found)
 

@@ -19,7 +19,7 @@ from moewright.rules import grid, recompute, routing, shards
 from moewright.rules.inventory import parameters
 from moewright.rules.stages import Chunk
 from moewright.search.shapes import Array, Pieces, Stack
-from moewright.search.space import Keep, Space, Work
+from moewright.search.space import Keep, Pipes, Space, Work
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, Module
 
@@ -66,9 +66,10 @@ class Room:
         self._masks: dict[tuple[tuple[Module, str], ...], tuple[Array, Array]] = {}
         self._placeholders: dict[tuple[int, int], Array] = {}
         self._groups: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
+        self._states: dict[tuple[Pipes, int, int, int, int], Array] = {}
         self._counted: dict[tuple[int, int, int], Parameters] = {}
 
-    def device_bytes(self, size: Sizes, layers: Layers, stack: Stack) -> tuple[Array, Array]:
+    def device_bytes(self, size: Sizes, layers: Layers, pipes: Pipes, stack: Stack) -> tuple[Array, Array]:
         """[pipelines, works, keeps] bytes of the fullest rank, and their standard deviation."""
         moments, cut = stack.moments, size.layout
         head = memory.head_bytes(self._constants, size)
@@ -78,7 +79,10 @@ class Room:
             inside = moments.backward[:, piece, None] > 0
             np.maximum(short, inside * layers.transient[piece], out=short)
         alive = moments.live @ layers.saved + short + (moments.forward * head.forward)[:, None]
-        states = self._state_bytes(cut, stack) + self._resident(size, stack)[:, None]
+        key = pipes, cut.tp, cut.cp, cut.ep, cut.etp
+        if key not in self._states:
+            self._states[key] = self._state_bytes(cut, stack) + self._resident(size, stack)[:, None]
+        states = self._states[key]
         allocated = stack.most(stack.fullest(alive)[:, :, None] + states[:, None, :])
         device = memory.beyond(
             self._constants,

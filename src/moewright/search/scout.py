@@ -127,7 +127,7 @@ class Scout:
             if not legal.any():
                 continue
             stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
-            peak, spread = self._room.device_bytes(size, layers, stacked)
+            peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked)
             worth = legal & (peak <= room_bytes + spread)
             roomy = legal & (peak <= self._space.hardware.device.memory_bytes.value - spread)
             # Nothing is gained by replaying more, or gathering weights more often, than room asks for.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.legality import illegal
-from moewright.search.best import RESOLVED, Best, Candidate
+from moewright.search.best import RESOLVED, Best, Candidate, cut_of
 from moewright.search.explain import why_first
 from moewright.search.scout import Scout
 from moewright.search.space import Allowed, everything, space_of
@@ -22,7 +22,7 @@ from moewright.spec.workload import Workload
 DOES_NOT_FIT = "does not fit in memory"
 SLOWER = "slower than the layouts shown"
 
-_SPARE = 6  # candidates beyond what is shown: some turn out not to fit when estimated in full
+_SPARE = 14  # beyond what is shown: some turn out not to fit when estimated in full; another network may turn the order
 _EXTRA_BYTES = (GIB, 8 * GIB)
 
 
@@ -31,7 +31,7 @@ class Ranked:
     """Plans, best first; what was rejected, by rule; why the first is first; and how many layouts were scored.
 
     `with_more` is the fastest candidate with so many more bytes a device, `by_overlap` the fastest without and with
-    overlapped expert communication.
+    overlapped expert communication; `near` are the best candidates of many degrees, whether shown or not.
     """
 
     plans: tuple[Plan, ...]
@@ -40,6 +40,7 @@ class Ranked:
     scored: int
     with_more: tuple[tuple[float, Candidate], ...]
     by_overlap: tuple[tuple[bool, Candidate], ...]
+    near: tuple[Candidate, ...]
 
 
 def search(
@@ -83,16 +84,16 @@ def search(
         scored=best.scored,
         with_more=tuple(best.with_more.items()),
         by_overlap=tuple(best.by_overlap.items()),
+        near=tuple(best.ranked()),
     )
 
 
-def fastest(
-    model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, allowed: Allowed, below_s: float
-) -> Candidate | None:
-    """The fastest layout that fits, as the closed forms see it; None when none takes less than `below_s`."""
-    space = space_of(model, workload, hardware, fixed, allowed=allowed)
-    best = Best(space, Scout(space), keep=1, extra_bytes=(), below_s=below_s)
-    best.take_all()
+def fastest_near(ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: Allowed) -> Candidate | None:
+    """The fastest layout on another hardware among all that cut a layer like one of the best on this one."""
+    first = ranked.plans[0]
+    space = space_of(first.model, first.workload, hardware, fixed, allowed=allowed)
+    best = Best(space, Scout(space), keep=1, extra_bytes=())
+    best.take_all(cuts={cut_of(candidate.layout) for candidate in ranked.near})
     firm = [candidate for candidate in best.ranked() if candidate.firm]
     return firm[0] if firm else None
 
