@@ -301,6 +301,28 @@ def test_two_depths_of_prediction_ahead(
         assert [load["counts"] for load in ours["loads"]] == [load["counts"] for load in theirs["loads"]]
 
 
+def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> None:
+    """Four steps of a tied model, each on other stages, against four steps on one rank."""
+    model = replace(tiny_jobs.MODEL, tie_embeddings=True)
+
+    def run_to(steps: int, layout: str, world_size: int, run_dir: Path) -> Path:
+        work = tiny_jobs.workload(data, steps=steps)
+        optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=4)
+        work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
+        assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+        return run_dir
+
+    one, moved = tmp_path / "one", tmp_path / "moved"
+    run_to(4, "mbs2", 1, one)
+    run_to(1, "pp3,mbs2", 3, moved)
+    run_to(2, "pp2,vpp2,tp2,mbs2,layout='Et|t||tL'", 4, moved)
+    run_to(3, "mbs2", 1, moved)
+    run_to(4, "pp2,ep2,mbs2,schedule=zbv,layout='E|t|t|tL'", 4, moved)
+    for ours, theirs in zip(steps_of(moved), steps_of(one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
 def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:
     first, second = (train(data, "ep2,mbs2", 2, tmp_path / name, steps=2) for name in ("a", "b"))
     one, two = state(first, 2), state(second, 2)
