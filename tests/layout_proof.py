@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import tiny_jobs
 from moewright.codec import read_json
@@ -255,7 +256,9 @@ def _digests(job: Trainee) -> Iterator[tuple[str, bytes]]:
     """Each part of a weight that this rank holds, by name and box, and the biases that move with the load."""
     for slot in slots_of(job.model):
         at = slot.placement
-        yield f"{slot.name} {at.offsets} {at.local}", _digest(slot.owner.weight)
+        weight = slot.owner.weight
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # of ZeRO-3, from all its parts
+        yield f"{slot.name} {at.offsets} {at.local}", _digest(whole)
     for each in router.routers_of(job.model):
         if each.selection_bias is not None:
             yield f"bias {each.number}", _digest(each.selection_bias)

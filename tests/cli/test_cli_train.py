@@ -211,7 +211,7 @@ def test_a_job_that_cannot_be_trained_writes_nothing(
     [
         ("layout.ep=3", ": layout.ep=3"),
         ("layout.tp=3", ": layout.tp=3"),
-        ("layout.zero=3", ": layout.zero=3"),
+        ("layout.cp=3", ": layout.cp=3"),
         ("layout.mbs=3", ": layout.mbs=3"),
         ("layout.dp=3", ": layout.dp=3"),
     ],

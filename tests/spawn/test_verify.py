@@ -191,6 +191,7 @@ LAYOUTS = [
     ("mixtral", 4, "ep2,mbs2,zero0"),
     ("olmoe", 2, "ep2"),
     ("qwen3", 2, "mbs4"),
+    ("deepseek_v3", 4, "ep2,zero3"),
     ("qwen3_moe", 4, "tp2,ep2,mbs2"),
     ("mixtral", 4, "tp2,etp4"),
     ("olmoe", 2, "tp2,ep2"),

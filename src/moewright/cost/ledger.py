@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from moewright.cost.saved import saved_rows
 from moewright.cost.stage import Routed, chunk_layers, rank_chunks, replayed_layers, routed
-from moewright.cost.states import bucket_sets, state_rows
+from moewright.cost.states import bucket_sets, state_rows, unit_rows
 from moewright.cost.traffic import comm_rows
-from moewright.rules import flops, grid, schedule
+from moewright.rules import flops, fully, grid, schedule
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import workload_of
 from moewright.spec.layout import Layout, Recompute
@@ -46,18 +46,20 @@ def predict_rank(
     pp_rank = grid.coordinate(layout, rank, "pp")
     count = micro_batches(workload, layout)
     rows = routed(model, workload, layout, rank, micro_batches=count, selection=selection, load=load)
-    sets = bucket_sets(model, workload, layout, rank)
+    units = fully.units(model, layout, rank)
+    sets = [one for one in bucket_sets(model, workload, layout, rank) if not units or one.group_size == 1]
     table = schedule.timetable(layout, count)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (
         *state_rows(workload, layout, sets),
+        *unit_rows(workload, units),
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
     )
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
         memory=tuple(sorted(memory, key=lambda row: (row.component, row.module))),
-        comm=comm_rows(model, workload, layout, rank, rows, sets),
+        comm=comm_rows(model, workload, layout, rank, rows, sets, units),
         flops=flop_rows(model, workload, layout, pp_rank, rows),
         in_flight=schedule.peak_live(table),
     )

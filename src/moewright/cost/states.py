@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from moewright.rules import buckets, grid, shards
+from moewright.rules import buckets, fully, grid, shards
 from moewright.rules.inventory import Param
 from moewright.rules.recompute import activation_bytes
 from moewright.spec.layout import Layout, Offload
@@ -103,6 +103,25 @@ def sharded_states(zero: int) -> frozenset[Component]:
         return frozenset()
     owned = frozenset({Component.MASTER, Component.MOMENTS})
     return owned if zero < 3 else owned | {Component.WEIGHTS, Component.GRADIENTS}
+
+
+def unit_rows(workload: Workload, units: Sequence[fully.Unit]) -> tuple[MemoryRow, ...]:
+    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without rows is OTHER's."""
+    sums: dict[tuple[Component, Module], int] = {}
+    sizes = (
+        (Component.MASTER, MASTER_BYTES, True),
+        (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
+        (Component.MOMENTS, 2 * workload.optimizer.moment_dtype.nbytes, False),
+    )
+    for cut in (cut for unit in units for cut in unit.cuts):
+        for component, nbytes, padded in sizes:
+            for module, numel in ((cut.module, cut.own), (Module.OTHER, (cut.room - cut.own) * padded)):
+                sums[component, module] = sums.get((component, module), 0) + numel * nbytes
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=nbytes)
+        for (component, module), nbytes in sorted(sums.items())
+        if nbytes
+    )
 
 
 def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> tuple[MemoryRow, ...]:

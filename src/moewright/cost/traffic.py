@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers, runs, summed
 from moewright.cost.states import BucketSet
-from moewright.rules import grid, routing, stages, transfers
+from moewright.rules import fully, grid, routing, stages, transfers
 from moewright.rules.context import factors
 from moewright.rules.recompute import activation_bytes
 from moewright.rules.rows import Kind
@@ -26,7 +26,13 @@ _Call = tuple[Collective, str, int, int]  # operation, group, payload bytes of a
 
 
 def comm_rows(
-    model: ModelSpec, workload: Workload, layout: Layout, rank: int, rows: Routed, sets: Sequence[BucketSet]
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    rank: int,
+    rows: Routed,
+    sets: Sequence[BucketSet],
+    units: Sequence[fully.Unit] = (),
 ) -> tuple[CommRow, ...]:
     """Sorted rows; groups of one rank make no call."""
     chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
@@ -34,6 +40,7 @@ def comm_rows(
     calls = [
         *_step(model, workload, layout, rows),
         *_gradients(workload, layout, sets, len(rows.rows)),
+        *_units(workload, units, len(rows.rows)),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
         *(_some_replayed if layout.recompute_block else _layers)(model, workload, layout, chunks, rows),
     ]
@@ -172,6 +179,15 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
             yield Collective.ALL_REDUCE, "pp", reductions * grad * held.numel // held.shards, reductions * count
         if layout.zero:
             yield Collective.ALL_GATHER, held.group, gathers * c * held.numel // held.shards, gathers * count
+
+
+def _units(workload: Workload, units: Sequence[fully.Unit], micro_batches: int) -> Iterator[_Call]:
+    """fully_shard: a unit is gathered for each forward and each backward, and reduced after each backward."""
+    c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
+    for unit in units:
+        gathers = micro_batches * (1 if unit.stays else 2)
+        yield Collective.ALL_GATHER, unit.group, gathers * c * unit.room, gathers
+        yield Collective.REDUCE_SCATTER, unit.group, micro_batches * grad * unit.ranks * unit.room, micro_batches
 
 
 def _tensor(

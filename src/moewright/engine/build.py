@@ -11,7 +11,7 @@ from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.books import Books
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
-from moewright.engine.model.layers import Slot, slots_of
+from moewright.engine.model.layers import Slot
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.optim.update import Update, adamw_update
@@ -70,5 +70,5 @@ def trainee(
     )
     pp_rank = run.mesh.coordinate("pp")
     part = Transformer(run, [chunk for chunk in chunks(model, layout) if chunk.pp_rank == pp_rank])
-    optimizer = DistributedOptimizer(run, slots_of(part), lambda slot: initial(slot, run), rule)
+    optimizer = DistributedOptimizer(run, part, lambda slot: initial(slot, run), rule)
     return Trainee(run=run, model=part, optimizer=optimizer, train_data=batches)

@@ -52,6 +52,9 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
     """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine would refuse."""
     pp_rank = grid.coordinate(layout, rank, "pp")
     refuse_unrunnable(model, workload, layout)
+    if layout.zero == 3:
+        rule = "a dry run does not cut weights yet"
+        raise BadInput(Reason(field="layout.zero", value="3", rule=rule, nearest="1"))
     if reasons := tuple(_unforeseen(model, layout)):
         raise BadInput(*reasons)
     if layout.world_size > 1:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import isfinite
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from moewright.engine import collectives
 from moewright.engine.model.layers import slots_of
@@ -38,7 +39,8 @@ def look_into(job: Trainee, result: StepResult, *, step: int, rank: int, skips: 
 
 def _bad_weights(job: Trainee) -> Iterator[str]:
     for slot in slots_of(job.model):
-        if not torch.isfinite(slot.owner.weight).all():
+        weight = slot.owner.weight
+        if not torch.isfinite(weight.to_local() if isinstance(weight, DTensor) else weight).all():
             yield f"weight {slot.name}"
 
 

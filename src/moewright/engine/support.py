@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout, Recompute
+from moewright.spec.layout import Dispatcher, Layout, Offload, Recompute
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -29,7 +29,6 @@ def refuse_unrunnable(model: ModelSpec, workload: Workload, layout: Layout) -> N
 def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("zero", layout.zero, (1, 0)),
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
         ("overlap", "+".join(layout.overlap), ("", "p2p", "grad", "grad+p2p", "grad+param", "grad+p2p+param")),
@@ -45,7 +44,27 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         for key, value, legal in runs
         if value not in legal
     ]
-    return (*choices, *_too_fine(layout, model, workload))
+    return (*choices, *_cut_fully(layout, model), *_too_fine(layout, model, workload))
+
+
+def _cut_fully(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
+    """What ZeRO-3 does not run with: axes whose replicas it would have to sum too, and what flat buffers do."""
+    if layout.zero != 3:
+        return
+    replays = "+".join(policy for policy in layout.recompute if policy in (Recompute.FULL, Recompute.MOE))
+    rule = "the engine does not run this with zero=3 yet"
+    if model.mtp_layers:
+        yield Reason(field="model.mtp_layers", value=str(model.mtp_layers), rule=rule, nearest="0")
+    for key, value, legal in (
+        ("tp", str(layout.tp), "1"),
+        ("etp", str(layout.etp), "1"),
+        ("pp", str(layout.pp), "1"),
+        ("offload", "+".join(o for o in layout.offload if o is Offload.OPTIMIZER), ""),
+        ("overlap", "+".join(layout.overlap), ""),
+        ("recompute", replays, ""),
+    ):
+        if value != legal:
+            yield Reason(field=f"layout.{key}", value=value, rule=rule, nearest=legal or "none")
 
 
 def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import Flight, all_reduce
-from moewright.engine.model.layers import Slot
+from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.optim.arrivals import Arrivals
-from moewright.engine.optim.flat import FlatBucket, build_buckets
+from moewright.engine.optim.flat import FlatBucket, boxes_of, build_buckets
+from moewright.engine.optim.fully import FullySharded, ShardedParameter, shard_fully
 from moewright.engine.optim.scaling import LossScale
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
@@ -25,7 +27,7 @@ _NORM_ELEMENTS = 1 << 20
 
 
 class DistributedOptimizer:
-    """ZeRO-1 (or replicated, zero=0) optimizer over all parameters of this rank; `rule` makes the update.
+    """Replicated (zero=0), ZeRO-1 or ZeRO-3 optimizer over all parameters of this rank; `rule` makes the update.
 
     Gradients are summed over the group in which a parameter is held in copies, never averaged: the loss is already
     divided by the global number of targets. With overlap=grad a bucket is reduced under backward, as soon as the last
@@ -35,19 +37,25 @@ class DistributedOptimizer:
     def __init__(
         self,
         run: Runtime,
-        slots: Sequence[Slot],
+        model: nn.Module,
         initial: Callable[[Slot], torch.Tensor],
         rule: Update = adamw_update,
     ) -> None:
         self._run, self._rule = run, rule
+        slots, layout = slots_of(model), run.mesh.layout
+        groups = [(slot, run.mesh.group(gradient_group(slot.placement.cuts, layout))) for slot in slots]
+        cut = [(slot, group) for slot, group in groups if layout.zero == 3 and group.size > 1]
         self.buckets: list[FlatBucket] = []
         for group in GRADIENT_GROUPS:
-            members = [slot for slot in slots if gradient_group(slot.placement.cuts, run.mesh.layout) == group]
+            members = [slot for slot, of in groups if of.name == group and (slot, of) not in cut]
             for both in (False, True):
-                some = [slot for slot in members if on_both_ends(slot.name, run.model, run.mesh.layout) == both]
+                some = [slot for slot in members if on_both_ends(slot.name, run.model, layout) == both]
                 twin = run.mesh.ends if both else None
                 if some:
                     self.buckets += build_buckets(run, some, run.mesh.group(group), twin, initial)
+        self.fully = shard_fully(run, model, cut, initial) if cut else None
+        self._cut = self.fully.parameters if self.fully else ()
+        self._holders: list[FlatBucket | ShardedParameter] = [*self.buckets, *self._cut]
         self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none
         self._scale = LossScale(run.workload)
         self._pending: set[str] = set()
@@ -96,6 +104,8 @@ class DistributedOptimizer:
         self._pending = {slot.name for bucket in self.buckets for slot, _ in bucket.views}
         self._reductions = {}
         self._arrivals.begin(micro_batches)
+        if self.fully is not None:
+            self.fully.begin()
 
     def _reduce_one(self, index: int) -> None:
         """Start to reduce a bucket. A parameter that no micro-batch used has a zero gradient."""
@@ -114,16 +124,19 @@ class DistributedOptimizer:
         for bucket, shard in zip(self.buckets, self._shards, strict=True):
             if bucket.twin is not None:
                 all_reduce(shard, bucket.twin)
-        return sum(
+        own = sum(
             _squared_norm(shard) / bucket.replicas for bucket, shard in zip(self.buckets, self._shards, strict=True)
         )
+        cut = [each.gradient() for each in self._cut]
+        self._shards += cut
+        return own + sum(map(_squared_norm, cut))
 
     def update(self, *, lr: float, scale: float) -> None:
         """One update with gradients times `scale` (the clipping factor). Matrices decay, vectors do not."""
         spec, done = self._run.workload.optimizer, int(self._updates)
         scale /= self.loss_scale
         self._updates += 1
-        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+        for bucket, shard in zip(self._holders, self._shards, strict=True):
             if scale != 1.0:
                 shard.mul_(scale)
             shard = shard.to(bucket.master.device)
@@ -135,8 +148,8 @@ class DistributedOptimizer:
 
     def gradients(self) -> list[Piece]:
         """The reduced gradients, "grad/" + name, before clipping; between `reduce` and `update`."""
-        pairs = zip(self.buckets, self._shards, strict=True)
-        return [piece for bucket, shard in pairs for piece in bucket.boxes_of("grad/", shard)]
+        pairs = zip(self._holders, self._shards, strict=True)
+        return [piece for bucket, shard in pairs for piece in boxes_of(bucket.parts, "grad/", shard)]
 
     def publish(self) -> None:
         """Bring the updated weights to every rank: now, or under way to their first use with overlap=param."""
@@ -157,18 +170,22 @@ class DistributedOptimizer:
     def memory(self) -> tuple[MemoryRow, ...]:
         """Bytes held, one row a (component, module)."""
         held: dict[tuple[Component, Module], int] = defaultdict(int)
-        for bucket in self.buckets:
-            for row in bucket.memory():
+        holders: list[FlatBucket | FullySharded] = [*self.buckets, *([self.fully] if self.fully else [])]
+        for holder in holders:
+            for row in holder.memory():
                 held[(row.component, row.module)] += row.bytes
         return tuple(MemoryRow(component=c, module=m, bytes=size) for (c, m), size in held.items())
 
     def pieces(self) -> list[Piece]:
         """Everything a checkpoint must hold of parameters and their optimizer state, by global name."""
         updates = Piece(name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates)
-        return [updates, *self._scale.pieces(), *(piece for bucket in self.buckets for piece in bucket.pieces())]
+        states = [piece for holder in self._holders for piece in holder.pieces()]
+        return [updates, *self._scale.pieces(), *states]
 
     def resident(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the weight buffers."""
+        if self.fully is not None and self.fully.resident(tensor):
+            return True
         return any(identity(bucket.weights) == identity(tensor) for bucket in self.buckets)
 
 

@@ -79,34 +79,37 @@ class FlatBucket:
         """Bytes of every buffer by component and module; what belongs to no parameter is OTHER."""
         whole = [(slot.module, view.numel()) for slot, view in self.views]
         owned = [(part.slot.module, part.last - part.first) for part in self.parts]
-        rows = _by_module(Component.WEIGHTS, self.weights, whole) + _by_module(Component.GRADIENTS, self.grads, whole)
-        rows += _by_module(Component.HOST if self.on_host else Component.MASTER, self.master, owned)
+        rows = by_module(Component.WEIGHTS, self.weights, whole, self.weights.nbytes) + by_module(
+            Component.GRADIENTS, self.grads, whole, self.grads.nbytes
+        )
+        rows += by_module(Component.HOST if self.on_host else Component.MASTER, self.master, owned, self.master.nbytes)
         for moment in (self.exp_avg, self.exp_avg_sq):
-            rows += _by_module(Component.HOST if self.on_host else Component.MOMENTS, moment, owned)
+            rows += by_module(Component.HOST if self.on_host else Component.MOMENTS, moment, owned, moment.nbytes)
         return rows
 
     def pieces(self) -> list[Piece]:
         """Master and moments as boxes of the global tensors."""
         states = (("", self.master), ("optim/exp_avg/", self.exp_avg), ("optim/exp_avg_sq/", self.exp_avg_sq))
-        return [piece for prefix, flat in states for piece in self.boxes_of(prefix, flat)]
+        return [piece for prefix, flat in states for piece in boxes_of(self.parts, prefix, flat)]
 
-    def boxes_of(self, prefix: str, flat: torch.Tensor) -> list[Piece]:
-        """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in none."""
-        found: list[Piece] = []
-        for part in self.parts:
-            at = part.slot.placement
-            # Only the first dim is ever padded, so what lies inside comes first.
-            last = min(part.last, prod(at.inside))
-            if part.first < last:
-                found += flat_pieces(
-                    prefix + part.slot.name,
-                    global_shape=at.whole,
-                    offsets=at.offsets,
-                    local_shape=at.inside,
-                    start=part.first,
-                    flat=flat[part.start : part.start + last - part.first],
-                )
-        return found
+
+def boxes_of(parts: Sequence[Part], prefix: str, flat: torch.Tensor) -> list[Piece]:
+    """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in none."""
+    found: list[Piece] = []
+    for part in parts:
+        at = part.slot.placement
+        # Only the first dim is ever padded, so what lies inside comes first.
+        last = min(part.last, prod(at.inside))
+        if part.first < last:
+            found += flat_pieces(
+                prefix + part.slot.name,
+                global_shape=at.whole,
+                offsets=at.offsets,
+                local_shape=at.inside,
+                start=part.first,
+                flat=flat[part.start : part.start + last - part.first],
+            )
+    return found
 
 
 def build_buckets(
@@ -171,8 +174,11 @@ def _owned(slot: Slot, entry: Entry, start: int, stop: int) -> Part | None:
     return Part(slot=slot, first=first - entry.start, last=last - entry.start, start=first - start)
 
 
-def _by_module(component: Component, buffer: torch.Tensor, spans: Sequence[tuple[Module, int]]) -> list[MemoryRow]:
+def by_module(
+    component: Component, buffer: torch.Tensor, spans: Sequence[tuple[Module, int]], nbytes: int
+) -> list[MemoryRow]:
+    """Rows of elements like the buffer's, in all `nbytes`; what belongs to no module is OTHER."""
     size = buffer.element_size()
     rows = [MemoryRow(component=component, module=module, bytes=count * size) for module, count in spans]
-    padding = buffer.nbytes - sum(row.bytes for row in rows)
+    padding = nbytes - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(component=component, module=Module.OTHER, bytes=padding)]

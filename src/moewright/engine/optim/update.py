@@ -8,10 +8,20 @@ from typing import Protocol
 import torch
 from torch.optim.adamw import adamw
 
-from moewright.engine.optim.flat import FlatBucket
 from moewright.spec.workload import OptimizerSpec
 
 _PIECE = 1 << 20
+
+
+class States(Protocol):
+    """Master weights and moments of a rank's part of a bucket, or of one parameter: flat, of one length."""
+
+    @property
+    def master(self) -> torch.Tensor: ...
+    @property
+    def exp_avg(self) -> torch.Tensor: ...
+    @property
+    def exp_avg_sq(self) -> torch.Tensor: ...
 
 
 class Update(Protocol):
@@ -19,7 +29,7 @@ class Update(Protocol):
 
     def __call__(
         self,
-        bucket: FlatBucket,
+        bucket: States,
         grads: torch.Tensor,
         places: Sequence[slice],
         spec: OptimizerSpec,
@@ -31,7 +41,7 @@ class Update(Protocol):
 
 
 def adamw_update(
-    bucket: FlatBucket,
+    bucket: States,
     grads: torch.Tensor,
     places: Sequence[slice],
     spec: OptimizerSpec,
@@ -54,7 +64,7 @@ def adamw_update(
 
 
 def _adamw(
-    bucket: FlatBucket,
+    bucket: States,
     grads: torch.Tensor,
     places: Sequence[slice],
     moments: Sequence[torch.Tensor],
@@ -84,7 +94,7 @@ def _adamw(
 
 
 def sgd_update(
-    bucket: FlatBucket,
+    bucket: States,
     grads: torch.Tensor,
     places: Sequence[slice],
     spec: OptimizerSpec,

@@ -1,0 +1,174 @@
+"""ZeRO-3: weights, gradients and optimizer state cut over the ranks by torch's fully_shard (docs/adr/0008).
+
+The cut weights are the fp32 master; a unit is gathered in the compute dtype for its forward and again for its backward,
+and its gradients are summed and cut in fp32 after every micro-batch. Every byte goes through engine.collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from moewright.engine.books import identity
+from moewright.engine.checkpoint import Piece
+from moewright.engine.collectives import Group, start_all_gather, start_reduce_scatter
+from moewright.engine.model.layers import Experts, Slot
+from moewright.engine.model.transformer import Layer
+from moewright.engine.optim.flat import Part, boxes_of, by_module
+from moewright.engine.runtime import Runtime, torch_dtype
+from moewright.spec.ledger import Component, MemoryRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedParameter:
+    """This rank's rows of one parameter and their optimizer state, flat."""
+
+    slot: Slot
+    parameter: nn.Parameter  # a DTensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    parts: tuple[Part, ...]
+
+    def gradient(self) -> torch.Tensor:
+        """Summed over the group; a parameter that no micro-batch used has a zero gradient."""
+        grad = self.parameter.grad
+        return torch.zeros_like(self.master) if grad is None else _local(grad).view(-1)
+
+    def pieces(self) -> list[Piece]:
+        """Master and moments as boxes of the global tensors."""
+        states = (("", self.master), ("optim/exp_avg/", self.exp_avg), ("optim/exp_avg_sq/", self.exp_avg_sq))
+        return [piece for prefix, flat in states for piece in boxes_of(self.parts, prefix, flat)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullySharded:
+    """All parameters of this rank that fully_shard cuts, and the module at the root."""
+
+    root: FSDPModule
+    parameters: tuple[ShardedParameter, ...]
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step; an evaluation may have left the root gathered."""
+        self.root.reshard()
+        for each in self.parameters:
+            each.parameter.grad = None
+
+    def resident(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a gathered weight."""
+        weights = (each.slot.owner.weight for each in self.parameters)
+        return any(not isinstance(w, DTensor) and identity(w) == identity(tensor) for w in weights)
+
+    def memory(self) -> list[MemoryRow]:
+        """Bytes of the cut tensors; a part's room that holds no row is OTHER."""
+        rows: list[MemoryRow] = []
+        for each in self.parameters:
+            owned = [(each.slot.module, each.master.numel())]
+            rows += by_module(Component.MASTER, each.master, owned, each.master.untyped_storage().nbytes())
+            for moment in (each.exp_avg, each.exp_avg_sq):
+                rows += by_module(Component.MOMENTS, moment, owned, moment.nbytes)
+        grads = [
+            (each.slot.module, _local(grad)) for each in self.parameters if (grad := each.parameter.grad) is not None
+        ]
+        storages = {identity(grad): grad.untyped_storage().nbytes() for _, grad in grads}
+        if grads:
+            spans = [(module, grad.numel()) for module, grad in grads]
+            rows += by_module(Component.GRADIENTS, grads[0][1], spans, sum(storages.values()))
+        return rows
+
+
+class _Gather(AllGather):
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        flight = start_all_gather(output_tensor, input_tensor, self._group)
+        if async_op:
+            return flight.work
+        flight.land()
+        return None
+
+
+class _Scatter(ReduceScatter):
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        flight = start_reduce_scatter(output_tensor, input_tensor, self._group)
+        if async_op:
+            return flight.work
+        flight.land()
+        return None
+
+
+def shard_fully(
+    run: Runtime,
+    model: nn.Module,
+    groups: Sequence[tuple[Slot, Group]],
+    initial: Callable[[Slot], torch.Tensor],
+) -> FullySharded:
+    """Cut the parameters of `groups`, each over its group; all others of the model are left alone."""
+    for slot, _ in groups:
+        slot.owner.weight = nn.Parameter(initial(slot).to(run.device, torch.float32))
+    mine = {slot.parameter for slot, _ in groups}
+    policy = MixedPrecisionPolicy(param_dtype=run.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    units: list[tuple[nn.Module, str]] = [(module, "edp") for module in model.modules() if isinstance(module, Experts)]
+    units += [(module, "dp_cp") for module in model.modules() if isinstance(module, Layer)]
+    for module, name in (*units, (model, "dp_cp")):
+        group = run.mesh.group(name)
+        if group.handle is None:
+            continue
+        fully_shard(
+            module,
+            mesh=DeviceMesh.from_group(group.handle, run.device.type),
+            reshard_after_forward=module is not model,
+            mp_policy=policy,
+            ignored_params={parameter for parameter in module.parameters() if parameter not in mine},
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_Gather(group))
+        module.set_custom_reduce_scatter(_Scatter(group))
+    assert isinstance(model, FSDPModule)
+    return FullySharded(root=model, parameters=tuple(_sharded(run, slot, group) for slot, group in groups))
+
+
+def _sharded(run: Runtime, slot: Slot, group: Group) -> ShardedParameter:
+    local = _local(slot.parameter)
+    moment_dtype = torch_dtype(run.workload.optimizer.moment_dtype)
+    rows, width = slot.parameter.shape[0], slot.parameter[0].numel() if slot.parameter.dim() > 1 else 1
+    first = min(rows, group.index * -(-rows // group.size)) * width
+    return ShardedParameter(
+        slot=slot,
+        parameter=slot.parameter,
+        master=local.view(-1),
+        exp_avg=torch.zeros(local.numel(), dtype=moment_dtype, device=run.device),
+        exp_avg_sq=torch.zeros(local.numel(), dtype=moment_dtype, device=run.device),
+        parts=(Part(slot=slot, first=first, last=first + local.numel(), start=0),),
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    assert isinstance(detached, DTensor)
+    local: torch.Tensor = detached.to_local()
+    return local
