@@ -284,3 +284,21 @@ def test_a_refusal_that_one_rank_under_torchrun_found_is_told_by_it(
     torchrun_env(monkeypatch, WORLD_SIZE="2")
     with pytest.raises(BadInput, match="truncated"):
         launch(refuses, nproc=2, run_dir=tmp_path / "run")
+
+
+def late(context: RankContext) -> Outcome:
+    """Rank 1 never comes to where the ranks meet."""
+    if context.rank == 1:
+        time.sleep(60)
+    collectives.start(
+        rank=context.rank, world_size=context.world, store=context.store(), backend="gloo", timeout_s=60.0
+    )
+    return Outcome.DONE
+
+
+def test_a_rank_that_never_joins_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    began_s = time.monotonic()
+    timeouts = Timeouts(rendezvous_s=2.0, collective_s=4.0)
+    assert launch(late, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == Exit.RANK_FAILED
+    assert time.monotonic() - began_s < timeouts.collective_s + 8
+    assert capfd.readouterr().err.startswith("rank 1 stopped answering before its first step")

@@ -323,8 +323,11 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
-def test_the_same_run_twice_is_bit_identical(data: DataSpec, tmp_path: Path) -> None:
-    first, second = (train(data, "ep2,mbs2", 2, tmp_path / name, steps=2) for name in ("a", "b"))
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, "ep2,mbs2"), (4, "tp2,ep2,mbs2"), (4, "pp2,ep2,mbs2,layout='Et*2|tL'")]
+)
+def test_the_same_run_twice_is_bit_identical(world_size: int, layout: str, data: DataSpec, tmp_path: Path) -> None:
+    first, second = (train(data, layout, world_size, tmp_path / name, steps=2) for name in ("a", "b"))
     one, two = state(first, 2), state(second, 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
     for ours, theirs in zip(steps_of(first), steps_of(second), strict=True):

@@ -131,6 +131,21 @@ def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(
     assert losses(tmp_path) == losses(uninterrupted)
 
 
+def test_sigterm_before_the_first_step_saves_after_it(data: DataSpec, tmp_path: Path) -> None:
+    plan = make_plan(data, steps=40)
+    process = start(plan, tmp_path, tmp_path.with_suffix(".log"))
+    deadline = time.monotonic() + 60
+    assert process.pid is not None
+    while len(list(children_of(process.pid))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == Exit.STOPPED
+    last = latest(tmp_path / "checkpoints")
+    assert last is not None
+    assert last.name == "step-00000001"
+
+
 def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> None:
     plan = make_plan(data, steps=3)
     assert run(plan, tmp_path) is Exit.DONE

@@ -230,8 +230,10 @@ def _death(rank: _Rank) -> Failure:
 
 
 def _hang(live: Sequence[_Rank], started_s: float) -> Failure:
-    """Blame one of the ranks that still live: a suspended one, else the one silent for longest."""
-    rank = max(live, key=lambda each: (_is_suspended(each), _silence_s(each, started_s)))
+    """Blame one of the ranks that still live: a suspended one, one that never came to meet the others, else the one
+    silent for longest.
+    """
+    rank = max(live, key=lambda each: (_is_suspended(each), not each.file("met").exists(), _silence_s(each, started_s)))
     beat = last_beat(rank.file("beat"))
     how = "it is suspended (SIGSTOP)" if _is_suspended(rank) else "the others wait for it"
     return Failure(

@@ -125,7 +125,7 @@ class Seat:
 
 
 def rank_file(folder: Path, kind: str, rank: int) -> Path:
-    """The file of a rank in the launcher's folder; `kind` is "beat" or "failure"."""
+    """The file of a rank in the launcher's folder; `kind` is "beat", "met" or "failure"."""
     return folder / f"{kind}-{rank:05d}"
 
 
@@ -159,6 +159,7 @@ class RankContext:
         if self.seat.store_file is None:
             made: Store = next(rendezvous("env://", self.rank, self.world, timeout=patience))[0]
             return made
+        rank_file(self.seat.store_file.parent, "met", self.rank).touch()  # whoever lacks one is waited for
         store = FileStore(str(self.seat.store_file), self.world)
         store.set_timeout(patience)
         return store

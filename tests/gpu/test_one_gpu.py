@@ -1,0 +1,125 @@
+"""One GPU: NCCL over one rank, bf16 held against fp32 on the CPU, and how long the device waits for the host.
+
+Skipped without a device. Written for torch 2.11 and later.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import layout_proof
+import tiny_jobs
+from layout_proof import WORK, batches
+from moewright.bench import overhead as bench
+from moewright.engine import collectives
+from moewright.engine.build import join, trainee
+from moewright.engine.launch import launch
+from moewright.engine.model.transformer import initial_value
+from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.step import Clock, accumulate, train_step
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Dtype, RouterForce, RouterTraining
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+_BF16_EPS = 2.0**-8
+
+
+def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
+    """Loss and gradients of the first step, left in `folder`."""
+    device = join(seat)
+    job = trainee(
+        plan.model, plan.workload, plan.layout, batches(plan.model), rank=0, device=device, initial=initial_value
+    )
+    found = accumulate(job, Clock(), step=1)
+    pieces = {piece.name: piece.tensor.double().cpu() for piece in job.optimizer.gradients()}
+    (folder / "found").write_bytes(pickle.dumps((found.loss, pieces)))
+    collectives.stop()
+    return Outcome.DONE
+
+
+def gradients(precision: Dtype, device: DeviceKind, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """With given experts: rounding sends no token elsewhere."""
+    folder.mkdir()
+    work = replace(WORK, precision=precision, router=RouterTraining(force=RouterForce.BALANCED))
+    plan = tiny_jobs.plan(work, "mbs4", world_size=1)
+    done = launch(partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device)
+    assert done is Exit.DONE
+    return pickle.loads((folder / "found").read_bytes())
+
+
+def test_bf16_on_the_gpu_is_within_rounding_of_fp32_on_the_cpu(tmp_path: Path) -> None:
+    """A gradient is a product of sums that were rounded a few times on their way: 16 units of bf16 hold on a CPU."""
+    loss, wanted = gradients(Dtype.FP32, DeviceKind.CPU, tmp_path / "cpu")
+    found_loss, found = gradients(Dtype.BF16, DeviceKind.CUDA, tmp_path / "gpu")
+    assert found_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
+    assert found.keys() == wanted.keys()
+    for name, reference in wanted.items():
+        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(reference.norm()), name
+
+
+def over_nccl(path: Path, seat: RankContext) -> Outcome:
+    """A group of one rank that NCCL made, and the sum over it."""
+    device = join(seat)
+    collectives.start(rank=0, world_size=1, store=seat.store(), backend="nccl", timeout_s=60.0)
+    value = torch.full((3,), 2.0, device=device)
+    torch.distributed.all_reduce(value)
+    path.write_text(str(value.tolist()))
+    collectives.stop()
+    return Outcome.DONE
+
+
+def test_nccl_makes_a_world_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "value"
+    assert launch(partial(over_nccl, path), nproc=1, run_dir=tmp_path, device=DeviceKind.CUDA) is Exit.DONE
+    assert path.read_text() == "[2.0, 2.0, 2.0]"
+
+
+def test_the_gpu_trains_and_its_idle_share_is_measured(record_property: pytest.FixtureRequest) -> None:
+    """The quickstart's model: the device's busy time within a step, and a loss that falls."""
+    device = torch.device("cuda", 0)
+    job = bench._job(device)
+    losses = [train_step(job, step=step, lr=1e-3, stop_asked=False, counted=False).loss for step in range(1, 4)]
+    assert all(map(torch.isfinite, map(torch.tensor, losses)))
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        train_step(job, step=4, lr=1e-3, stop_asked=False, counted=False)
+        ended.record()
+        torch.cuda.synchronize()
+    busy_ms = sum(row.self_device_time_total for row in profile.key_averages()) * 1e-3
+    idle = 1 - busy_ms / started.elapsed_time(ended)
+    record_property("gpu_idle_share", idle)
+    print(f"GPU idle share of a step: {idle:.1%}")
+    assert 0 <= idle < 1
+
+
+def test_the_engine_keeps_up_with_a_plain_loop_on_the_gpu() -> None:
+    found = bench.overhead(torch.device("cuda", 0))
+    assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-3)
+    assert found.ratio >= 0.95
+
+
+def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
+    """In fp32 without TF32 the proof of layouts holds across devices at a hundred times its tolerance."""
+    one = layout_proof.reference(tiny_jobs.MODEL, WORK, 4)
+    work = replace(WORK, seed=one.seed)
+    plan = tiny_jobs.plan(work, "mbs4", world_size=1)
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    done = launch(partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=DeviceKind.CUDA)
+    assert done is Exit.DONE
+    loss, _ = pickle.loads((folder / "found").read_bytes())
+    assert loss == pytest.approx(one.seen.sgd.steps[0][0], rel=1e-3)
