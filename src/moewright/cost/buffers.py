@@ -25,7 +25,8 @@ def dispatcher_bytes(size: Sizes) -> int:
     """What a dispatcher keeps registered whatever it sends.
 
     DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for every token of its
-    group going to one rank, once each way. All-to-all and all-gather keep nothing.
+    group going to one rank, once each way (assumed: its buffers are not documented). All-to-all and all-gather keep
+    nothing.
     """
     layout, token = size.layout, size.c * size.model.hidden_size
     if size.model.moe is None or layout.ep == 1:

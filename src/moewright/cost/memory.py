@@ -157,7 +157,7 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
     if layout.recompute:
         even = routing.routed_rows(model, workload, layout, 1.0)
         load = size.R / even if even else 1.0
-        before = recompute.saved_by_layer(model, workload, layout, layer, load=load)
+        before = recompute.saved_by_layer(model, workload, layout, layer, load=load, exchanged_again=size.fused)
         after = recompute.kept(before, layout.recompute)
         replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
         replayed *= layout.recompute_span

@@ -57,13 +57,14 @@ def layer_bytes(
     moved: routing.Moved | None = None,
     inputs: float | None = None,
     place: int = 0,
+    fused: bool = False,
 ) -> dict[Module, int]:
     """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module.
 
     `load` and `moved` as in rules.recompute; `place` of the layer in its chunk. `inputs`: the quantised input of an
     8-bit linear over its 16-bit size; None where linears are not 8-bit.
     """
-    rows = recompute.saved_by_layer(model, workload, layout, layer, load=load, moved=moved)
+    rows = recompute.saved_by_layer(model, workload, layout, layer, load=load, moved=moved, exchanged_again=fused)
     sums: dict[Module, int] = {}
     for row in recompute.kept_at(rows, layout, place):
         if not offloaded(row, layout.offload):
@@ -226,7 +227,15 @@ def _chunk_bytes(
         kind = (mtp, model.moe_layers[-1 if mtp else layer], load, again)
         if kind not in kinds:
             kinds[kind] = layer_bytes(
-                model, workload, layout, layer, load=load[0], moved=load[1], inputs=inputs, place=place
+                model,
+                workload,
+                layout,
+                layer,
+                load=load[0],
+                moved=load[1],
+                inputs=inputs,
+                place=place,
+                fused=not logits_kept,
             )
         for module, nbytes in kinds[kind].items():
             sums[module] = sums.get(module, 0) + nbytes

@@ -60,12 +60,16 @@ def saved_by_layer(
     *,
     load: float,
     moved: routing.Moved | None = None,
+    exchanged_again: bool = False,
 ) -> tuple[Saved, ...]:
     """What `layer` keeps before any recompute, rows of zero left out.
 
     `load` is the rank's expert rows over the mean, `moved` what its dispatch moves (None: even routing). Layers above
     `model.layers` are MTP depths (see inventory.Param): a layer like the last one, after the two norms and the
     projection, all booked to MTP.
+
+    `exchanged_again`: fused CUDA stacks keep attention's output once, as the projection takes it, and exchange it again
+    in backward.
     """
     T = workload.seq_len * layout.mbs // layout.cp
     size = _Sizes(
@@ -77,7 +81,7 @@ def saved_by_layer(
         apart=factors(layout)[0],
     )
     mtp = layer > model.layers
-    rows = [*_attention(model, size)]
+    rows = [*_attention(model, size, exchanged_again=exchanged_again)]
     if model.moe_layers[-1 if mtp else layer]:
         moved = moved or routing.expected_moves(model, workload, layout)
         rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load), moved)
@@ -115,7 +119,7 @@ def activation_bytes(workload: Workload) -> int:
     return 2 if workload.precision.eight_bit else workload.precision.nbytes
 
 
-def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iterator[Saved]:
     spec, c, T, t, h = model.attention, size.c, size.T, size.t, size.h
     mla = spec.kind is AttentionKind.MLA
     yield _row(Module.NORM, "layer_input", c * t * h, full=False)
@@ -128,7 +132,9 @@ def _attention(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     else:
         yield from _gqa_core(model, size)
     yield _row(Module.ATTENTION, "attention_out", c * T * spec.out_width // size.tp)
-    if size.apart > 1:  # attention keeps its own output, of more tokens and fewer heads than the projection's input
+    if (
+        size.apart > 1 and not exchanged_again
+    ):  # attention keeps its own output, of more tokens and fewer heads than the projection's input
         yield _row(Module.ATTENTION, "attention_out", c * T * spec.out_width // size.tp, Recompute.CORE_ATTN)
     yield _row(Module.ATTENTION, "lse", FP32_BYTES * T * spec.heads // size.tp, Recompute.CORE_ATTN)
     yield _row(Module.NORM, "residual", c * t * h)

@@ -206,7 +206,7 @@ class Room:
         numbered = [*enumerate(self._layers), *([(pieces.mtp, model.layers + 1)] if model.mtp_layers else [])]
         replays = np.array([bool(work.recompute) for work in self._works])
         for piece, layer in numbered:
-            rows = recompute.saved_by_layer(model, workload, cut, layer, load=load)
+            rows = recompute.saved_by_layer(model, workload, cut, layer, load=load, exchanged_again=size.fused)
             stays, there = self._mask(rows)
             whole = np.array([row.bytes for row in rows], dtype=float)
             kept = (
