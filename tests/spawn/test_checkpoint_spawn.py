@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from moewright.engine import collectives
-from moewright.engine.checkpoint import Coordinator, alone, committed, latest, load, save
+from moewright.engine.checkpoint import Coordinator, Saver, alone, committed, latest, load, save
 from moewright.engine.launch import launch
 from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.spec.workload import CheckpointSpec, SaveMode
 from sharded import bits, blank, full_state, pieces_of
 
 pytestmark = pytest.mark.spawn
@@ -78,9 +79,11 @@ def test_a_rank_killed_in_its_file_commits_nothing(
     assert [path.name for path in directory.iterdir()] == ["step-00000002"]
 
 
-def save_step(directory: Path, step: int) -> None:
-    pieces = pieces_of(full_state(step), "rows", 0, 1)
-    save(directory, step=step, pieces=pieces, extra={"step": step}, keep=1, comm=alone())
+def save_step(directory: Path, step: int, mode: SaveMode = SaveMode.SYNC) -> None:
+    spec = CheckpointSpec(keep=1, mode=mode)
+    saver = Saver(directory, spec=spec, extra={"step": step}, comm=alone(), aside=alone)
+    saver.save(step, pieces_of(full_state(step), "rows", 0, 1))
+    saver.finish()
 
 
 def loads(directory: Path) -> int:
@@ -95,7 +98,7 @@ def loads(directory: Path) -> int:
     return step
 
 
-def killed_save(directory: Path, step: int, events: int) -> bool:
+def killed_save(directory: Path, step: int, events: int, mode: SaveMode) -> bool:
     """Save in a process that dies before its `events`-th access to the file system; False when it had fewer."""
     child = os.fork()
     if child == 0:
@@ -108,18 +111,19 @@ def killed_save(directory: Path, step: int, events: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
-        save_step(directory, step)
+        save_step(directory, step, mode)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_kill_before_any_access_to_the_disk_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", list(SaveMode))
+def test_a_kill_before_any_access_to_the_disk_leaves_a_good_checkpoint(mode: SaveMode, tmp_path: Path) -> None:
     """The purge of the old checkpoint is part of the sweep; the next save clears what a killed one left."""
     steps = []
     for events in range(1, 100):
         directory = tmp_path / str(events)
         save_step(directory, 1)
-        if not killed_save(directory, 2, events):
+        if not killed_save(directory, 2, events, mode):
             break
         steps.append(loads(directory))
         save_step(directory, 3)

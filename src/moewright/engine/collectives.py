@@ -258,22 +258,30 @@ def receive(out: torch.Tensor, group: Group, *, source: int) -> dist.Work:
     return work
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not booked."""
+def aside() -> dist.ProcessGroup | None:
+    """A process group of the whole world for the control traffic of a second thread; every rank makes it at once."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not booked.
+
+    `group`: one of `aside`; the world's own when not given.
+    """
     if not dist.is_initialized():
         return [value]
-    world, device = dist.get_world_size(), _control_device()
+    world, device = dist.get_world_size(), _control_device(group)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    _gather_single(sizes, torch.tensor([data.numel()], device=device))
+    _gather_single(sizes, torch.tensor([data.numel()], device=device), group=group)
     room = int(sizes.max())
     padded = torch.zeros(room, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     parts = torch.zeros(world * room, dtype=torch.uint8, device=device)
-    _gather_single(parts, padded)
+    _gather_single(parts, padded, group=group)
     rows = parts.view(world, room).cpu()
     return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def _control_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def _control_device(group: dist.ProcessGroup | None) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

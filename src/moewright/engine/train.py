@@ -23,13 +23,13 @@ from moewright.engine import collectives
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import (
     Coordinator,
+    Saver,
     latest,
     load,
     read_index,
     refuse_mismatch,
     require_space,
     resume_from,
-    save,
 )
 from moewright.engine.data.build import read_corpus
 from moewright.engine.data.indexed import open_indexed
@@ -139,12 +139,14 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     job = trainee(plan.model, work, plan.layout, train, rank=seat.rank, device=device, initial=initial_value)
     identity = _identity(plan, train.dataset.fingerprint)
     first_step = _restore(job, run_dir, identity, comm) + 1
+    saver = Saver(run_dir / "checkpoints", spec=work.checkpoint, extra=identity, comm=comm, aside=partial(_aside, seat))
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
     counted_step = min(first_step + work.ledger_step, last_step)
     stopped, skips = False, 0
     for step in range(first_step, last_step + 1):
         seat.beat(step)
+        saver.check()
         lr = learning_rate(work.optimizer, steps=work.steps, step=step)
         result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
         recorder.step(_step_record(plan, step, lr, result))
@@ -157,20 +159,19 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
         if not stopped and (step == last_step or _due(step, work.eval_every_steps)):
             recorder.evaluation(_evaluate(job, heldout, step, seat))
         if stopped or step == last_step or _due(step, work.checkpoint.every_steps):
-            save(
-                run_dir / "checkpoints",
-                step=step,
-                pieces=job.pieces(),
-                extra=identity,
-                keep=work.checkpoint.keep,
-                comm=comm,
-            )
+            saver.save(step, job.pieces())
         if stopped:
             break
+    saver.finish()
     recorder.close()
     job.optimizer.settle()
     collectives.stop()
     return Outcome.STOPPED if stopped else Outcome.DONE
+
+
+def _aside(seat: RankContext) -> Coordinator:
+    group = collectives.aside()
+    return Coordinator(rank=seat.rank, world=seat.world, gather=lambda value: collectives.gather_json(value, group))
 
 
 def _due(step: int, every: int) -> bool:

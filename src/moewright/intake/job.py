@@ -203,6 +203,7 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.ramp_samples", ramp.ramp_samples, 0, 2**40),
         ("checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS),
         ("checkpoint.keep", checkpoint.keep, 1, 10**6),
+        ("checkpoint.keep_every_steps", checkpoint.keep_every_steps, 0, MAX_STEPS),
     )
     for key, value, low, high in ranges:
         if not low <= value <= high:

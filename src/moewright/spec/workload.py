@@ -131,10 +131,19 @@ class DataSpec:
     documents: Documents = Documents.JOINED
 
 
+class SaveMode(StrEnum):
+    """Who waits while a checkpoint is written: training; or nobody, once a copy of the state is in host memory."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSpec:
     every_steps: int = 0  # 0: only at the end and on SIGTERM
-    keep: int = 2
+    mode: SaveMode = SaveMode.SYNC
+    keep: int = 2  # the newest so many
+    keep_every_steps: int = 0  # and all whose step is a multiple of this; 0: no more than those
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no pickle either way."""
 
+from moewright.engine.checkpoint.commit import committed, latest, resume_from
 from moewright.engine.checkpoint.coordinator import Coordinator, alone
 from moewright.engine.checkpoint.files import require_space
 from moewright.engine.checkpoint.geometry import boxes
@@ -7,12 +8,13 @@ from moewright.engine.checkpoint.index import Index, read_index
 from moewright.engine.checkpoint.load import load, refuse_mismatch
 from moewright.engine.checkpoint.lock import run_lock
 from moewright.engine.checkpoint.piece import Piece, flat_pieces
-from moewright.engine.checkpoint.save import committed, latest, resume_from, save
+from moewright.engine.checkpoint.saver import Saver, save
 
 __all__ = [
     "Coordinator",
     "Index",
     "Piece",
+    "Saver",
     "alone",
     "boxes",
     "committed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,44 +23,77 @@ from moewright.engine.checkpoint.index import (
     read_index,
 )
 from moewright.engine.checkpoint.piece import DTYPES, Piece
-from moewright.engine.checkpoint.planning import plan_save, specs
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import CheckpointSpec
 
 _COMMITTED = re.compile(r"step-(\d{8})", re.ASCII)
 _SAVING, _PURGED = ".saving-", ".purged-"  # names of directories that are not, or no longer, checkpoints
 
 
-def save(
-    directory: Path, *, step: int, pieces: Sequence[Piece], extra: Mapping[str, Any], keep: int, comm: Coordinator
-) -> Path:
-    """Write and return checkpoint `directory`/step-NNNNNNNN, then purge all but the newest `keep`. All ranks call.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A checkpoint to be written: `pieces` are those of this rank that the plan gives to its file."""
 
-    Either the whole checkpoint is committed, on disk and checksummed, or nothing changes. A box that several ranks
-    hold is written once. A step that is committed already, with an equal `extra`, is left as it is. Raises BadInput
-    on every rank for a full disk or an unwritable directory, ValueError for pieces that do not tile their tensors.
+    final: Path
+    step: int
+    extra: Mapping[str, Any]
+    tensors: tuple[TensorEntry, ...]
+    pieces: tuple[Piece, ...]
+    keep: CheckpointSpec
+
+    @property
+    def working(self) -> Path:
+        return self.final.with_name(_SAVING + self.final.name)
+
+    @property
+    def need_bytes(self) -> int:
+        return sum(DTYPES[tensor.dtype].itemsize * prod(tensor.shape) for tensor in self.tensors)
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def check_extra(step: int, extra: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError, on every rank, for what no index can hold."""
+    if not 0 <= step < 10**8:
+        raise ValueError(f"step {step} is not of 8 digits")
+    index_text(Index(step=step, extra=extra, files=(), tensors=()))
+
+
+def assigned(pieces: Sequence[Piece], tensors: Sequence[TensorEntry], rank: int) -> tuple[Piece, ...]:
+    """The pieces that the plan gives to this rank's file."""
+    name = payload_name(rank)
+    mine = {(tensor.name, shard.box) for tensor in tensors for shard in tensor.shards if shard.file == name}
+    return tuple(piece for piece in pieces if (piece.name, piece.box) in mine)
+
+
+def prepare(order: Order, comm: Coordinator) -> bool:
+    """Make the working directory; False when the step is committed already. The pieces may still change.
+
+    Raises BadInput on every rank for an unwritable directory, a full disk, or the same step of another job.
     """
-    if not 0 <= step < 10**8 or keep < 1:
-        raise ValueError(f"step {step} is not of 8 digits, or keep {keep} is below 1")
-    index_text(Index(step=step, extra=extra, files=(), tensors=()))  # a bad `extra` must fail on every rank
-    final = directory / f"step-{step:08d}"
-    working = directory / f"{_SAVING}{final.name}"
-    tensors = plan_save(agree(comm, lambda: specs(pieces)))
-    need_bytes = sum(DTYPES[tensor.dtype].itemsize * prod(tensor.shape) for tensor in tensors)
+    return bool(agree(comm, lambda: comm.rank == 0 and _prepare(order))[0])
+
+
+def complete(order: Order, comm: Coordinator) -> None:
+    """Write the pieces as they are now, commit, and purge older checkpoints.
+
+    Either the whole checkpoint is committed, on disk and checksummed, or nothing changes: then every rank raises the
+    same BadInput.
+    """
     leads = comm.rank == 0
-    if agree(comm, lambda: leads and _prepare(working, final, extra, need_bytes))[0] == "committed":
-        return final
     try:
-        entries = agree(comm, partial(_write, working, pieces, tensors, comm.rank, need_bytes))
+        entries = agree(comm, partial(_write, order, comm.rank))
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
-        index = Index(step=step, extra=extra, files=files, tensors=tensors)
-        agree(comm, lambda: leads and _commit(working, final, index, need_bytes))
+        index = Index(step=order.step, extra=order.extra, files=files, tensors=order.tensors)
+        agree(comm, partial(_commit, order, index) if leads else lambda: None)
     except BadInput:
         if leads:
-            shutil.rmtree(working, ignore_errors=True)
+            shutil.rmtree(order.working, ignore_errors=True)
         raise
     if leads:
-        _purge(directory, keep, final)
-    return final
+        _purge(order)
 
 
 def committed(directory: Path) -> tuple[Path, ...]:
@@ -101,44 +135,39 @@ def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
     return newest, tuple(path for path in named if path > newest)
 
 
-def _prepare(working: Path, final: Path, extra: Mapping[str, Any], need_bytes: int) -> str:
-    """Make the working directory; "committed" when the step is there already."""
-    directory = final.parent
+def _prepare(order: Order) -> bool:
+    final, directory = order.final, order.final.parent
     if (final / INDEX).is_file():
-        if read_index(final).extra == extra:
-            return "committed"
+        if read_index(final).extra == order.extra:
+            return False
         raise BadInput(Reason(field=str(final), rule="is the same step of another job", nearest="another directory"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in directory.iterdir():
             if stale.name.startswith((_SAVING, _PURGED)):
                 shutil.rmtree(stale)
-        require_space(directory, need_bytes)
-        working.mkdir()
+        require_space(directory, order.need_bytes)
+        order.working.mkdir()
     except FileExistsError as error:
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory")) from error
     except OSError as error:
-        raise write_fault(_existing(directory), error, need_bytes) from error
-    return "writing"
+        raise write_fault(_existing(directory), error, order.need_bytes) from error
+    return True
 
 
-def _write(
-    working: Path, pieces: Sequence[Piece], tensors: Sequence[TensorEntry], rank: int, need_bytes: int
-) -> dict[str, Any] | None:
-    """Write what the plan gives to this rank; its file entry as JSON, None when that is nothing."""
-    name = payload_name(rank)
-    mine = {(tensor.name, shard.box) for tensor in tensors for shard in tensor.shards if shard.file == name}
-    chosen = [piece for piece in pieces if (piece.name, piece.box) in mine]
-    if not chosen:
+def _write(order: Order, rank: int) -> dict[str, Any] | None:
+    """Write this rank's file; its entry as JSON, None when the plan gives nothing to it."""
+    if not order.pieces:
         return None
     try:
-        entry = write_payload(working / name, chosen)
+        entry = write_payload(order.working / payload_name(rank), order.pieces)
     except OSError as error:
-        raise write_fault(working.parent, error, need_bytes) from error
+        raise write_fault(order.final.parent, error, order.need_bytes) from error
     return {"name": entry.name, "nbytes": entry.nbytes, "sha256": entry.sha256}
 
 
-def _commit(working: Path, final: Path, index: Index, need_bytes: int) -> str:
+def _commit(order: Order, index: Index) -> None:
+    final, working = order.final, order.working
     try:
         write_text(working / INDEX, index_text(index))
         flush_directory(working)
@@ -147,14 +176,17 @@ def _commit(working: Path, final: Path, index: Index, need_bytes: int) -> str:
         working.rename(final)
         flush_directory(final.parent)
     except OSError as error:
-        raise write_fault(final.parent, error, need_bytes) from error
-    return final.name
+        raise write_fault(final.parent, error, order.need_bytes) from error
 
 
-def _purge(directory: Path, keep: int, newest: Path) -> None:
-    """Drop all but the newest `keep` checkpoints, never the one just written. A rename makes each vanish at once."""
-    older = [path for path in committed(directory) if path != newest]
-    for path in older[: max(0, len(older) - (keep - 1))]:
+def _purge(order: Order) -> None:
+    """Drop all but the newest checkpoints and those to be kept for good, never the one just written. A rename makes
+    each vanish at once.
+    """
+    older, keep = [path for path in committed(order.final.parent) if path != order.final], order.keep
+    for path in older[: max(0, len(older) - (keep.keep - 1))]:
+        if keep.keep_every_steps and int(path.name.removeprefix("step-")) % keep.keep_every_steps == 0:
+            continue
         gone = path.with_name(_PURGED + path.name)
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)  # what is left is removed by the next save

@@ -1,0 +1,133 @@
+"""Saves that are written while training goes on: what is stored, who waits for whom, and how a failure is told."""
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moewright.engine.checkpoint import Piece, Saver, alone, commit, committed, latest, load
+from moewright.spec.errors import BadInput
+from moewright.spec.workload import CheckpointSpec, SaveMode
+
+PATIENCE_S = 20.0
+
+
+class Gate:
+    """Stands before every write of a payload; `shut` ones wait until opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self.reached = threading.Event()
+        write = commit.write_payload
+
+        def write_when_open(path: Path, pieces: tuple[Piece, ...]) -> object:
+            self.reached.set()
+            assert self._open.wait(PATIENCE_S)
+            return write(path, pieces)
+
+        monkeypatch.setattr(commit, "write_payload", write_when_open)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def saver(directory: Path, **spec: int) -> Saver:
+    return Saver(
+        directory, spec=CheckpointSpec(mode=SaveMode.ASYNC, **spec), extra={"seed": 7}, comm=alone(), aside=alone
+    )
+
+
+def piece(tensor: torch.Tensor) -> Piece:
+    return Piece(name="w", global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor)
+
+
+def stored(checkpoint: Path) -> torch.Tensor:
+    found = torch.zeros(6)
+    load(checkpoint, pieces=[piece(found)], comm=alone())
+    return found
+
+
+def test_what_is_stored_is_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training changes the tensors before the first byte is written: the checkpoint does not show it."""
+    gate = Gate(monkeypatch)
+    weight, saving = torch.arange(6.0), saver(tmp_path)
+    first = saving.save(1, [piece(weight)])  # returns although nothing can be written yet
+    assert gate.reached.wait(PATIENCE_S)
+    weight += 100
+    assert latest(tmp_path) is None
+    saving.check()
+    gate.open()
+    second = saving.save(2, [piece(weight)])
+    assert committed(tmp_path)[0] == first  # the second waited for the first
+    weight += 100
+    saving.finish()
+    assert torch.equal(stored(first), torch.arange(6.0))
+    assert torch.equal(stored(second), torch.arange(6.0) + 100)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    weight, saving = torch.arange(6.0), saver(tmp_path)
+    saving.save(1, [piece(weight)])
+    returned = threading.Event()
+
+    def second() -> None:
+        saving.save(2, [piece(weight)])
+        returned.set()
+
+    waiting = threading.Thread(target=second)
+    waiting.start()
+    assert not returned.wait(0.3)
+    gate.open()
+    assert returned.wait(PATIENCE_S)
+    waiting.join()
+    saving.finish()
+    assert [path.name for path in committed(tmp_path)] == ["step-00000001", "step-00000002"]
+
+
+def until_told(saving: Saver) -> None:
+    """Steps of training, until one raises."""
+    pause = threading.Event()
+    for _ in range(1000):
+        saving.check()
+        pause.wait(0.01)
+
+
+def by_next_save(saving: Saver) -> None:
+    saving.save(3, [piece(torch.arange(6.0))])
+
+
+@pytest.mark.parametrize("meet", [until_told, Saver.finish, by_next_save])
+def test_a_failure_is_told_with_its_cause_and_the_last_good_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meet: Callable[[Saver], None]
+) -> None:
+    weight, saving = torch.arange(6.0), saver(tmp_path)
+    good = saving.save(1, [piece(weight)])
+    saving.finish()
+
+    def full(path: Path, pieces: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "write_payload", full)
+        saving.save(2, [piece(weight)])
+        with pytest.raises(BadInput, match="no room: a checkpoint needs 24 B"):
+            meet(saving)
+    assert [path.name for path in tmp_path.iterdir()] == [good.name]
+    assert torch.equal(stored(good), weight)
+    saving.check()  # told once
+    saving.save(4, [piece(weight)])
+    saving.finish()
+    assert latest(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_checkpoints_at_multiples_are_kept_for_good(tmp_path: Path) -> None:
+    saving = saver(tmp_path, keep=2, keep_every_steps=4)
+    for step in range(1, 12):
+        saving.save(step, [piece(torch.arange(6.0))])
+    saving.finish()
+    assert [int(path.name[-2:]) for path in committed(tmp_path)] == [4, 8, 10, 11]
