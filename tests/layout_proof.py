@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import accumulate as accumulated
 from pathlib import Path
 
 import torch
@@ -25,20 +26,22 @@ from moewright.cost.ledger import predict
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Piece
+from moewright.engine.kernels import Runs
 from moewright.engine.launch import launch
 from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.update import Update, adamw_update, sgd_update
+from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
 from moewright.engine.train import _close_books
-from moewright.engine.verify import FixedBatches, _outputs
+from moewright.engine.verify import FixedBatches, _outputs, rows_here
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import Documents, Dtype, LossSpec, OptimizerSpec, Workload
 from moewright.tune.compare import Section, Status, compare
 
 BATCH, LENGTH, STEPS = 8, 16, 8
@@ -46,6 +49,8 @@ _BATCHES = 4
 _COUNTED = 2  # the step whose books are kept
 _MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
 _SGD_LR, _ADAMW_LR = 0.05, 2e-3
+# Of every row: within a chunk of 8 ranks, over several, over all, from the edge of one to that of another.
+_DOCUMENTS = ((3, 1, 10, 2), (16,), (8, 8), (1,) * 5 + (11,), (4, 12), (12, 4), (5, 2, 9), (2, 6, 7, 1))
 
 WORK = Workload(
     seq_len=LENGTH,
@@ -86,6 +91,31 @@ class Reference:
     seed: int
     seen: Seen
     tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """Fixed batches whose rows consist of documents; of each, all batches alike, `lengths` [B][documents]."""
+
+    fixed: FixedBatches
+    lengths: tuple[tuple[int, ...], ...]
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
+        inputs, targets, _ = self.fixed.micro_batch(run, step, micro_batch)
+        rows = rows_here(run, micro_batch)
+        lengths = tuple(length for row in self.lengths[rows.start : rows.stop] for length in row)
+        starts = torch.tensor([0, *accumulated(lengths)], dtype=torch.int32)
+        return inputs, targets, Runs(lengths=lengths, starts=starts)
+
+
+def batches_of(work: Workload, model: ModelSpec) -> FixedBatches | Packed:
+    """Those of `batches`, or the same in documents, after the last token of which no target follows."""
+    fixed = batches(model)
+    if work.data.documents is Documents.JOINED:
+        return fixed
+    for row, lengths in enumerate(_DOCUMENTS):
+        fixed.targets[:, row, [end - 1 for end in accumulated(lengths)]] = -100
+    return Packed(fixed=fixed, lengths=_DOCUMENTS)
 
 
 def batches(model: ModelSpec) -> FixedBatches:
@@ -202,7 +232,7 @@ def run(plan: Plan, folder: Path) -> list[Seen]:
 
 def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     device = join(seat)
-    data = batches(plan.model)
+    data = batches_of(plan.workload, plan.model)
     margins = _watch_margins()
 
     def start(rule: Update, work: Workload) -> Trainee:

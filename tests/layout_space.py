@@ -33,6 +33,7 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
+from moewright.spec.workload import DataSpec, Documents, Workload
 from tiny_jobs import DENSE, MODEL, plan
 
 SWEEP = 56
@@ -89,27 +90,34 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A layout on a shape; `name` says what it is there for."""
+    """A layout on a shape, and what the ends of documents mean; `name` says what it is there for."""
 
     name: str
     shape: str
     layout: Layout
+    documents: Documents = Documents.JOINED
+
+    @property
+    def work(self) -> Workload:
+        return replace(WORK, data=DataSpec(documents=self.documents))
 
     @property
     def id(self) -> str:
         text = f"{self.shape}-{self.layout.world_size}x-{layout_text(self.layout)}"
+        if self.documents is not Documents.JOINED:
+            text += f"-{self.documents}"
         return f"{self.name}: {text}" if self.name else text
 
     @property
     def refusals(self) -> tuple[object, ...]:
         """Why it is not legal, or not run by the engine; () when it is of the space."""
         model = SHAPES[self.shape]
-        broken = illegal(model, WORK, self.layout)
-        return broken or unsupported_layout(self.layout, model=model, workload=WORK)
+        broken = illegal(model, self.work, self.layout)
+        return broken or unsupported_layout(self.layout, model=model, workload=self.work)
 
 
-def _corner(name: str, shape: str, world: int, text: str) -> Case:
-    return Case(name=name, shape=shape, layout=parse_layout(text, world_size=world))
+def _corner(name: str, shape: str, world: int, text: str, documents: Documents = Documents.JOINED) -> Case:
+    return Case(name=name, shape=shape, layout=parse_layout(text, world_size=world), documents=documents)
 
 
 # Where bugs of other engines were invisible in the default layout.
@@ -124,6 +132,9 @@ CORNERS = (
     _corner("TP x CP x DP", "deepseek", 8, "tp2,cp2,ep4,mbs2"),
     _corner("CP all-gather", "qwen", 2, "cp2,cp_comm=allgather,mbs4"),
     _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
+    _corner("documents round a ring", "qwen", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
+    _corner("documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED),
+    _corner("documents, heads inside and a ring between", "deep", 8, "cp8,cp_comm=a2a+p2p,mbs2", Documents.BOUNDED),
     _corner("micro-batches of many rows with SP", "deepseek", 2, "tp2,mbs4"),
     _corner("a rank without a valid token", "qwen", 8, "ep8,mbs1"),
     _corner("a rank without a valid token, dense", "dense", 8, "mbs1"),
@@ -171,23 +182,24 @@ def rotated(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
 
 def job(case: Case) -> Plan:
     """The case as a plan."""
-    made = plan(WORK, "", world_size=case.layout.world_size, model=SHAPES[case.shape])
+    made = plan(case.work, "", world_size=case.layout.world_size, model=SHAPES[case.shape])
     return replace(made, layout=case.layout)
 
 
 def _drawn() -> Iterator[Case]:
     """Different random layouts of the space, without those of CORNERS."""
-    dice, found = random.Random(20251121), {(case.shape, case.layout) for case in CORNERS}
+    dice, found = random.Random(20251121), {(case.shape, case.layout, case.documents) for case in CORNERS}
     start = len(found)
     for _ in range(_DRAWS):
         shape = dice.choice(list(SHAPES))
         layout = _draw(dice, SHAPES[shape])
-        case = Case(name="", shape=shape, layout=layout)
-        if not _divides(layout) or (shape, layout) in found or case.refusals:
+        documents = dice.choice([Documents.JOINED, *Documents])
+        case = Case(name="", shape=shape, layout=layout, documents=documents)
+        if not _divides(layout) or (shape, layout, documents) in found or case.refusals:
             continue
         if layout.pp == 1 and micro_batches(WORK, layout) > _MICRO_BATCHES:
             continue
-        found.add((shape, layout))
+        found.add((shape, layout, documents))
         yield case
         if len(found) - start == _POOL:
             return
@@ -250,6 +262,7 @@ def _choices(case: Case) -> Iterator[tuple[str, str]]:
     yield "shape", case.shape
     for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "dp", "edp"):
         yield axis, str(getattr(layout, axis))
+    yield "documents", case.documents
     for axis in ("schedule", "cp_comm", "dispatcher"):
         yield axis, getattr(layout, axis)
     yield "vpp_group", str(layout.vpp_group)

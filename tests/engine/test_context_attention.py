@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import torch.distributed as dist
 
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group
+from moewright.engine.kernels import Runs
 from moewright.engine.model.context import GatheredAttention, RingAttention
 from moewright.engine.model.functions import CausalAttention
+from moewright.engine.model.meeting import Host
 from moewright.rules.context import held
 
 CP, LENGTH = 4, 256
@@ -34,26 +37,41 @@ def through(attend: type, inputs: Tensors, *more: object) -> Tensors:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def one_rank(rank: int, store: Path, kind: type, dtype: torch.dtype, answer: Connection) -> None:
+def one_rank(rank: int, store: Path, kind: type, dtype: torch.dtype, runs: Runs | None, answer: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=CP)
     group = Group(name="cp_kv", ranks=tuple(range(CP)), index=rank, handle=None, books=Books())
+    gathers = kind is GatheredAttention
+    host = Host(length=LENGTH, ranks=CP, here=rank, together=CP if gathers else 1, runs=runs)
+    blocks = (
+        [range(rank), range(rank + 1, CP)]
+        if gathers
+        else [range(n % CP, n % CP + 1) for n in range(rank - 1, rank - CP, -1)]
+    )
+    met = (host.own(), *(host.others(block) for block in blocks))
     here = torch.cat([torch.arange(part.start, part.stop) for part in held(LENGTH, CP, rank)])
-    answer.send([x.float().numpy() for x in through(kind, [x[:, here] for x in given(dtype)], group, group.books)])
+    answer.send([x.float().numpy() for x in through(kind, [x[:, here] for x in given(dtype)], met, group, group.books)])
     dist.destroy_process_group()
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("kind", [RingAttention, GatheredAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_exact_as_one_process(kind: type, dtype: torch.dtype, tmp_path: Path) -> None:
-    exact = through(CausalAttention, [x.float() for x in given(dtype)], None, Books())
-    alone = through(CausalAttention, given(dtype), None, Books())
+@pytest.mark.parametrize("lengths", [None, (40, 1, 200, 15, 100, 156)])
+def test_as_exact_as_one_process(
+    kind: type, dtype: torch.dtype, lengths: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """Over whole sequences, and inside documents."""
+    runs = None
+    if lengths is not None:
+        runs = Runs(lengths=lengths, starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+    exact = through(CausalAttention, [x.float() for x in given(dtype)], runs, Books())
+    alone = through(CausalAttention, given(dtype), runs, Books())
     context, found = multiprocessing.get_context("fork"), [torch.empty_like(x) for x in exact]
     ranks = []
     for rank in range(CP):
         ours, theirs = context.Pipe()
-        process = context.Process(target=one_rank, args=(rank, tmp_path / "store", kind, dtype, theirs))
+        process = context.Process(target=one_rank, args=(rank, tmp_path / "store", kind, dtype, runs, theirs))
         process.start()
         ranks.append((rank, process, ours))
     for rank, process, answer in ranks:

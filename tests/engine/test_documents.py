@@ -14,11 +14,10 @@ from moewright.engine.data.indexed import open_indexed, write_indexed
 from moewright.engine.data.sampler import documents_end
 from moewright.engine.kernels import Runs
 from moewright.engine.model.transformer import Transformer
-from moewright.rules.legality import illegal
 from moewright.spec.ledger import FlopOp
 from moewright.spec.model import AttentionKind, AttentionSpec, RopeSpec
 from moewright.spec.workload import DataSpec, Documents
-from tiny_jobs import MODEL, plan, workload
+from tiny_jobs import MODEL, workload
 
 LENGTHS = ((5, 1, 20, 6), (32,), (3, 29))
 LATENT = AttentionSpec(
@@ -87,12 +86,3 @@ def test_where_documents_end(tmp_path: Path) -> None:
     assert documents_end(data, 1, seq_len=5) == (2, 3)
     assert documents_end(data, 0, seq_len=7) == (3, 7)  # the target after the last token is of another document
     assert documents_end(data, 1, seq_len=7) == (1,)
-
-
-@pytest.mark.parametrize(
-    ("layout", "legal"), [("cp2", False), ("cp2,cp_comm=allgather", False), ("cp2,cp_comm=a2a", True)]
-)
-def test_keys_that_travel_do_not_heed_documents(layout: str, legal: bool) -> None:
-    work = workload(DataSpec(documents=Documents.BOUNDED))
-    reasons = illegal(MODEL, work, plan(work, layout, world_size=2).layout)
-    assert [(reason.field, reason.nearest) for reason in reasons] == ([] if legal else [("layout.cp_comm", "a2a")])

@@ -59,10 +59,21 @@ def _attention_backward(args: tuple[Any, ...]) -> int:
     return 2 * _attention(args[1:], causal=args[11])
 
 
-def _attention_of_runs(q: Any, v: Any, starts: Any) -> int:
-    """The causal half of the pairs inside each run, q [T,heads,Dq], v [T,kv_heads,Dv], starts [runs + 1]."""
+def _attention_of_runs(q: Any, v: Any, starts: Any, seen: Any, *, causal: bool) -> int:
+    """All pairs of each run of queries with its run of keys, or the causal half of them: q [T,heads,Dq],
+    v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
+    """
     columns = getattr(v, "true_width", v.shape[2])
-    return int(starts.diff().long().square().sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
+    pairs = int((starts.diff().long() * seen.diff()).sum())
+    return (1 if causal else 2) * pairs * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
+
+
+def _attention_of_runs_forward(args: tuple[Any, ...]) -> int:
+    return _attention_of_runs(args[0], args[2], args[3], args[4], causal=args[8])
+
+
+def _attention_of_runs_backward(args: tuple[Any, ...]) -> int:
+    return 2 * _attention_of_runs(args[1], args[3], args[6], args[7], causal=args[11])
 
 
 _FLOPS: tuple[tuple[str, FlopOp, Callable[[tuple[Any, ...]], int]], ...] = (
@@ -73,8 +84,8 @@ _FLOPS: tuple[tuple[str, FlopOp, Callable[[tuple[Any, ...]], int]], ...] = (
     ("_scaled_dot_product_flash_attention_for_cpu_backward", FlopOp.ATTENTION, _attention_backward_on_cpu),
     ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention_forward),
     ("_scaled_dot_product_flash_attention_backward", FlopOp.ATTENTION, _attention_backward),
-    ("_flash_attention_forward", FlopOp.ATTENTION, lambda args: _attention_of_runs(args[0], args[2], args[3])),
-    ("_flash_attention_backward", FlopOp.ATTENTION, lambda args: 2 * _attention_of_runs(args[1], args[3], args[6])),
+    ("_flash_attention_forward", FlopOp.ATTENTION, _attention_of_runs_forward),
+    ("_flash_attention_backward", FlopOp.ATTENTION, _attention_of_runs_backward),
 )
 
 

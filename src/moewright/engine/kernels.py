@@ -67,22 +67,26 @@ class Runs:
 
 
 def attention_of_runs(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, runs: Runs
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, runs: Runs, others: Runs | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """`attention` inside each run; no work is done for pairs of different runs. The log-sum is [1,H,T] or [H,T]."""
+    """`attention` inside each run; no work is done for pairs of different runs. The log-sum is [1,H,T].
+
+    With `others` the keys are not those of the queries' tokens: each run of queries attends all of the run of keys in
+    the same place.
+    """
     q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
-    shape = (*q_BSHD.shape[:3], v.shape[-1])
+    shape, seen = (*q_BSHD.shape[:3], v.shape[-1]), others or runs
     if q.device.type == "cpu":
         out, lse = v.new_empty((*q.shape[:2], v.shape[-1])), torch.empty(1, q.shape[1], q.shape[0])
-        for part in runs.slices:
-            made, (lse[:, :, part],) = attention(*(x[None, part] for x in (q, k, v)))
+        for part, keys in zip(runs.slices, seen.slices, strict=True):
+            made, (lse[:, :, part],) = attention(q[None, part], k[None, keys], v[None, keys], causal=others is None)
             out[part] = made[0]
         return out.view(shape), (lse,)
-    longest = max(runs.lengths)
+    longest, furthest = max(runs.lengths), max(seen.lengths)
     out, lse, seed, offset, _ = _aten._flash_attention_forward(
-        q, k, _as_wide(v, q), runs.starts, runs.starts, longest, longest, 0.0, True, False
+        q, k, _as_wide(v, q), runs.starts, seen.starts, longest, furthest, 0.0, others is None, False
     )
-    return out[..., : v.shape[-1]].contiguous().view(shape), (lse, seed, offset)
+    return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
 
 
 def attention_of_runs_backward(
@@ -93,22 +97,28 @@ def attention_of_runs_backward(
     out_BSHD: torch.Tensor,
     rest: tuple[torch.Tensor, ...],
     runs: Runs,
+    others: Runs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes."""
+    """Gradients of q, k and v, in their shapes and dtypes; `out` and the log-sum as for `attention_backward`."""
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
+    seen = others or runs
     if q.device.type == "cpu":
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for part in runs.slices:
-            one, two, three, four, five = (x[None, part] for x in (grad, q, k, v, out))
-            made = attention_backward(one, two, three, four, five, (rest[0][:, :, part].contiguous(),))
-            for whole, piece in zip(grads, made, strict=True):
-                whole[part] = piece[0]
+        for part, keys in zip(runs.slices, seen.slices, strict=True):
+            of_part, asking, given = (x[None, part] for x in (grad, q, out))
+            lse = rest[0][:, :, part].contiguous()
+            made = attention_backward(
+                of_part, asking, k[None, keys], v[None, keys], given, (lse,), causal=others is None
+            )
+            for whole, place, piece in zip(grads, (part, keys, keys), made, strict=True):
+                whole[place] = piece[0]
     else:
         lse, seed, offset = rest
-        longest = max(runs.lengths)
-        wide = (_as_wide(x, q) for x in (v, out))
+        longest, furthest = max(runs.lengths), max(seen.lengths)
+        wide, causal = (_as_wide(x, q) for x in (v, out)), others is None
+        starts, ends = (runs.starts, seen.starts), (longest, furthest)
         dq, dk, dv = _aten._flash_attention_backward(
-            _as_wide(grad, q), q, k, *wide, lse, runs.starts, runs.starts, longest, longest, 0.0, True, seed, offset
+            _as_wide(grad, q), q, k, *wide, lse[0], *starts, *ends, 0.0, causal, seed, offset
         )
         grads = (dq, dk, dv[..., : v.shape[-1]])
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (q_BSHD, k_BSGD, v_BSGD), strict=True))

@@ -25,6 +25,7 @@ from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.pipeline.course import Batch, evaluate, train
 from moewright.engine.pipeline.executor import Key, Made
 from moewright.engine.runtime import Runtime
+from moewright.rules.context import attended, held
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import batch_of, workload_of
 from moewright.rules.stages import Chunk
@@ -125,7 +126,7 @@ class StepResult:
     skipped: bool
     stop: bool  # some rank was asked to stop
     own_nll: float  # of this rank's own targets, summed
-    attended: int  # twice the causal pairs of tokens that attend each other on this rank; 0 where sequences do whole
+    attended: int  # of this rank as in Selection; 0 where documents do not bound attention
     counts: torch.Tensor
     loads: torch.Tensor
     phases: tuple[TimeRow, ...]
@@ -216,7 +217,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
         own_nll=sums.nll,
-        attended=sum(length * length for _, _, runs in batches if runs for length in runs.lengths),
+        attended=sum(_attended(run, runs) for _, _, runs in batches if runs),
         counts=sums.counts,
     )
 
@@ -258,6 +259,12 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, val
         run.books.released(key)
 
     train(run, batches, forward=forward, backward=backward, weights=weights)
+
+
+def _attended(run: Runtime, runs: Runs) -> int:
+    """As in StepResult, of one micro-batch."""
+    group, length = run.mesh.group("cp_kv"), run.workload.seq_len
+    return attended(runs.lengths, length, held(length, group.size, group.index))
 
 
 def _no_counts(run: Runtime, count: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ for a part of the heads; over a ring, or by one gather, keys and values visit th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from math import isqrt
 
 from moewright.spec.layout import CpComm, Layout
@@ -35,3 +37,19 @@ def factors(layout: Layout) -> tuple[int, int]:
         heads = next(n for n in range(min(isqrt(cp), _MOST_INSIDE), 0, -1) if cp % n == 0)
         return heads, cp // heads
     return 1, cp
+
+
+def attended(lengths: Iterable[int], seq_len: int, parts: Sequence[range]) -> int:
+    """Twice the causal pairs of the queries at the positions `parts` of every sequence with the keys of their own
+    documents, whose `lengths` follow each other and none of which goes over the end of a sequence.
+
+    A query i places into its document attends i + 1 keys, its own half: the first n of them n^2 / 2.
+    """
+    pairs = 0
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        first = start % seq_len
+        for part in parts:
+            low, high = max(part.start, first), min(part.stop, first + stop - start)
+            if low < high:
+                pairs += (high - first) ** 2 - (low - first) ** 2
+    return pairs

@@ -11,7 +11,7 @@ from moewright.rules.context import factors
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Documents, Dtype, Workload
+from moewright.spec.workload import Dtype, Workload
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _ROUTER_GRAPHS = (Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS)
@@ -29,7 +29,7 @@ def exclusion_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
     if Overlap.EP in layout.overlap:
         yield from _ep_overlap(model, workload, layout)
     yield from _graphs(model, layout)
-    yield from _exchange(model, workload, layout)
+    yield from _exchange(model, layout)
 
 
 def _drop(field: str, chosen: tuple[StrEnum, ...], dropped: Iterable[StrEnum], rule: str) -> Reason:
@@ -136,17 +136,12 @@ def _graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         yield _drop("graphs", chosen, chosen, rule)
 
 
-def _exchange(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def _exchange(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     """Dispatchers, and the ways attention exchanges keys and values under context parallelism."""
     direct = (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER)
     if has_experts(model) and layout.dispatcher not in direct and layout.ep * layout.etp == 1:
         rule = "needs etp * ep > 1"
         yield Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=Dispatcher.ALL_TO_ALL)
-    documents = workload.data.documents
-    if documents is not Documents.JOINED and factors(layout)[1] > 1:
-        rule = f"data.documents={documents} bounds attention, which keys that travel between ranks do not heed"
-        yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
-        return
     if layout.cp_comm is CpComm.P2P:
         return
     rule, apart = "", factors(layout)[0]

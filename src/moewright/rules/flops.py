@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from moewright.rules.context import factors
 from moewright.rules.shards import even_part
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
@@ -24,7 +25,8 @@ class Share:
 
     `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer. `routed_rows`: rows through
     its local experts, summed over the MoE layers of the share (MTP depths included). `mtp`: MTP depths. `attended`:
-    sum of the squared lengths of the documents that bound attention; 0 where whole sequences attend.
+    twice the causal pairs of its tokens' queries (of all tokens of the ranks that exchange heads) with the keys that
+    documents leave them, over all heads; 0 where whole sequences attend.
     """
 
     layers: tuple[int, ...]
@@ -131,7 +133,7 @@ def _layer(
     yield FlopOp.GEMM, Module.ATTENTION, 2 * tokens * cut // tp + 2 * own * whole
     core = attention_flops(model, layer, tokens, seq_len)
     if share.attended:
-        core = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // layout.cp
+        core = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
     yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
     if not moe or model.moe is None:
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp

@@ -105,8 +105,9 @@ class Selection:
     """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks.
 
     Rows that a capacity dropped are in no count. Under dedup, copies[...][...][source_rank][ep_rank] counts the tokens
-    that crossed, each once a rank; () otherwise. Where documents bound attention, attended[rank] is the sum of the
-    squared lengths of the runs that attend each other in the step, of all heads and before CP cuts them; () otherwise.
+    that crossed, each once a rank; () otherwise. Where documents bound attention, attended[rank] is twice the
+    causal pairs of queries and keys that attend each other in the step, of all heads: the queries of the rank's tokens,
+    or of all that it shares heads with; () otherwise.
     """
 
     step: int

@@ -9,35 +9,49 @@ keys and values lies side by side, kv [B,S,G,D+V].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, Shift, all_to_all, gather, scatter_sum
-from moewright.engine.kernels import Runs, attention, attention_backward
+from moewright.engine.kernels import Runs
 from moewright.engine.model.functions import Booked, CausalAttention
+from moewright.engine.model.meeting import Host, Meeting, Meetings, Rest, add, lined, picked, put
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import CpComm
 
-_Rest = tuple[torch.Tensor, ...]
+
+def meetings(run: Runtime, runs: Runs | None) -> Meetings:
+    """What the queries of a micro-batch that consists of `runs` meet on this rank: its own tokens, then those of the
+    other ranks in the order in which they come round the ring, or of all lower and of all higher ranks where keys are
+    gathered. None where none is met.
+    """
+    group, gathers = run.mesh.group("cp_kv"), _gathers(run)
+    here, size = group.index, group.size
+    together = size if gathers else 1
+    host = Host(length=run.workload.seq_len, ranks=size, here=here, together=together, runs=runs)
+    if gathers:
+        return (host.own(), host.others(range(here)), host.others(range(here + 1, size)))
+    coming = ((here - step) % size for step in range(1, size))
+    return (host.own(), *(host.others(range(source, source + 1)) for source in coming))
+
+
+def _gathers(run: Runtime) -> bool:
+    return run.mesh.layout.cp_comm is CpComm.ALL_GATHER
 
 
 def attend(
-    run: Runtime, runs: Runs | None, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+    run: Runtime, met: Meetings, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
 ) -> torch.Tensor:
-    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V].
-
-    `runs` of tokens are attended each alone; they are whole on every rank, for keys then do not travel
-    (rules.exclusions).
-    """
+    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V]."""
     group = run.mesh.group("cp_kv")
     if group.size == 1:
-        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, runs, run.books)
-    kind = GatheredAttention if run.mesh.layout.cp_comm is CpComm.ALL_GATHER else RingAttention
-    return kind.apply(q_BSHD, k_BSGD, v_BSGD, group, run.books)
+        assert met[0] is not None  # every token meets itself
+        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, met[0].runs, run.books)
+    kind = GatheredAttention if _gathers(run) else RingAttention
+    return kind.apply(q_BSHD, k_BSGD, v_BSGD, met, group, run.books)
 
 
 def to_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
@@ -68,73 +82,62 @@ def to_tokens(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
     return all_to_all(parts, group, send=[1] * n, receive=[1] * n).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Meeting:
-    """Which of this rank's queries attend which keys of some rank's block; `causal` in the own block alone.
-
-    The early chunk comes before every late one: queries of both chunks see the early keys of lower ranks and none of
-    their late ones; the late chunk alone sees the keys of higher ranks, all of them.
-    """
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def _meeting(source: int, here: int, length: int) -> _Meeting:
-    if source == here:
-        return _Meeting(queries=slice(None), keys=slice(None), causal=True)
-    if source < here:
-        return _Meeting(queries=slice(None), keys=slice(length // 2), causal=False)
-    return _Meeting(queries=slice(length // 2, None), keys=slice(None), causal=False)
-
-
 class _Forward:
-    """One rank's queries [B,S,H,D], and what the keys met so far give them. The own block comes first."""
+    """One rank's queries [B,S,H,D], and what the keys met so far give them. The own tokens come first."""
 
-    def __init__(self, q_BSHD: torch.Tensor, width: int) -> None:
-        self._q, self._width = q_BSHD, width
+    def __init__(self, q_BSHD: torch.Tensor, met: Meetings) -> None:
+        self._shape, self._met = q_BSHD.shape[:2], met
+        self._q = lined(q_BSHD, self._met)
         self._out, self._lse = torch.empty(0), torch.empty(0)
-        self._random: _Rest = ()
+        self._random: Rest = ()
 
-    def meet(self, kv: torch.Tensor, queries: slice, *, causal: bool) -> None:
-        k, v = kv.split((self._width, kv.shape[-1] - self._width), -1)
-        out, (lse, *random) = attention(self._q[:, queries], k, v, causal=causal)
-        if causal:
+    def meet(self, kv: torch.Tensor, meeting: Meeting | None) -> None:
+        if meeting is None:
+            return
+        out, (lse, *random) = meeting.attend(self._q, lined(kv, self._met))
+        if meeting.causal:
             self._out, self._lse, self._random = out.float(), lse, tuple(random)
             return
-        seen, both = self._lse[:, :, queries], torch.logaddexp(self._lse[:, :, queries], lse)
+        seen, sofar = picked(self._lse, meeting.queries, 2), picked(self._out, meeting.queries)
+        both = torch.logaddexp(seen, lse)
         old, new = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (seen, lse))
-        self._out[:, queries] = self._out[:, queries] * old + out.float() * new
-        self._lse[:, :, queries] = both
+        put(self._out, meeting.queries, sofar * old + out.float() * new)
+        put(self._lse, meeting.queries, both, 2)
 
-    def result(self) -> tuple[torch.Tensor, _Rest]:
-        return self._out.to(self._q.dtype), (self._lse, *self._random)
+    def result(self) -> tuple[torch.Tensor, Rest]:
+        """The output [B,S,H,V]; its log-sum and the random state of the device."""
+        return self._out.to(self._q.dtype).view(*self._shape, *self._out.shape[2:]), (self._lse, *self._random)
 
 
 class _Backward:
     """Gradients of one rank's queries, in fp32 until all keys have been met, and of each block of keys."""
 
-    def __init__(self, q_BSHD: torch.Tensor, merged: Sequence[torch.Tensor], grad_BSHD: torch.Tensor) -> None:
-        """`merged`: the output, its log-sum, and the random state of the device."""
-        self._q, (self._out, self._lse, *self._random) = q_BSHD, merged
-        self._grad, self._width = grad_BSHD, q_BSHD.shape[-1]
-        self.grad_q = torch.zeros_like(self._q, dtype=torch.float32)
+    def __init__(
+        self, q_BSHD: torch.Tensor, out: torch.Tensor, rest: Rest, grad_BSHD: torch.Tensor, met: Meetings
+    ) -> None:
+        self._met, self._whole = met, q_BSHD
+        self._q, self._out, self._grad = (lined(x, self._met) for x in (q_BSHD, out, grad_BSHD))
+        self._lse, *self._random = rest
+        self._grad_q = torch.zeros_like(self._q, dtype=torch.float32)
 
-    def meet(self, kv: torch.Tensor, queries: slice, *, causal: bool) -> torch.Tensor:
-        """This rank's part of the block's gradient, like kv."""
-        k, v = kv.split((self._width, kv.shape[-1] - self._width), -1)
-        rest = (self._lse[:, :, queries].contiguous(), *self._random)
-        grad_q, grad_k, grad_v = attention_backward(
-            self._grad[:, queries], self._q[:, queries], k, v, self._out[:, queries], rest, causal=causal
-        )
-        self.grad_q[:, queries] += grad_q
-        return torch.cat((grad_k, grad_v), -1)
+    def meet(self, kv: torch.Tensor, meeting: Meeting | None) -> torch.Tensor | None:
+        """This rank's part of the gradient of the keys and values that it meets."""
+        if meeting is None:
+            return None
+        kv = lined(kv, self._met)
+        grad_q, part = meeting.backward(self._grad, self._q, kv, self._out, self._lse, tuple(self._random))
+        add(self._grad_q, meeting.queries, grad_q)
+        return part
 
-    def result(self, grad_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        dtype = self._q.dtype
-        grad_k, grad_v = grad_kv.to(dtype).split((self._width, grad_kv.shape[-1] - self._width), -1)
-        return self.grad_q.to(dtype), grad_k, grad_v, None, None
+    def add(self, sums: torch.Tensor, meeting: Meeting | None, part: torch.Tensor | None) -> None:
+        """Add what `meet` gave to the sums of all of a block."""
+        if meeting is not None and part is not None:
+            add(lined(sums, self._met), meeting.keys, part)
+
+    def result(self, grad_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        like, width = self._whole, self._whole.shape[-1]
+        grad_k, grad_v = grad_kv.to(like.dtype).split((width, grad_kv.shape[-1] - width), -1)
+        return self._grad_q.to(like.dtype).view(like.shape), grad_k, grad_v, None, None, None
 
 
 class RingAttention(Booked):
@@ -146,40 +149,40 @@ class RingAttention(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, books: Books
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, met: Meetings, group: Group, books: Books
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
-        ctx.group = group
-        found = _Forward(q, k.shape[-1])
-        for meeting, kv in _round(torch.cat((k, v), -1), group):
-            found.meet(kv[:, meeting.keys], meeting.queries, causal=meeting.causal)
+        ctx.group, ctx.met = group, met
+        found = _Forward(q, met)
+        for meeting, kv in _round(torch.cat((k, v), -1), met, group):
+            found.meet(kv, meeting)
         out, rest = found.result()
         ctx.save_for_backward(q, k, v, out, *rest)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v, *rest = ctx.saved_tensors
-        found = _Backward(q, rest, grad)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        q, k, v, out, *rest = ctx.saved_tensors
+        found = _Backward(q, out, tuple(rest), grad, ctx.met)
         following: Shift | None = None
         with ctx.books.within(ctx.module):
             kv = torch.cat((k, v), -1)
             sums = torch.zeros_like(kv, dtype=torch.float32)
-            for meeting, block in _round(kv, ctx.group):
-                part = found.meet(block[:, meeting.keys], meeting.queries, causal=meeting.causal)
+            for meeting, block in _round(kv, ctx.met, ctx.group):
+                part = found.meet(block, meeting)
                 if following is not None:
                     sums = following.wait()
-                sums[:, meeting.keys] += part
+                found.add(sums, meeting, part)
                 following = Shift(sums, ctx.group)
             assert following is not None  # a ring has ranks
             return found.result(following.wait())
 
 
-def _round(kv: torch.Tensor, group: Group) -> Iterator[tuple[_Meeting, torch.Tensor]]:
+def _round(kv: torch.Tensor, met: Meetings, group: Group) -> Iterator[tuple[Meeting | None, torch.Tensor]]:
     """The blocks of all ranks as they come by, the own one first, the next one asked for before this one is used."""
-    for step in range(group.size):
-        coming = Shift(kv, group) if step + 1 < group.size else None
-        yield _meeting((group.index - step) % group.size, group.index, kv.shape[1]), kv
+    for step, meeting in enumerate(met, 1):
+        coming = Shift(kv, group) if step < group.size else None
+        yield meeting, kv
         if coming is not None:
             kv = coming.wait()
 
@@ -191,41 +194,30 @@ class GatheredAttention(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, books: Books
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, met: Meetings, group: Group, books: Books
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
-        ctx.group = group
-        found, blocks = _Forward(q, k.shape[-1]), _gathered(torch.cat((k, v), -1), group)
-        for ranks, meeting in _meetings(group, k.shape[1]):
-            found.meet(
-                blocks[ranks, :, meeting.keys].transpose(0, 1).flatten(1, 2), meeting.queries, causal=meeting.causal
-            )
+        ctx.group, ctx.met = group, met
+        found, blocks = _Forward(q, met), _gathered(torch.cat((k, v), -1), group)
+        for meeting in met:
+            found.meet(blocks, meeting)
         out, rest = found.result()
         ctx.save_for_backward(q, k, v, out, *rest)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v, *rest = ctx.saved_tensors
-        found = _Backward(q, rest, grad)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        q, k, v, out, *rest = ctx.saved_tensors
+        found = _Backward(q, out, tuple(rest), grad, ctx.met)
         with ctx.books.within(ctx.module):
             blocks = _gathered(torch.cat((k, v), -1), ctx.group)
             sums = torch.zeros_like(blocks, dtype=torch.float32)
-            for ranks, meeting in _meetings(ctx.group, k.shape[1]):
-                met = blocks[ranks, :, meeting.keys]
-                part = found.meet(met.transpose(0, 1).flatten(1, 2), meeting.queries, causal=meeting.causal)
-                sums[ranks, :, meeting.keys] = part.unflatten(1, (met.shape[0], -1)).transpose(0, 1).float()
-            return found.result(scatter_sum(sums.flatten(0, 1), ctx.group))
+            for meeting in ctx.met:
+                found.add(sums, meeting, found.meet(blocks, meeting))
+            by_rank = sums.unflatten(1, (ctx.group.size, -1)).transpose(0, 1).flatten(0, 1)
+            return found.result(scatter_sum(by_rank, ctx.group))
 
 
 def _gathered(kv: torch.Tensor, group: Group) -> torch.Tensor:
-    """Every rank's block: [B,S,G,D+V] -> [ranks,B,S,G,D+V]."""
-    return gather(kv, group).unflatten(0, (group.size, -1))
-
-
-def _meetings(group: Group, length: int) -> Iterator[tuple[slice, _Meeting]]:
-    """The own block, then all lower ranks' and all higher ranks' at once: what they meet is the same."""
-    here = group.index
-    for first, stop in ((here, here + 1), (0, here), (here + 1, group.size)):
-        if first < stop:
-            yield slice(first, stop), _meeting(first, here, length)
+    """Every rank's block, side by side in each row: [B,S,G,D+V] -> [B,ranks*S,G,D+V]."""
+    return gather(kv, group).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from moewright.engine.collectives import Gather
-from moewright.engine.kernels import Runs
 from moewright.engine.model.context import attend, to_heads
 from moewright.engine.model.layers import Norm, Sequences, Weight, core_and_output
 from moewright.engine.model.linears import ColumnLinear, GateLinear
+from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import softmax_factor
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload, Recompute
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
                 keeper.discard(q_BShD, queries, x_tQ, asked=again),
                 keeper.discard(kv_BShDV, keys_and_values, x_tC, down_tCR, asked=again),
             ):
-                return core_and_output(run, partial(self._core, batch.runs), (q_BShD, kv_BShDV), self.o.weight)
+                return core_and_output(run, partial(self._core, batch.met), (q_BShD, kv_BShDV), self.o.weight)
 
     def _queries(self, x_tQ: torch.Tensor, batch: Sequences) -> torch.Tensor:
         """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks; heads exchanged where CP does so."""
@@ -98,6 +98,6 @@ class LatentAttention(nn.Module):
             x_BShR = x_BShR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return batch.rotated(x_BShR)
 
-    def _core(self, runs: Runs | None, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor) -> tuple[torch.Tensor]:
+    def _core(self, met: Meetings, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor) -> tuple[torch.Tensor]:
         k, v = kv_BShDV.split((self._spec.head_dim, self._spec.v_head_dim), -1)
-        return (attend(self._run, runs, q_BShD, k, v),)
+        return (attend(self._run, met, q_BShD, k, v),)

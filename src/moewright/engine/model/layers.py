@@ -19,9 +19,10 @@ from torch import nn
 from moewright.engine.keep import replayed
 from moewright.engine.kernels import Runs
 from moewright.engine.model import vocabulary
-from moewright.engine.model.context import attend, to_heads, to_tokens
+from moewright.engine.model.context import attend, meetings, to_heads, to_tokens
 from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
+from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
@@ -72,12 +73,12 @@ class Norm(Weight):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """How the tokens of a micro-batch lie: `count` sequences, one after the other; the runs of them that attend only
-    each other, if not whole sequences; the rotation of each, cos and sin [S, D/2] or [count, S, D/2] fp32.
+    """How the tokens of a micro-batch lie: `count` sequences, one after the other; what each attends; the rotation of
+    each, cos and sin [S, D/2] or [count, S, D/2] fp32.
     """
 
     count: int
-    runs: Runs | None
+    met: Meetings
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -101,14 +102,16 @@ class RotaryTable:
         angles = torch.outer(places.double(), turning)
         self.cos = (angles.cos() * factor).to(run.device, torch.float32)
         self.sin = (angles.sin() * factor).to(run.device, torch.float32)
+        self._whole = meetings(run, None)
 
     def sequences(self, count: int, runs: Runs | None) -> Sequences:
         """Those of a micro-batch of `count` sequences that consist of `runs`."""
+        met = self._whole if runs is None else meetings(self._run, runs)
         if runs is None or not self._restarted:
-            return Sequences(count=count, runs=runs, cos=self.cos, sin=self.sin)
+            return Sequences(count=count, met=met, cos=self.cos, sin=self.sin)
         places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
         places = places[:, self._run.positions].to(self.cos.device)
-        return Sequences(count=count, runs=runs, cos=self.cos[places], sin=self.sin[places])
+        return Sequences(count=count, met=met, cos=self.cos[places], sin=self.sin[places])
 
 
 Core = Callable[..., tuple[torch.Tensor]]
@@ -162,12 +165,12 @@ class Attention(nn.Module):
             k_BSGD = batch.rotated(k.reshape(batch.count, q_BSHD.shape[1], -1, spec.head_dim))
             v_BSGD = v.view(batch.count, q_BSHD.shape[1], -1, spec.v_head_dim)
             heads = tuple(to_heads(run, x) for x in (q_BSHD, k_BSGD, v_BSGD))
-            return core_and_output(run, partial(self._core, batch.runs), heads, self.o.weight)
+            return core_and_output(run, partial(self._core, batch.met), heads, self.o.weight)
 
     def _core(
-        self, runs: Runs | None, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+        self, met: Meetings, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
     ) -> tuple[torch.Tensor]:
-        return (attend(self._run, runs, q_BSHD, k_BSGD, v_BSGD),)
+        return (attend(self._run, met, q_BSHD, k_BSGD, v_BSGD),)
 
 
 class Mlp(nn.Module):
