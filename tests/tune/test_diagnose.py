@@ -34,7 +34,7 @@ def test_phase_medians_sum_near_the_median_step():
 
 
 def test_a_run_that_computes_most_of_its_step_is_told_so_with_numbers():
-    (finding,) = diagnose(record())
+    finding = diagnose(record())[0]
     assert finding.wall is Wall.COMPUTE
     assert 0.8 < finding.share < 0.95
     assert "forward 442 ms" in finding.evidence[0]
@@ -47,7 +47,7 @@ def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first()
     assert first.share > 0.5
     assert "gradient reduction 2 s" in first.evidence[0]
     assert "predicted; not timed apart" in first.evidence[2]
-    assert "micro-batches" in first.fixes[0]
+    assert "overlap the reduction" in first.fixes[0].text
 
 
 def test_waiting_for_data_is_a_host_wall():
@@ -58,9 +58,9 @@ def test_memory_near_capacity_comes_before_time():
     run = record()
     estimate = replace(run.plan.estimate, capacity_bytes=int(run.plan.estimate.peak_bytes * 1.02))
     findings = diagnose(replace(run, plan=replace(run.plan, estimate=estimate)))
-    assert [each.wall for each in findings] == [Wall.MEMORY, Wall.COMPUTE]
+    assert [each.wall for each in findings[:2]] == [Wall.MEMORY, Wall.COMPUTE]
     assert findings[0].share == pytest.approx(1 / 1.02, rel=0.02)
-    assert findings[0].fixes[0] == "recompute=moe_act+layernorm"
+    assert "expandable_segments" in findings[0].fixes[0].megatron
 
 
 def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():

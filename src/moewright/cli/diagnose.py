@@ -2,30 +2,154 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import Dtype
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moewright.tune.advise import Known
+
+_SQLITE = b"SQLite format 3\0"
 
 
-def diagnose(run: Path, /) -> int:
-    """Name the wall that holds a run back, with its evidence, and what to change next, best first.
+def diagnose(
+    run: Path,
+    /,
+    *,
+    model: str = "",
+    on: str = "",
+    layout: str = "",
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Dtype | None = None,
+) -> int:
+    """Name the wall that holds a run back, with its evidence, where the step goes, and what to change next.
+
+    Fixes stand in the order of trying; where the job is known (a run of ours, or MODEL, hardware and layout given
+    here) each says what the planner expects of it.
 
     Parameters
     ----------
     run
-        The folder of a run, as `moewright train --out` made it.
+        The folder of a run, as `moewright train --out` made it; a trace of the PyTorch profiler (.json, .json.gz) or
+        a folder of them, one a rank; an Nsight Systems export (.sqlite); or a console log of Megatron-LM.
+    model
+        Of a trace or a log: the model trained, a name or a config.json; or a job .toml.
+    on
+        Of a trace or a log: the devices, count x device.
+    layout
+        Of a trace or a log: the layout trained, such as "tp2,ep8,pp4".
+    seq_len
+        Tokens a sequence, with --model.
+    global_batch
+        Sequences a step, with --model.
+    precision
+        Compute precision, with --model.
     """
+    from moewright.report.console import console_for
+
+    console = console_for(sys.stdout)
+    if (run / "plan.json").exists():
+        return _own_run(console, run)
+    known = _known(model, on, layout, seq_len, global_batch, precision)
+    if not run.exists():
+        raise BadInput(Reason(field=str(run), rule="no such run folder, trace or log"))
+    if run.is_dir() or run.name.endswith((".json", ".json.gz", ".gz")) or _is_sqlite(run):
+        return _traces(console, run, known)
+    return _log(console, run, known)
+
+
+def _is_sqlite(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_SQLITE)) == _SQLITE
+
+
+def _known(
+    model: str, on: str, layout: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None
+) -> Known | None:
+    """The job as the options tell it; None when no model is given."""
+    from moewright.cli.jobs import as_written, option_field, read_asked
+    from moewright.codec import parse_layout
+    from moewright.cost.estimate import estimate
+    from moewright.tune.advise import Known
+
+    if not model:
+        given = [name for name, value in (("--layout", layout), ("--seq-len", seq_len)) if value]
+        if given:
+            raise BadInput(Reason(field=given[0], rule="needs --model beside it"))
+        return None
+    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    with as_written(option_field("--layout")):
+        chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
+        found = estimate(asked.model, asked.workload, asked.hardware, chosen)
+    return Known(model=asked.model, workload=asked.workload, hardware=asked.hardware, layout=chosen, estimate=found)
+
+
+def _own_run(console: Console, run: Path) -> int:
     from moewright.codec import read_run
+    from moewright.report.wall_view import print_findings
+    from moewright.tune.advise import Known, priced
     from moewright.tune.diagnose import diagnose as findings_of
 
     record = read_run(run)
     findings = findings_of(record)
     if not findings:
         raise BadInput(Reason(field=str(run), rule="holds no finished steps to diagnose", nearest="a run that trained"))
-    for finding in findings:
-        print(f"{finding.wall}: {finding.title} ({finding.share:.0%})")
-        for line in finding.evidence:
-            print(f"  seen: {line}")
-        for place, line in enumerate(finding.fixes, 1):
-            print(f"  {place}. {line}")
+    plan = record.plan
+    known = Known(
+        model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=plan.estimate
+    )
+    print_findings(console, priced(findings, known))
+    return 0
+
+
+def _traces(console: Console, path: Path, known: Known | None) -> int:
+    from moewright.report.wall_view import print_breakdown, print_findings, print_waterfall
+    from moewright.tune.traces.across import across
+    from moewright.tune.traces.breakdown import breakdown
+    from moewright.tune.traces.kineto import read_traces
+    from moewright.tune.traces.nsight import read_nsight
+    from moewright.tune.traces.verdict import findings, peak_of, waterfall
+
+    captures = read_nsight(path) if path.is_file() and _is_sqlite(path) else read_traces(path)
+    if not captures:
+        rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
+        raise BadInput(Reason(field=str(path), rule=rule))
+    layout = known.layout if known else None
+    parts = tuple(breakdown(capture, layout) for capture in captures)
+    beside, peak = across(captures, parts, layout), peak_of(parts, known)
+    print_breakdown(console, parts)
+    print_findings(console, findings(parts, beside, known, peak))
+    fall = waterfall(parts, beside, known, peak)
+    if fall is None:
+        console.print(
+            f"no waterfall: {peak.note}, or no shapes were recorded; say the job with --model, --on, --layout"
+        )
+    else:
+        flops = known.estimate.model_flops_per_step / known.layout.world_size if known else 0.0
+        print_waterfall(console, fall, flops)
+    return 0
+
+
+def _log(console: Console, path: Path, known: Known | None) -> int:
+    from moewright.report.wall_view import print_findings, print_log, print_waterfall
+    from moewright.tune.traces.log_verdict import findings
+    from moewright.tune.traces.megatron_log import read_log
+    from moewright.tune.waterfall import predicted
+
+    log = read_log(path)
+    print_log(console, log, known)
+    found = findings(log, known)
+    print_findings(console, found)
+    if known is None:
+        console.print("the log alone tells no wall of time: say the job with --model, --on, --layout", soft_wrap=True)
+    elif log.step_s:
+        print_waterfall(
+            console, predicted(known, log.step_s), known.estimate.model_flops_per_step / known.layout.world_size
+        )
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -107,6 +108,14 @@ def find(name: str) -> Part | None:
         if folded in (part.name.casefold(), *(alias.casefold() for alias in part.aliases)):
             return part
     return None
+
+
+def called(device: str) -> Part | None:
+    """The part that a driver calls so: "NVIDIA H100 80GB HBM3", "NVIDIA GB200", "A100-SXM4-80GB"."""
+    words = re.split(r"[^A-Z0-9]+", device.upper())
+    ours = [part for part in _load().parts if part.aliases[0].partition("-")[0].upper() in words]
+    small = [part for part in ours if "40GB" in part.name]
+    return next(iter(small if "40GB" in words else [part for part in ours if part not in small]), None)
 
 
 def names() -> tuple[str, ...]:

@@ -1,0 +1,125 @@
+"""Console logs of Megatron-LM as its versions print them."""
+
+import math
+
+import pytest
+
+from moewright.cli.main import main
+from moewright.spec.finding import Cause, Wall
+from moewright.spec.units import GIB, MIB
+from moewright.tune.traces.log_verdict import findings
+from moewright.tune.traces.megatron_log import parse_log, printed_flops_per_token
+
+HEAD = """using world size: 256, data-parallel size: 4, tensor-model-parallel size: 2
+------------------------ arguments ------------------------
+  accumulate_allreduce_grads_in_fp32 .............. True
+  add_bias_linear ................................. False
+  data_path ....................................... ['/data/a', '/data/b']
+  expert_model_parallel_size ...................... 8
+  global_batch_size ............................... 2048
+  recompute_modules ............................... ['moe_act', 'layernorm']
+-------------------- end of arguments ---------------------
+"""
+LINE = (
+    " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/     500 | consumed samples: {samples:12d} | elapsed time per "
+    "iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: 1.000000E-04 | "
+    "global batch size:  2048 | lm loss: 9.876543E+00 | load_balancing_loss: 1.012345E+00 | loss scale: 1.0 | "
+    "grad norm: 3.210 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+REPORT = (
+    "[Rank {rank}] (after 1 iterations) memory (MB) | allocated: 30000.5 | max allocated: {most:.1f} | "
+    "reserved: 70000.0 | max reserved: {held:.1f}"
+)
+
+
+def log(*, steps=30, ms=22420.0, tflops=216.4, tail=""):
+    lines = [
+        LINE.format(n=n, samples=2048 * n, ms=ms * (3 if n == 1 else 1), tflops=tflops) for n in range(1, steps + 1)
+    ]
+    return "\n".join((HEAD, *lines, tail))
+
+
+def test_steps_arguments_and_rates_are_read():
+    found = parse_log(log())
+    assert len(found.iterations) == 30
+    assert found.step_s == pytest.approx(22.42)
+    assert found.tflops_per_device == pytest.approx(216.4)
+    assert found.iterations[0].loss == pytest.approx(9.876543)
+    assert found.iterations[-1].global_batch == 2048
+    assert found.argument("expert_model_parallel_size") == "8"
+    assert found.argument("recompute_modules") == "['moe_act', 'layernorm']"
+    assert printed_flops_per_token(found, seq_len=4096, devices=256) == pytest.approx(148.05e9, rel=1e-3)
+
+
+def test_lines_of_launchers_carriage_returns_and_broken_ends_do_no_harm():
+    text = (
+        log(steps=3).replace("] iteration", "][default7]: iteration").replace("\n", "\r\n")
+        + "\n iteration  4/ 500 | elap"
+    )
+    found = parse_log(text)
+    assert [each.number for each in found.iterations] == [1, 2, 3, 4]
+    assert found.iterations[-1].step_s == 0
+    assert math.isnan(found.iterations[-1].loss)
+    assert found.step_s == pytest.approx(22.42)
+
+
+def test_a_restart_does_its_steps_over():
+    found = parse_log(log(steps=4) + "\n" + log(steps=2, ms=11210.0))
+    assert [each.step_s for each in found.iterations] == pytest.approx([33.63, 11.21, 22.42, 22.42])
+
+
+def test_memory_reports_of_megatron_and_of_bridge():
+    bridge = (
+        "[Rank 2] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 61.881 | mem-reserved-gigabytes: "
+        "182.24 | mem-max-allocated-gigabytes: 153.47 | mem-max-reserved-gigabytes: 182.24 | mem-alloc-retires: 0"
+    )
+    ours, theirs = parse_log(log(tail=f"{REPORT.format(rank=0, most=60000.0, held=70000.0)}\n{bridge}")).memory
+    assert (ours.max_allocated_bytes, ours.max_reserved_bytes) == (60000 * MIB, 70000 * MIB)
+    assert (theirs.rank, theirs.max_allocated_bytes, theirs.max_reserved_bytes) == (2, 153_470_000_000, 182_240_000_000)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of "
+        "79.11 GiB of which 1.2 GiB is free.",
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB (GPU 0; 79.11 GiB total capacity; "
+        "70.12 GiB already allocated; 1.2 GiB free)",
+    ],
+)
+def test_failed_allocations_are_a_memory_wall(line):
+    found = parse_log(log(steps=2, tail=line))
+    (failure,) = found.failures
+    assert failure.wanted_bytes == round(2.5 * GIB)
+    assert failure.capacity_bytes == round(79.11 * GIB)
+    first = findings(found, None)[0]
+    assert (first.wall, first.cause) == (Wall.MEMORY, Cause.CAPACITY)
+    assert "expandable_segments" in first.fixes[0].megatron
+
+
+def test_what_the_allocator_holds_and_does_not_give_out_is_fragmentation():
+    tail = "\n".join(REPORT.format(rank=rank, most=60000.0, held=78000.0) for rank in range(2))
+    text = log(
+        tail=tail + "\nCUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+    )
+    assert findings(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
+
+
+def test_the_command_explains_120_where_others_report_277(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(log(ms=40000.0, tflops=121.3))
+    job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
+    out = capsys.readouterr().out
+    assert "121.3 TFLOP/s a device measured" in out
+    assert "pipeline bubble" in out
+    assert "unexplained" in out
+    assert main(["diagnose", str(path)]) == 0
+    assert "--model" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
+    (tmp_path / "x.log").write_text("nothing here\n")
+    assert main(["diagnose", str(tmp_path / "x.log")]) == 2
+    assert "Megatron-LM" in capsys.readouterr().err
