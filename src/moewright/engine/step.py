@@ -113,6 +113,10 @@ class Trainee:
         """Everything that a checkpoint holds of this rank."""
         return [*self.optimizer.pieces(), *biases_of(self.model)]
 
+    def weights(self) -> list[Piece]:
+        """Those of them that make the model: parameters, and the routers' biases."""
+        return [piece for piece in self.pieces() if not piece.name.startswith("optim/")]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,18 +17,13 @@ from typing import Any
 import torch
 
 import moewright
-from moewright.codec import read_json, to_data, write_json
+from moewright.codec import read_json, write_json
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import (
     Coordinator,
     Saver,
-    latest,
-    load,
-    read_index,
-    refuse_mismatch,
     require_space,
-    resume_from,
 )
 from moewright.engine.data.build import read_corpus
 from moewright.engine.data.indexed import open_indexed
@@ -43,6 +37,7 @@ from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.schedule import learning_rate
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import JsonLines, Recorder, Screen, Sink, TensorBoard, finite, loads_of, write_ledger
+from moewright.engine.start import identity_of, restore, steps_done
 from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
 from moewright.engine.support import refuse_unrunnable
 from moewright.rules.flops import model_flops_per_token
@@ -70,7 +65,7 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     refuse_unrunnable(plan.model, plan.workload, plan.layout)
     if missing := _missing_devices(plan):
         raise BadInput(*missing)
-    done = _steps_done(run_dir, _identity(plan, check_data(plan.model, plan.workload)))
+    done = steps_done(plan, run_dir, identity_of(plan, check_data(plan.model, plan.workload)))
     last_step = _last_step(plan.workload, done, extend)
     if done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
@@ -111,18 +106,6 @@ def _missing_devices(plan: Plan) -> tuple[Reason, ...]:
     )
 
 
-def _steps_done(run_dir: Path, identity: Mapping[str, Any]) -> int:
-    """Updates that the last checkpoint stands for, once it is known to be of this very job."""
-    checkpoint, passed_over = resume_from(run_dir / "checkpoints")
-    if checkpoint is None:
-        return 0
-    index = read_index(checkpoint)
-    refuse_mismatch(index.extra, identity)
-    for path in passed_over:
-        print(f"{path} is not a committed checkpoint: going on from {checkpoint.name}", file=sys.stderr)
-    return index.step
-
-
 def _last_step(workload: Workload, done: int, extend: bool) -> int:
     """The step to stop at. A run whose last recipe is finished goes on by another one when asked to."""
     recipes = -(-done // workload.steps)
@@ -137,8 +120,8 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     _agree_on_plan(plan, comm)
     train, heldout = _data(plan)
     job = trainee(plan.model, work, plan.layout, train, rank=seat.rank, device=device, initial=initial_value)
-    identity = _identity(plan, train.dataset.fingerprint)
-    first_step = _restore(job, run_dir, identity, comm) + 1
+    identity = identity_of(plan, train.dataset.fingerprint)
+    first_step = restore(job, run_dir, identity, comm) + 1
     saver = Saver(run_dir / "checkpoints", spec=work.checkpoint, extra=identity, comm=comm, aside=partial(_aside, seat))
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
@@ -216,47 +199,6 @@ def _agree_on_plan(plan: Plan, comm: Coordinator) -> None:
             if value != mine[field]:
                 rule = f"rank {rank} has {value}, rank {comm.rank} has {mine[field]}; all ranks need the same"
                 raise BadInput(Reason(field=field, rule=rule))
-
-
-def _identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
-    """What a checkpoint and the job that continues it must share: everything that decides the next update.
-
-    The layout is not part of it: any layout continues any other.
-    """
-    work = plan.workload
-    return {
-        "model": to_data(plan.model),
-        "train": {
-            "seq_len": work.seq_len,
-            "global_batch": work.global_batch,
-            "seed": work.seed,
-            "precision": to_data(work.precision),
-            "decay_steps": work.optimizer.decay_steps or work.steps,
-            "optimizer": {
-                k: v for k, v in to_data(work.optimizer).items() if k not in ("decay_steps", "bucket_elements")
-            },
-            "loss": to_data(work.loss),
-            "router": to_data(work.router),
-            **({"scaling": to_data(work.scaling)} if work.precision is Dtype.FP16 else {}),
-            **({"ramp": to_data(work.ramp)} if work.ramp.ramp_start else {}),
-        },
-        "data": {
-            "fingerprint": data_fingerprint,
-            **({} if work.data.documents is Documents.JOINED else {"documents": to_data(work.data.documents)}),
-        },
-    }
-
-
-def _restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
-    """Load the last checkpoint, if any; returns the number of updates made so far."""
-    checkpoint = latest(run_dir / "checkpoints")
-    if checkpoint is None:
-        return 0
-    index = read_index(checkpoint)
-    refuse_mismatch(index.extra, identity)
-    load(checkpoint, pieces=job.pieces(), comm=comm)
-    job.optimizer.publish()
-    return index.step
 
 
 def _recorder(run_dir: Path, seat: RankContext, first_step: int, last_step: int) -> Recorder:

@@ -1,8 +1,9 @@
 """Job files: one TOML with what to train, on what, for how long.
 
-Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's fields themselves),
-[data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is absent is for the search), [train] (the fields of
-Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and RampSpec, and `nproc` and `hardware`), [checkpoint].
+Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's fields themselves; and
+`weights`: a folder of checkpoints to start from), [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is
+absent is for the search), [train] (the fields of Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and
+RampSpec, and `nproc` and `hardware`), [checkpoint].
 Relative paths start at the job file.
 """
 
@@ -65,7 +66,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         _override(data, override)
     tables = _sections(data, where)
     train = tables["train"]
-    workload = _workload(tables, path, where)
+    workload = _workload(tables, path, where)  # takes model.weights
     nproc = _whole(train.get("nproc", 1), f"{where}: train.nproc", high=parts.MAX_DEVICES)
     return Job(
         model=_model(tables["model"], path, where),
@@ -103,6 +104,14 @@ def _sections(data: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     return {section: dict(data.get(section, {})) for section in _SECTIONS}
 
 
+def _weights(table: dict[str, Any], path: Path, where: str) -> str:
+    weights = table.pop("weights", "")
+    if not isinstance(weights, str) or "\0" in weights:
+        rule = "must be the path of a folder with checkpoints"
+        raise BadInput(Reason(field=f"{where}: model.weights", value=shown(weights), rule=rule))
+    return _beside(path, weights)
+
+
 def _model(table: dict[str, Any], path: Path, where: str) -> ModelSpec:
     if "config" not in table:
         if not table:
@@ -123,7 +132,7 @@ def _model(table: dict[str, Any], path: Path, where: str) -> ModelSpec:
 
 def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> Workload:
     train = tables["train"]
-    groups = {"": [f.name for f in fields(Workload) if f.name not in _NESTED]}
+    groups = {"": [f.name for f in fields(Workload) if f.name not in (*_NESTED, "weights")]}
     flat = {
         "optimizer": OptimizerSpec,
         "loss": LossSpec,
@@ -152,6 +161,7 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
             "data": _plain(data)
             | {name: _beside(path, getattr(data, name)) for name in ("train", "heldout", "tokenizer")}
         }
+        | {"weights": _weights(tables["model"], path, where)}
         | {"checkpoint": _plain(from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint"))},
         where=here,
     )

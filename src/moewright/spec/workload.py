@@ -171,6 +171,7 @@ class Workload:
     scaling: ScalingSpec = ScalingSpec()
     ramp: RampSpec = RampSpec()
     data: DataSpec = DataSpec()
+    weights: str = ""  # a folder of checkpoints whose weights the first step starts from; "" draws fresh ones
     checkpoint: CheckpointSpec = CheckpointSpec()
 
     @property

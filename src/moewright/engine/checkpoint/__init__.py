@@ -1,6 +1,6 @@
 """Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no pickle either way."""
 
-from moewright.engine.checkpoint.commit import committed, latest, resume_from
+from moewright.engine.checkpoint.commit import checkpoint_at, committed, latest, resume_from
 from moewright.engine.checkpoint.coordinator import Coordinator, alone
 from moewright.engine.checkpoint.files import require_space
 from moewright.engine.checkpoint.geometry import boxes
@@ -17,6 +17,7 @@ __all__ = [
     "Saver",
     "alone",
     "boxes",
+    "checkpoint_at",
     "committed",
     "flat_pieces",
     "latest",

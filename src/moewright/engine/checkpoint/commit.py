@@ -110,6 +110,20 @@ def latest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest in it or, where it is a run's folder, in its `checkpoints`.
+
+    Raises BadInput when there is none.
+    """
+    if (path / INDEX).is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if (newest := latest(folder)) is not None:
+            return newest
+    what = "holds no checkpoint of moewright" if path.is_dir() else "no such folder"
+    raise BadInput(Reason(field=str(path), rule=what, nearest="a folder with step-*"))
+
+
 def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
     """The newest committed checkpoint, and what lies there under a newer step's name without being one.
 

@@ -34,8 +34,8 @@ def agree_on_index(checkpoint: Path, comm: Coordinator) -> Index:
     return found[0]
 
 
-def refuse_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise BadInput naming every field that a checkpoint and the job to continue it do not share.
+def refuse_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, field: str = "resume") -> None:
+    """Raise BadInput for `field`, naming all in which a checkpoint and the job that is to take it up differ.
 
     Nested mappings are compared field by field ("model.hidden_size"); all else by equality.
     """
@@ -47,7 +47,7 @@ def refuse_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None
             for name in fields
         )
         raise BadInput(
-            Reason(field="resume", rule=differences, nearest="the checkpoint's values, or another run directory")
+            Reason(field=field, rule=differences, nearest="the checkpoint's values, or another run directory")
         )
 
 

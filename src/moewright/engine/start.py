@@ -1,0 +1,90 @@
+"""What a run starts from: its own last checkpoint, the weights of another, or fresh ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moewright.codec import to_data
+from moewright.engine.checkpoint import (
+    Coordinator,
+    checkpoint_at,
+    latest,
+    load,
+    read_index,
+    refuse_mismatch,
+    resume_from,
+)
+from moewright.engine.step import Trainee
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Documents, Dtype
+
+
+def identity_of(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
+    """What a checkpoint and the job that continues it must share: everything that decides the next update.
+
+    The layout is not part of it: any layout continues any other.
+    """
+    work = plan.workload
+    return {
+        "model": to_data(plan.model),
+        "train": {
+            "seq_len": work.seq_len,
+            "global_batch": work.global_batch,
+            "seed": work.seed,
+            "precision": to_data(work.precision),
+            "decay_steps": work.optimizer.decay_steps or work.steps,
+            "optimizer": {
+                k: v for k, v in to_data(work.optimizer).items() if k not in ("decay_steps", "bucket_elements")
+            },
+            "loss": to_data(work.loss),
+            "router": to_data(work.router),
+            **({"scaling": to_data(work.scaling)} if work.precision is Dtype.FP16 else {}),
+            **({"ramp": to_data(work.ramp)} if work.ramp.ramp_start else {}),
+        },
+        "data": {
+            "fingerprint": data_fingerprint,
+            **({} if work.data.documents is Documents.JOINED else {"documents": to_data(work.data.documents)}),
+        },
+    }
+
+
+def steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
+    """Updates that the last checkpoint stands for, once it is known to be of this very job.
+
+    Where there is none, the weights to start from are known to be of this model. Raises BadInput.
+    """
+    checkpoint, passed_over = resume_from(run_dir / "checkpoints")
+    if checkpoint is None:
+        if plan.workload.weights:
+            _refuse_other_model(plan)
+        return 0
+    index = read_index(checkpoint)
+    refuse_mismatch(index.extra, identity)
+    for path in passed_over:
+        print(f"{path} is not a committed checkpoint: going on from {checkpoint.name}", file=sys.stderr)
+    return index.step
+
+
+def _refuse_other_model(plan: Plan) -> None:
+    """Raise BadInput unless the weights to start from are of this model, whatever its name."""
+    found = read_index(checkpoint_at(Path(plan.workload.weights))).extra.get("model", {})
+    theirs, ours = ({k: v for k, v in data.items() if k != "name"} for data in (found, to_data(plan.model)))
+    refuse_mismatch({"model": theirs}, {"model": ours}, field="model.weights")
+
+
+def restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
+    """Load the last checkpoint, or the weights to start from, if any; returns the number of updates made so far."""
+    checkpoint, weights = latest(run_dir / "checkpoints"), job.run.workload.weights
+    if checkpoint is None:
+        if weights:
+            load(checkpoint_at(Path(weights)), pieces=job.weights(), comm=comm)
+            job.optimizer.publish()
+        return 0
+    index = read_index(checkpoint)
+    refuse_mismatch(index.extra, identity)
+    load(checkpoint, pieces=job.pieces(), comm=comm)
+    job.optimizer.publish()
+    return index.step
