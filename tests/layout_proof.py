@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate as accumulated
+from math import prod
 from pathlib import Path
 
 import torch
@@ -299,13 +300,13 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
-    """As in training, but for norm weights: ones would hide one that is left out."""
-    value = initial_value(slot, run)
+    """As in training, but for norm weights and biases: ones and zeros would hide one that is left out."""
     at = slot.placement
-    if len(at.whole) == 1:
-        here = torch.arange(at.offsets[0], at.offsets[0] + at.local[0])
-        value = 1 + 0.5 * torch.sin(here + len(slot.name))
-    return value
+    if slot.name.endswith(".weight") and len(at.whole) > 1:
+        return initial_value(slot, run)
+    whole = 0.5 * torch.sin(torch.arange(prod(at.whole)) + len(slot.name)).view(at.whole)
+    here = tuple(slice(first, first + size) for first, size in zip(at.offsets, at.local, strict=True))
+    return whole[here] + (1 if slot.name.endswith(".weight") else 0)
 
 
 def _watch_margins() -> list[float]:

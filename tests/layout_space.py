@@ -79,10 +79,10 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             MODEL, layers=8, moe_layers=(False, True) * 4, attention=_gqa(4, 4, QkNorm.NONE),
             moe=_moe(12, 3, shared_ffn_size=16, shared_gate=True),
         ),
-        # No experts, one key head, tied, an odd vocabulary.
+        # No experts, one key head, biases, tied, an odd vocabulary.
         "dense": replace(
-            DENSE, layers=4, moe_layers=(False,) * 4, attention=_gqa(4, 1, QkNorm.PER_HEAD), tie_embeddings=True,
-            vocab_size=97,
+            DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True,
+            attention=replace(_gqa(4, 1, QkNorm.PER_HEAD), qkv_bias=True, out_bias=True),
         ),
     }
 )  # fmt: skip

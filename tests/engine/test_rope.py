@@ -45,7 +45,9 @@ def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[to
         (
             "llama3",
             LLAMA3,
-            RopeSpec(scaling="llama3", factor=8.0, original_max_position=8192, beta_slow=1.0, beta_fast=4.0),
+            RopeSpec(
+                scaling="llama3", factor=8.0, original_max_position=8192, low_freq_factor=1.0, high_freq_factor=4.0
+            ),
         ),
     ],
 )

@@ -63,6 +63,21 @@ def _model(family: str) -> nn.Module:
         }  # fmt: skip
         config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
         return transformers.DeepseekV3ForCausalLM(config).float()
+    if family == "qwen2_moe":
+        config = transformers.Qwen2MoeConfig(
+            **shape, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=8,
+            num_experts_per_tok=2, mlp_only_layers=[1],
+        )  # fmt: skip
+        return transformers.Qwen2MoeForCausalLM(config).float()
+    if family == "llama":
+        rope = {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        }  # fmt: skip
+        config = transformers.LlamaConfig(
+            **shape, intermediate_size=48, attention_bias=True, mlp_bias=True, rope_parameters=rope
+        )
+        return transformers.LlamaForCausalLM(config).float()
     config = transformers.Qwen3Config(**shape, head_dim=16, intermediate_size=48)
     return transformers.Qwen3ForCausalLM(config).float()
 
@@ -70,10 +85,12 @@ def _model(family: str) -> nn.Module:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for family in ("qwen3_moe", "mixtral", "olmoe", "qwen3", "deepseek_v2", "deepseek_v3"):
+    for family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "deepseek_v2", "deepseek_v3"):
         found[family] = tmp_path_factory.mktemp(family)
         model = _model(family)
         for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter, 0.0, 0.2)
             if "norm" in name:  # ones would hide a norm that is left out
                 nn.init.uniform_(parameter, 0.5, 1.5)
         for name, bias in model.named_buffers():
@@ -142,7 +159,10 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / (wanted.norm() if wanted.norm() else 1.0))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "fused", "mixtral", "olmoe", "qwen3", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", "fused", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "deepseek_v2", "deepseek_v3"],
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_transformers(
     family: str, optimizer: str, checkpoints: dict[str, Path], batch: Path, tmp_path: Path
@@ -209,6 +229,10 @@ LAYOUTS = [
     ("deepseek_v2", 4, "tp2,cp2,cp_comm=allgather"),
     ("qwen3_moe", 4, "cp2,ep4,mbs2,cp_comm=a2a"),
     ("deepseek_v3", 4, "cp4,ep2,cp_comm=a2a+p2p"),
+    ("qwen2_moe", 4, "tp2,cp2,ep4"),
+    ("qwen2_moe", 4, "tp4,pp1,ep2,etp2"),  # more ranks than key heads
+    ("llama", 8, "tp4,sp0,pp2"),
+    ("llama", 4, "tp2,zero0,recompute=mlp"),
 ]
 
 

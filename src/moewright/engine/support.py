@@ -118,14 +118,13 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
     attention, moe = model.attention, model.moe
     latent = attention.kind is AttentionKind.MLA
     missing: tuple[tuple[str, object, bool, str], ...] = (
-        ("attention.qkv_bias", True, attention.qkv_bias or attention.out_bias, "false"),
+        ("attention.qkv_bias", True, latent and (attention.qkv_bias or attention.out_bias), "false"),
         ("attention.sinks", True, attention.sinks, "false"),
         ("attention.sliding_window", attention.sliding_window, attention.sliding_window > 0, "0"),
         ("attention.rope.interleaved", True, attention.rope.interleaved and not latent, "false"),
         ("position", model.position, model.position is not PositionKind.ROPE, "rope"),
         ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
         ("gated", False, not model.gated, "true"),
-        ("mlp_bias", True, model.mlp_bias, "false"),
     )
     reasons = [_model_reason(f"model.{field}", value, nearest) for field, value, bad, nearest in missing if bad]
     if moe is not None:

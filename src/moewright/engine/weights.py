@@ -32,6 +32,7 @@ _LAYER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "input_norm.weight": ("input_layernorm.weight",),
         "post_norm.weight": ("post_attention_layernorm.weight",),
         **{f"attention.{part}.weight": (f"self_attn.{part}_proj.weight",) for part in "qkvo"},
+        **{f"attention.{part}.bias": (f"self_attn.{part}_proj.bias",) for part in "qkvo"},
         "attention.q_down.weight": ("self_attn.q_a_proj.weight",),
         "attention.q_down_norm.weight": ("self_attn.q_a_layernorm.weight",),
         "attention.q_up.weight": ("self_attn.q_b_proj.weight",),
@@ -42,6 +43,7 @@ _LAYER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention.k_norm.weight": ("self_attn.k_norm.weight",),
         "moe.router.weight": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
         "mlp.down.weight": ("mlp.down_proj.weight",),
+        "mlp.down.bias": ("mlp.down_proj.bias",),
         "moe.shared.down.weight": ("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
         "moe.shared.gate.weight": ("mlp.shared_expert_gate.weight",),
     }
@@ -50,6 +52,7 @@ _LAYER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _GATE_UP: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
         "mlp.gate_up.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"),),
+        "mlp.gate_up.bias": (("mlp.gate_proj.bias", "mlp.up_proj.bias"),),
         "moe.shared.gate_up.weight": tuple(
             (f"mlp.{shared}.gate_proj.weight", f"mlp.{shared}.up_proj.weight")
             for shared in ("shared_expert", "shared_experts")

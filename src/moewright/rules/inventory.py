@@ -21,7 +21,7 @@ class Param:
 
     `layer`: 0..L-1; -1 the embeddings; L the final norm and the head; L+1+d everything of MTP depth d.
     `shard`: (axis, dim) pairs; an axis that is not named holds a full copy. `module`: norms inside attention belong to
-    attention, everything of an MTP depth to MTP. `decay`: weight decay applies (matrices, not norms, biases, sinks).
+    attention, everything of an MTP depth to MTP.
     """
 
     name: str
@@ -30,7 +30,10 @@ class Param:
     layer: int
     expert: bool
     shard: _Shard
-    decay: bool
+
+    @property
+    def decay(self) -> bool:
+        return decays(self.name, len(self.shape))
 
     @property
     def numel(self) -> int:
@@ -52,6 +55,11 @@ class ParamCount:
 def parameters(model: ModelSpec) -> tuple[Param, ...]:
     """All parameters in registration order: embedding, layers, final norm, head, MTP depths. A tied head is absent."""
     return tuple(_walk(model))
+
+
+def decays(name: str, dims: int) -> bool:
+    """Whether weight decay applies to a parameter: matrices, and no bias, of however many experts."""
+    return dims > 1 and not name.endswith(".bias")
 
 
 def selection_bias_name(layer: int) -> str:
@@ -85,14 +93,14 @@ def count(model: ModelSpec) -> ParamCount:
 
 def _walk(model: ModelSpec) -> Iterator[Param]:
     h, top = model.hidden_size, model.layers
-    yield _matrix("embedding.weight", (model.vocab_size, h), Module.EMBEDDING, EMBEDDING_LAYER, (("tp", 0),))
+    yield _tensor("embedding.weight", (model.vocab_size, h), Module.EMBEDDING, EMBEDDING_LAYER, (("tp", 0),))
     if model.position is PositionKind.LEARNED:
-        yield _matrix("position.weight", (model.max_position, h), Module.EMBEDDING, EMBEDDING_LAYER)
+        yield _tensor("position.weight", (model.max_position, h), Module.EMBEDDING, EMBEDDING_LAYER)
     for layer in range(model.layers):
         yield from _layer(model, f"layers.{layer}.", layer, model.moe_layers[layer])
     yield from _norm(model, "final_norm", top)
     if not model.tie_embeddings:
-        yield _matrix("head.weight", (model.vocab_size, h), Module.HEAD, top, (("tp", 0),))
+        yield _tensor("head.weight", (model.vocab_size, h), Module.HEAD, top, (("tp", 0),))
     for depth in range(model.mtp_layers):
         yield from _mtp(model, depth)
 
@@ -102,7 +110,7 @@ def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
     h, layer, prefix = model.hidden_size, model.layers + 1 + depth, f"mtp.{depth}."
     yield from _norm(model, f"{prefix}embed_norm", layer, Module.MTP)
     yield from _norm(model, f"{prefix}hidden_norm", layer, Module.MTP)
-    yield _matrix(f"{prefix}proj.weight", (h, 2 * h), Module.MTP, layer, (("tp", 0),))
+    yield _tensor(f"{prefix}proj.weight", (h, 2 * h), Module.MTP, layer, (("tp", 0),))
     for param in _layer(model, f"{prefix}layer.", layer, model.moe_layers[-1]):
         yield Param(
             name=param.name,
@@ -111,7 +119,6 @@ def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
             layer=layer,
             expert=param.expert,
             shard=param.shard,
-            decay=param.decay,
         )
     yield from _norm(model, f"{prefix}final_norm", layer, Module.MTP)
 
@@ -128,17 +135,17 @@ def _gqa(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     spec, h, module = model.attention, model.hidden_size, Module.ATTENTION
     cut = (("tp", 0),)
     for part, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
-        yield _matrix(f"{prefix}{part}.weight", (width, h), module, layer, cut)
+        yield _tensor(f"{prefix}{part}.weight", (width, h), module, layer, cut)
         if spec.qkv_bias:
-            yield _vector(f"{prefix}{part}.bias", (width,), module, layer, cut)
+            yield _tensor(f"{prefix}{part}.bias", (width,), module, layer, cut)
     if spec.qk_norm is QkNorm.PER_HEAD:
         for part in ("q", "k"):
-            yield _vector(f"{prefix}{part}_norm.weight", (spec.head_dim,), module, layer)
+            yield _tensor(f"{prefix}{part}_norm.weight", (spec.head_dim,), module, layer)
     elif spec.qk_norm is QkNorm.FULL:
         for part, width in (("q", spec.q_width), ("k", spec.kv_width)):
-            yield _vector(f"{prefix}{part}_norm.weight", (width,), module, layer, cut)
+            yield _tensor(f"{prefix}{part}_norm.weight", (width,), module, layer, cut)
     if spec.sinks:
-        yield _vector(f"{prefix}sinks", (spec.heads,), module, layer, cut)
+        yield _tensor(f"{prefix}sinks", (spec.heads,), module, layer, cut)
     yield from _out(model, prefix, layer)
 
 
@@ -147,28 +154,28 @@ def _mla(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     spec, h, module = model.attention, model.hidden_size, Module.ATTENTION
     cut = (("tp", 0),)
     if spec.q_lora_rank:
-        yield _matrix(f"{prefix}q_down.weight", (spec.q_lora_rank, h), module, layer)
+        yield _tensor(f"{prefix}q_down.weight", (spec.q_lora_rank, h), module, layer)
         if spec.qkv_bias:
-            yield _vector(f"{prefix}q_down.bias", (spec.q_lora_rank,), module, layer)
-        yield _vector(f"{prefix}q_down_norm.weight", (spec.q_lora_rank,), module, layer)
-        yield _matrix(f"{prefix}q_up.weight", (spec.q_width, spec.q_lora_rank), module, layer, cut)
+            yield _tensor(f"{prefix}q_down.bias", (spec.q_lora_rank,), module, layer)
+        yield _tensor(f"{prefix}q_down_norm.weight", (spec.q_lora_rank,), module, layer)
+        yield _tensor(f"{prefix}q_up.weight", (spec.q_width, spec.q_lora_rank), module, layer, cut)
     else:
-        yield _matrix(f"{prefix}q.weight", (spec.q_width, h), module, layer, cut)
+        yield _tensor(f"{prefix}q.weight", (spec.q_width, h), module, layer, cut)
     latent = spec.kv_lora_rank + spec.qk_rope_head_dim
-    yield _matrix(f"{prefix}kv_down.weight", (latent, h), module, layer)
+    yield _tensor(f"{prefix}kv_down.weight", (latent, h), module, layer)
     if spec.qkv_bias:
-        yield _vector(f"{prefix}kv_down.bias", (latent,), module, layer)
-    yield _vector(f"{prefix}kv_norm.weight", (spec.kv_lora_rank,), module, layer)
+        yield _tensor(f"{prefix}kv_down.bias", (latent,), module, layer)
+    yield _tensor(f"{prefix}kv_norm.weight", (spec.kv_lora_rank,), module, layer)
     expanded = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-    yield _matrix(f"{prefix}kv_up.weight", (expanded, spec.kv_lora_rank), module, layer, cut)
+    yield _tensor(f"{prefix}kv_up.weight", (expanded, spec.kv_lora_rank), module, layer, cut)
     yield from _out(model, prefix, layer)
 
 
 def _out(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     h, width = model.hidden_size, model.attention.out_width
-    yield _matrix(f"{prefix}o.weight", (h, width), Module.ATTENTION, layer, (("tp", 1),))
+    yield _tensor(f"{prefix}o.weight", (h, width), Module.ATTENTION, layer, (("tp", 1),))
     if model.attention.out_bias:
-        yield _vector(f"{prefix}o.bias", (h,), Module.ATTENTION, layer)
+        yield _tensor(f"{prefix}o.bias", (h,), Module.ATTENTION, layer)
 
 
 def _dense(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
@@ -179,12 +186,12 @@ def _mlp(model: ModelSpec, prefix: str, layer: int, module: Module, ffn: int, bi
     h = model.hidden_size
     name, lead = ("gate_up", (2,)) if model.gated else ("up", ())
     cut = (("tp", len(lead)),)
-    yield _matrix(f"{prefix}{name}.weight", (*lead, ffn, h), module, layer, cut)
+    yield _tensor(f"{prefix}{name}.weight", (*lead, ffn, h), module, layer, cut)
     if bias:
-        yield _vector(f"{prefix}{name}.bias", (*lead, ffn), module, layer, cut)
-    yield _matrix(f"{prefix}down.weight", (h, ffn), module, layer, (("tp", 1),))
+        yield _tensor(f"{prefix}{name}.bias", (*lead, ffn), module, layer, cut)
+    yield _tensor(f"{prefix}down.weight", (h, ffn), module, layer, (("tp", 1),))
     if bias:
-        yield _vector(f"{prefix}down.bias", (h,), module, layer)
+        yield _tensor(f"{prefix}down.bias", (h,), module, layer)
 
 
 def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
@@ -192,37 +199,32 @@ def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     if spec is None:
         raise ValueError(f"{model.name}: layer {layer} is marked as MoE but the model has no MoeSpec")
     experts, f = spec.experts, spec.ffn_size
-    yield _matrix(f"{prefix}router.weight", (experts, h), Module.ROUTER, layer)
+    yield _tensor(f"{prefix}router.weight", (experts, h), Module.ROUTER, layer)
     if spec.router.logit_bias:
-        yield _vector(f"{prefix}router.bias", (experts,), Module.ROUTER, layer)
+        yield _tensor(f"{prefix}router.bias", (experts,), Module.ROUTER, layer)
     name, lead = ("gate_up", (experts, 2)) if model.gated else ("up", (experts,))
     rows = (("ep", 0), ("etp", len(lead)))
-    yield _matrix(f"{prefix}experts.{name}.weight", (*lead, f, h), Module.EXPERTS, layer, rows, expert=True)
+    yield _tensor(f"{prefix}experts.{name}.weight", (*lead, f, h), Module.EXPERTS, layer, rows, expert=True)
     if spec.expert_bias:
-        yield _vector(f"{prefix}experts.{name}.bias", (*lead, f), Module.EXPERTS, layer, rows, expert=True)
+        yield _tensor(f"{prefix}experts.{name}.bias", (*lead, f), Module.EXPERTS, layer, rows, expert=True)
     columns = (("ep", 0), ("etp", 2))
-    yield _matrix(f"{prefix}experts.down.weight", (experts, h, f), Module.EXPERTS, layer, columns, expert=True)
+    yield _tensor(f"{prefix}experts.down.weight", (experts, h, f), Module.EXPERTS, layer, columns, expert=True)
     if spec.expert_bias:
-        yield _vector(f"{prefix}experts.down.bias", (experts, h), Module.EXPERTS, layer, (("ep", 0),), expert=True)
+        biases = (("ep", 0), ("etp", 1))  # each adds its part to the sum, all of which they then share
+        yield _tensor(f"{prefix}experts.down.bias", (experts, h), Module.EXPERTS, layer, biases, expert=True)
     if spec.shared_ffn_size:
         yield from _mlp(model, f"{prefix}shared.", layer, Module.SHARED_EXPERTS, spec.shared_ffn_size, bias=False)
         if spec.shared_gate:
-            yield _matrix(f"{prefix}shared.gate.weight", (1, h), Module.SHARED_EXPERTS, layer)
+            yield _tensor(f"{prefix}shared.gate.weight", (1, h), Module.SHARED_EXPERTS, layer)
 
 
 def _norm(model: ModelSpec, name: str, layer: int, module: Module = Module.NORM) -> Iterator[Param]:
-    yield _vector(f"{name}.weight", (model.hidden_size,), module, layer)
+    yield _tensor(f"{name}.weight", (model.hidden_size,), module, layer)
     if model.norm is NormKind.LAYER:
-        yield _vector(f"{name}.bias", (model.hidden_size,), module, layer)
+        yield _tensor(f"{name}.bias", (model.hidden_size,), module, layer)
 
 
-def _matrix(
+def _tensor(
     name: str, shape: tuple[int, ...], module: Module, layer: int, shard: _Shard = (), *, expert: bool = False
 ) -> Param:
-    return Param(name=name, shape=shape, module=module, layer=layer, expert=expert, shard=shard, decay=True)
-
-
-def _vector(
-    name: str, shape: tuple[int, ...], module: Module, layer: int, shard: _Shard = (), *, expert: bool = False
-) -> Param:
-    return Param(name=name, shape=shape, module=module, layer=layer, expert=expert, shard=shard, decay=False)
+    return Param(name=name, shape=shape, module=module, layer=layer, expert=expert, shard=shard)

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from moewright.engine.collectives import Group
 from moewright.engine.keep import replayed
 from moewright.engine.kernels import Runs
 from moewright.engine.model import vocabulary
+from moewright.engine.model.biases import AddBias
 from moewright.engine.model.context import attend, meetings, to_heads, to_tokens
 from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary, SwiGlu
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
@@ -26,10 +28,16 @@ from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
+from moewright.rules.inventory import decays
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import QkNorm
 from moewright.spec.workload import Documents
+
+
+def sharers_of(run: Runtime) -> Group | None:
+    """The ranks that have the same hidden states: those of the TP group, without sequence parallelism."""
+    return None if run.mesh.layout.sp else run.mesh.group("tp")
 
 
 class Weight(nn.Module):
@@ -38,9 +46,12 @@ class Weight(nn.Module):
     Whoever takes `weight` calls `arrive` first: its values may still be on their way from other ranks.
     """
 
+    own_name = "weight"
+
     def __init__(self, run: Runtime, *shape: int, cuts: Cuts = ()) -> None:
         super().__init__()
         self.arrive: Callable[[], object] | None = None
+        self.bias: Vector | None = None
         self.placement = place(run.mesh, shape, cuts)
         self.weight = nn.Parameter(torch.empty(self.placement.local, dtype=run.dtype, device="meta"))
 
@@ -48,6 +59,16 @@ class Weight(nn.Module):
         if name == "weight" and self.arrive is not None:
             self.arrive()
         return super().__getattr__(name)
+
+    def biased(self, y: torch.Tensor, sharers: Group | None = None) -> torch.Tensor:
+        """y plus the bias, where there is one; `sharers` as in AddBias."""
+        return y if self.bias is None else AddBias.apply(y, self.bias.weight.flatten(), sharers)
+
+
+class Vector(Weight):
+    """A parameter that bears the name of its module: a bias, or sinks."""
+
+    own_name = ""
 
 
 class Norm(Weight):
@@ -65,7 +86,7 @@ class Norm(Weight):
         super().__init__(run, width, cuts=cuts)
         self._eps, self._keep_scale = run.model.norm_eps, not replayed
         self._across = run.mesh.group("tp") if cuts and run.mesh.layout.tp > 1 else None
-        self._sharers = run.mesh.group("tp") if of_hidden and not run.mesh.layout.sp else None
+        self._sharers = sharers_of(run) if of_hidden else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return RmsNorm.apply(x, self.weight, self._eps, self._across, self._sharers, self._keep_scale)
@@ -142,12 +163,17 @@ class Attention(nn.Module):
         self.q = Weight(run, spec.q_width, hidden, cuts=rows)
         self.k = Weight(run, spec.kv_width, hidden, cuts=rows)
         self.v = Weight(run, spec.kv_width, hidden, cuts=rows)
+        if spec.qkv_bias:
+            for part, width in ((self.q, spec.q_width), (self.k, spec.kv_width), (self.v, spec.kv_width)):
+                part.bias = Vector(run, width, cuts=rows)
         # PER_HEAD norms each head over head_dim; FULL norms all heads together.
         if spec.qk_norm is QkNorm.PER_HEAD:
             self.q_norm, self.k_norm = Norm(run, spec.head_dim), Norm(run, spec.head_dim)
         elif spec.qk_norm is QkNorm.FULL:
             self.q_norm, self.k_norm = Norm(run, spec.q_width, rows), Norm(run, spec.kv_width, rows)
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
+        if spec.out_bias:
+            self.o.bias = Vector(run, hidden)
 
     def forward(self, x_tH: torch.Tensor, batch: Sequences) -> torch.Tensor:
         run, spec, books, tp = self._run, self._spec, self._run.books, self._run.mesh.tensor
@@ -155,6 +181,7 @@ class Attention(nn.Module):
         with books.within(Module.ATTENTION):
             with run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
                 q, k, v = ColumnLinear.apply(x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight)
+            q, k, v = self.q.biased(q), self.k.biased(k), self.v.biased(v)
             if spec.qk_norm is QkNorm.FULL:
                 q, k = self.q_norm(q), self.k_norm(k)
             if size > spec.kv_heads:
@@ -165,7 +192,8 @@ class Attention(nn.Module):
             k_BSGD = batch.rotated(k.reshape(batch.count, q_BSHD.shape[1], -1, spec.head_dim))
             v_BSGD = v.view(batch.count, q_BSHD.shape[1], -1, spec.v_head_dim)
             heads = tuple(to_heads(run, x) for x in (q_BSHD, k_BSGD, v_BSGD))
-            return core_and_output(run, partial(self._core, batch.met), heads, self.o.weight)
+            out = core_and_output(run, partial(self._core, batch.met), heads, self.o.weight)
+            return self.o.biased(out, sharers_of(run))
 
     def _core(
         self, met: Meetings, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
@@ -186,6 +214,9 @@ class Mlp(nn.Module):
             self._replayed = run.replays(Recompute.SHARED_EXPERTS) and not run.replays(Recompute.MOE)
         self.gate_up = Weight(run, 2, width, run.model.hidden_size, cuts=(("tp", 1),))
         self.down = Weight(run, run.model.hidden_size, width, cuts=(("tp", 1),))
+        if kind is Module.DENSE_MLP and run.model.mlp_bias:
+            self.gate_up.bias = Vector(run, 2, width, cuts=(("tp", 1),))
+            self.down.bias = Vector(run, run.model.hidden_size)
 
     def forward(self, x_tH: torch.Tensor) -> torch.Tensor:
         with self._run.books.within(self.ledger_module):
@@ -195,7 +226,8 @@ class Mlp(nn.Module):
     def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
         books, tp = self._run.books, self._run.mesh.tensor
         (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
-        return (RowLinear.apply(SwiGlu.apply(hidden, None), self.down.weight, tp, books),)
+        out = RowLinear.apply(SwiGlu.apply(self.gate_up.biased(hidden), None), self.down.weight, tp, books)
+        return (self.down.biased(out, sharers_of(self._run)),)
 
 
 class Experts(nn.Module):
@@ -275,6 +307,10 @@ class Slot:
     def placement(self) -> Placement:
         return self.owner.placement
 
+    @property
+    def decays(self) -> bool:
+        return decays(self.name, len(self.placement.local))
+
 
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     """Every parameter of the model in registration order."""
@@ -283,7 +319,7 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     def walk(module: nn.Module, prefix: str, inherited: Module) -> None:
         owner = _ledger_module(module, inherited)
         if isinstance(module, Weight):
-            found.append(Slot(name=f"{prefix}weight", owner=module, module=owner))
+            found.append(Slot(name=(prefix + module.own_name).removesuffix("."), owner=module, module=owner))
         for name, child in module.named_children():
             walk(child, f"{prefix}{name}.", owner)
 

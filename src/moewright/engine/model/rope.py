@@ -24,7 +24,7 @@ def frequencies(spec: RopeSpec, dim: int, *, rounded: bool = True) -> tuple[torc
         return plain / spec.factor * (1 - keep) + plain * keep, _yarn_magnitude(spec)
     if spec.scaling == "llama3":
         turns = spec.original_max_position * plain / (2 * math.pi)  # over the original context
-        keep = ((turns - spec.beta_slow) / (spec.beta_fast - spec.beta_slow)).clamp(0, 1)
+        keep = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
         return plain / spec.factor * (1 - keep) + plain * keep, 1.0
     return plain, 1.0
 

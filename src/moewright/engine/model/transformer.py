@@ -196,10 +196,12 @@ def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
     """This rank's part of a fresh parameter, fp32, drawn by global name and global expert: the same in every layout.
 
     Matrices are normal with the model's initializer_range; those that write into the residual stream are scaled by
-    1 / sqrt(2 * layers) (GPT-2). Norm weights are 1.
+    1 / sqrt(2 * layers) (GPT-2). Norm weights are 1, biases 0, attention sinks normal.
     """
     at = slot.placement
-    if len(at.local) == 1:
+    if slot.name.endswith(".bias"):
+        return torch.zeros(at.local)
+    if len(at.local) == 1 and slot.name.endswith(".weight"):
         return torch.ones(at.local)
     std = run.model.initializer_range
     if slot.name.endswith((".o.weight", ".down.weight")):

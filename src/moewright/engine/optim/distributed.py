@@ -141,7 +141,7 @@ class DistributedOptimizer:
                 shard.mul_(scale)
             shard = shard.to(bucket.master.device)
             for decay in (True, False):
-                places = [part.place for part in bucket.parts if (part.slot.parameter.dim() > 1) == decay]
+                places = [part.place for part in bucket.parts if part.slot.decays == decay]
                 weight_decay = spec.weight_decay if decay else 0.0
                 self._rule(bucket, shard, places, spec, lr=lr, weight_decay=weight_decay, done=done)
         self._shards = []
