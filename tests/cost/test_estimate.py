@@ -11,9 +11,9 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind, Hardware
-from moewright.spec.ledger import Phase
+from moewright.spec.ledger import FlopOp, Phase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.workload import Routing, Workload
+from moewright.spec.workload import DataSpec, Documents, Routing, Workload
 
 
 def of(
@@ -121,3 +121,14 @@ def test_another_world_is_refused() -> None:
             catalogue.hardware("16xH100"),
             parse_layout("ep8", world_size=8),
         )
+
+
+@pytest.mark.parametrize("text", ["ep8", "cp2,ep8,recompute=full", "cp4,ep8,cp_comm=a2a"])
+def test_documents_that_bound_attention_take_their_share_of_it(text: str) -> None:
+    whole, packed = of(text), of(text, data=DataSpec(documents=Documents.BOUNDED, attended_share=0.25))
+    assert seconds(packed, TimePart.ATTENTION) == pytest.approx(0.25 * seconds(whole, TimePart.ATTENTION))
+    core = 6 * 48 * 4096 * 4096 * 4096 * 64  # layers x width of all heads x pairs and tokens, forward and backward
+    assert whole.model_flops_per_step - packed.model_flops_per_step == pytest.approx(0.75 * core)
+    counted = [sum(row.flops for row in one.ledgers[0].flops if row.op is FlopOp.ATTENTION) for one in (packed, whole)]
+    assert counted[0] == pytest.approx(0.25 * counted[1])
+    assert any(fact.name == "documents" and fact.value.startswith("leave 0.25") for fact in packed.assumptions)

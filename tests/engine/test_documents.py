@@ -11,7 +11,7 @@ import torch
 from test_model_oracle import single_process_model
 
 from moewright.engine.data.indexed import open_indexed, write_indexed
-from moewright.engine.data.sampler import documents_end
+from moewright.engine.data.sampler import attended_share, documents_end
 from moewright.engine.kernels import Runs
 from moewright.engine.model.transformer import Transformer
 from moewright.spec.ledger import FlopOp
@@ -86,3 +86,13 @@ def test_where_documents_end(tmp_path: Path) -> None:
     assert documents_end(data, 1, seq_len=5) == (2, 3)
     assert documents_end(data, 0, seq_len=7) == (3, 7)  # the target after the last token is of another document
     assert documents_end(data, 1, seq_len=7) == (1,)
+
+
+def test_the_share_of_attention_that_documents_leave(tmp_path: Path) -> None:
+    """Documents of 3, 0, 4, 1 and 6 tokens, the last of which is a target alone: pieces by sample, squared."""
+    documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
+    write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
+    data = open_indexed(tmp_path / "d")
+    assert attended_share(data, seq_len=5) == (9 + 4 + 4 + 1 + 4) / 50
+    assert attended_share(data, seq_len=13) == (9 + 16 + 1 + 25) / 169
+    assert attended_share(data, seq_len=20) == 1.0  # no sample at all

@@ -103,3 +103,14 @@ def test_window_saves_what_it_does_not_attend() -> None:
     assert windowed == 2 * heads * (64 + 64) * (window * seq - window * window // 2)
     assert flops.attention_flops(model, 1, seq, seq) == 2 * heads * (64 + 64) * seq * seq // 2
     assert flops.attention_flops(model, 0, window, window) == flops.attention_flops(model, 1, window, window)
+
+
+def test_documents_take_from_attention_alone() -> None:
+    """A share of the pairs is that share of the scores; a window that sees less than the documents stays."""
+    seq, scores = 4096, 6 * 8192 * 4096 * 94
+    causal, bounded = (flops.model_flops_per_token(QWEN, seq, attended_share=share) for share in (1.0, 0.25))
+    assert causal - bounded == 0.75 * scores
+    windowed = catalogue.model("gpt-oss-20b")
+    halves = windowed.layers // 2 * 3 * 64 * (64 + 64) * seq
+    less = flops.model_flops_per_token(windowed, seq) - flops.model_flops_per_token(windowed, seq, attended_share=0.5)
+    assert less == halves * 0.5

@@ -58,7 +58,8 @@ def dryrun(
 
         count = micro_batches(asked.workload, layout)
         run = enough_micro_batches(layout, count)
-        workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp)
+        whole = replace(asked.workload.data, attended_share=1.0)  # sequences without data have no documents
+        workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp, data=whole)
         found = dry_run(asked.model, workload, layout, rank=rank)
     comparison = compare(predict_rank(asked.model, workload, layout, rank=rank, selection=None), found.ledger)
     device = catalogue.hardware(f"{asked.nproc}x{asked.hardware}") if _is_known(asked.hardware) else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Documents, Dtype, Workload
 
 if TYPE_CHECKING:
     from moewright.search.search import Ranked
@@ -87,12 +87,24 @@ def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | N
     job = read_job(path, [f"train.{key}={value}" for key, value in options.items() if value is not None])
     return Asked(
         model=job.model,
-        workload=job.workload,
+        workload=with_measured_documents(job.workload),
         hardware=_hardware(on) if on else catalogue.hardware(f"{job.nproc}x{job.hardware}"),
         fixed=job.layout_text,
         purpose=Purpose.TRAIN,
         chosen=() if on else (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",),
     )
+
+
+def with_measured_documents(workload: Workload) -> Workload:
+    """The workload with the attention that the documents of its training files leave, unless the job says how much."""
+    data = workload.data
+    if data.documents is Documents.JOINED or data.attended_share != 1 or not Path(f"{data.train}.idx").is_file():
+        return workload
+    from moewright.engine.data.indexed import open_indexed
+    from moewright.engine.data.sampler import attended_share
+
+    share = attended_share(open_indexed(Path(data.train)), seq_len=workload.seq_len)
+    return replace(workload, data=replace(data, attended_share=share))
 
 
 @contextmanager

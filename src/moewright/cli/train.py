@@ -46,7 +46,7 @@ def train(
     extend
         When the run has done all its steps, do as many again.
     """
-    from moewright.cli.jobs import as_written, job_field
+    from moewright.cli.jobs import as_written, job_field, with_measured_documents
     from moewright.engine.crowd import refuse_crowd
     from moewright.engine.env import torchrun
     from moewright.intake.job import read_job
@@ -67,6 +67,7 @@ def train(
     asked = replace(asked, nproc=world)
     with as_written(job_field(job)):
         _refuse_untrainable(asked)
+    asked = replace(asked, workload=with_measured_documents(asked.workload))
     run_dir = out or Path("runs") / job.stem
     leads = launched is None or launched.rank == 0
     with as_written(job_field(job)):

@@ -27,7 +27,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import TERA
-from moewright.spec.workload import Routing, Workload
+from moewright.spec.workload import Documents, Routing, Workload
 
 
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
@@ -190,7 +190,8 @@ def _joined(
     peak = held[peak_rank]
     capacity = round(hardware.device.memory_bytes.value)
     largest = max(peak.rows, key=lambda row: row.bytes)
-    model_flops = flops.model_flops_per_token(size.model, workload.seq_len) * workload.tokens_per_step
+    per_token = flops.model_flops_per_token(size.model, workload.seq_len, attended_share=size.attended_share)
+    model_flops = per_token * workload.tokens_per_step
     per_device = model_flops / step.step_s / devices
     replayed = _replayed_flops(size, workload)
     peak_flops = rates.peak(workload.precision)
@@ -232,6 +233,7 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
         routed_rows=workload.tokens_per_step * top_k * moe_layers,
         head=False,
         mtp=model.mtp_layers,
+        attended=flops.expected_pairs(workload.seq_len, size.attended_share, workload.global_batch),
     )
     if size.layout.recompute_block:
         chunks = stages.chunks(model, size.layout)
@@ -257,6 +259,10 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
         kind=SourceKind.MEASURED if workload.routing is Routing.MEASURED else SourceKind.ASSUMED,
         source=f"workload.routing={workload.routing}",
     )
+    if workload.data.documents is not Documents.JOINED:
+        share, source = workload.data.attended_share, "data.attended_share, measured where the files are at hand"
+        kind = SourceKind.MEASURED if share < 1 else SourceKind.ASSUMED
+        yield Assumption(name="documents", value=f"leave {share:.4g} of attention", kind=kind, source=source)
     if layout.offload:
         source = "transfers to the host are taken to hide under compute"
         part = "" if layout.offload_fraction == 1 else f" ({layout.offload_fraction:.0%} of the optimizer)"

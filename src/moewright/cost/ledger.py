@@ -9,6 +9,7 @@ from moewright.cost.stage import Routed, chunk_layers, rank_chunks, replayed_lay
 from moewright.cost.states import bucket_sets, state_rows, unit_rows
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, fully, grid, schedule
+from moewright.rules.context import factors
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import workload_of
 from moewright.spec.layout import Layout, Recompute
@@ -83,13 +84,17 @@ def _share(
     chunks = rank_chunks(model, layout, pp_rank)
     layers = replayed_layers(model, layout, chunks) if replayed else None
     mine = [layer for chunk in chunks for layer in chunk_layers(model, chunk) if layers is None or layer in layers]
+    sequences = len(rows.rows) * layout.mbs
+    expected = flops.expected_pairs(
+        workload.seq_len, workload.data.attended_share, sequences * factors(layout)[0] / layout.cp
+    )
     return flops.Share(
         layers=tuple(layer for layer in mine if layer < model.layers),
-        tokens=len(rows.rows) * workload.seq_len * layout.mbs // layout.cp,
+        tokens=sequences * workload.seq_len // layout.cp,
         routed_rows=rows.total if layers is None else rows.of(layers),
         head=any(chunk.loss for chunk in chunks),
         mtp=sum(layer > model.layers for layer in mine),
-        attended=rows.attended,
+        attended=rows.attended or expected,
         mtp_rows=rows.of({layer for layer in mine if layer > model.layers}),
     )
 

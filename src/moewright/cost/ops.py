@@ -34,6 +34,8 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
     gemms = [*_projections(size), *(_moe_gemms(size) if moe else _mlp_gemms(size, "mlp", size.model.dense_ffn_size))]
     experts = tuple(_expert_gemms(size)) if moe else ()
     core_flops = flops.attention_flops(size.model, layer, size.T, size.seq) / size.layout.tp
+    if not flops.is_windowed(size.model, layer):
+        core_flops *= size.attended_share
     core = _row(
         "attention.core",
         TimePart.ATTENTION,

@@ -18,8 +18,8 @@ _FEW_MICRO_BATCHES = 2
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank under sequence
-    parallelism; R: rows through the rank's experts; seq: sequence length; router_share: of the usual GEMM rate;
-    m: micro-batches of a step.
+    parallelism; R: rows through the rank's experts; seq: sequence length; attended_share: of its pairs those that
+    documents leave; router_share: of the usual GEMM rate; m: micro-batches of a step.
     """
 
     model: ModelSpec
@@ -31,6 +31,7 @@ class Sizes:
     t: int
     R: int
     seq: int
+    attended_share: float
     router_share: float
     m: int
 
@@ -68,6 +69,7 @@ def sizes(
         t=routing.micro_batch_tokens(workload, layout),
         R=routing.routed_rows(model, workload, layout, load),
         seq=workload.seq_len,
+        attended_share=workload.data.attended_share,
         router_share=router_share,
         m=workload.global_batch // (layout.mbs * layout.dp),
     )

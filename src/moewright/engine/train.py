@@ -229,7 +229,9 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
     step_s = sum(row.seconds for row in result.phases)
     tokens = workload_of(plan.workload, step - 1).tokens_per_step
     rank_tokens_per_s = tokens / plan.layout.world_size / step_s
-    flops_per_s = rank_tokens_per_s * model_flops_per_token(plan.model, plan.workload.seq_len)
+    share = plan.workload.data.attended_share
+    per_token = model_flops_per_token(plan.model, plan.workload.seq_len, attended_share=share)
+    flops_per_s = rank_tokens_per_s * per_token
     peak = next((p.rate.value for p in plan.hardware.device.peaks if p.dtype is plan.workload.precision), 0.0)
     return StepRecord(
         step=step,

@@ -211,6 +211,7 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.ramp_start", ramp.ramp_start, 0, workload.global_batch),
         ("train.ramp_increment", ramp.ramp_increment, 1 if ramp.ramp_start else 0, workload.global_batch),
         ("train.ramp_samples", ramp.ramp_samples, 0, 2**40),
+        ("data.attended_share", workload.data.attended_share, 1e-9, 1),
         ("checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS),
         ("checkpoint.keep", checkpoint.keep, 1, 10**6),
         ("checkpoint.keep_every_steps", checkpoint.keep_every_steps, 0, MAX_STEPS),

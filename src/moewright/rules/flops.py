@@ -38,8 +38,10 @@ class Share:
     mtp_rows: int = 0  # of the routed rows those of MTP depths
 
 
-def model_flops_per_token(model: ModelSpec, seq_len: int) -> int:
-    """Forward and backward FLOPs of one token in a sequence of `seq_len`, on the whole model."""
+def model_flops_per_token(model: ModelSpec, seq_len: int, *, attended_share: float = 1.0) -> int:
+    """Forward and backward FLOPs of one token in a sequence of `seq_len`, on the whole model; where documents bound
+    attention, they leave `attended_share` of a sequence's pairs.
+    """
     moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
     everything = Share(
@@ -48,10 +50,16 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> int:
         routed_rows=seq_len * top_k * (model.moe_layer_count + moe_depths),
         head=True,
         mtp=model.mtp_layers,
+        attended=expected_pairs(seq_len, attended_share),
         mtp_rows=seq_len * top_k * moe_depths,
     )
     rows = flop_rows(model, Layout(world_size=1), everything, seq_len=seq_len)
     return sum(row.flops for row in rows if row.module is not Module.ROUTER) // seq_len
+
+
+def expected_pairs(seq_len: int, attended_share: float, sequences: float = 1) -> int:
+    """Share.attended of some sequences, before a run has counted it."""
+    return 0 if attended_share == 1 else round(attended_share * seq_len * seq_len * sequences)
 
 
 def flop_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> tuple[FlopRow, ...]:
@@ -133,7 +141,8 @@ def _layer(
     yield FlopOp.GEMM, Module.ATTENTION, 2 * tokens * cut // tp + 2 * own * whole
     core = attention_flops(model, layer, tokens, seq_len)
     if share.attended:
-        core = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
+        inside = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
+        core = min(core, inside) if is_windowed(model, layer) else inside
     yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
     if not moe or model.moe is None:
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp

@@ -123,12 +123,17 @@ class RampSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """Megatron .bin/.idx prefixes (no suffix) and the tokenizer file beside them; "" means none."""
+    """Megatron .bin/.idx prefixes (no suffix) and the tokenizer file beside them; "" means none.
+
+    `attended_share`: of the pairs of tokens that whole sequences attend, those that documents leave where they bound
+    attention; plans and MFU count these.
+    """
 
     train: str = ""
     heldout: str = ""
     tokenizer: str = ""
     documents: Documents = Documents.JOINED
+    attended_share: float = 1.0
 
 
 class SaveMode(StrEnum):

@@ -133,6 +133,17 @@ def documents_end(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tupl
     return tuple(dict.fromkeys((starts[low:high] - first).tolist()))  # empty documents start where the next one does
 
 
+def attended_share(dataset: IndexedDataset, *, seq_len: int) -> float:
+    """Over all samples: of the pairs of tokens that whole sequences attend, those inside one document."""
+    samples = sample_count(dataset, seq_len)
+    if samples < 1:
+        return 1.0
+    stop = samples * seq_len
+    starts = dataset.document_starts
+    edges = np.union1d(starts[starts < stop], np.arange(samples + 1, dtype=np.int64) * seq_len)
+    return float(np.square(np.diff(edges).astype(np.float64)).sum() / (stop * seq_len))
+
+
 def fetch(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int) -> Int64s:
     """Tokens int64 [len(ids), seq_len + 1]: inputs are [:, :-1], targets [:, 1:].
 
