@@ -79,7 +79,7 @@ def test_replicated_optimizer_holds_everything() -> None:
     assert sum(held.values()) == 4 * (DENSE + EXPERTS)
     comm = {(row.op.value, row.group): (row.bytes, row.calls) for row in ledger(text="ep2,zero0").comm}
     assert comm["all_reduce", "dp_cp"] == (4 * DENSE + 8, 2)
-    assert comm["all_reduce", "world"] == (32 + 8 * 2 * 4, 2)
+    assert comm["all_reduce", "world"] == (32 + 2 * 4 * 8 + 8 * 2 * 4, 2)
     assert ("all_gather", "dp_cp") not in comm
 
 
@@ -89,7 +89,7 @@ def test_collectives() -> None:
     assert {(row.op.value, row.group): (row.bytes, row.calls) for row in ledger().comm} == {
         ("all_to_all", "ep"): (2 * 2 * (forward + backward), 2 * 2 * 7),
         ("all_reduce", "dp_cp"): (8, 1),
-        ("all_reduce", "world"): (32 + 8 * 2 * 4, 2),
+        ("all_reduce", "world"): (32 + 2 * 4 * 8 + 8 * 2 * 4, 2),
         ("reduce_scatter", "dp_cp"): (4 * DENSE, 1),
         ("all_gather", "dp_cp"): (2 * SHARD, 1),
     }

@@ -12,11 +12,12 @@ from moewright.engine.books import Books
 from moewright.engine.dispatch.dedup import copies_to
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
-from moewright.engine.model.router import Router, choose, scores_of, select
+from moewright.engine.model.noise import uniform
+from moewright.engine.model.router import Router, choose, scores_of, select, sinkhorn
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, DropPolicy, LossSpec, RouterForce, RouterTraining
+from moewright.spec.workload import Assignment, DataSpec, DropPolicy, LossSpec, RouterDtype, RouterForce, RouterTraining
 from tiny_jobs import MODEL, workload
 
 transformers = pytest.importorskip("transformers")
@@ -136,7 +137,7 @@ def test_an_even_router_has_a_balance_loss_of_its_coefficient() -> None:
     made = router(RouterSpec(top_k=2), LossSpec(aux_coeff=0.5), RouterTraining(force=RouterForce.BALANCED))
     with torch.no_grad():
         made.weight.zero_()
-        assert float(made(torch.randn(64, MODEL.hidden_size))[1]) == pytest.approx(0.5)
+        assert made(torch.randn(64, MODEL.hidden_size))[1].tolist() == pytest.approx([0.5, 0, 0, 0])
 
 
 @pytest.mark.parametrize("spec", [RouterSpec(top_k=2), SIGMOID])
@@ -146,8 +147,8 @@ def test_the_sequence_loss_is_the_mean_of_the_balance_losses_of_single_sequences
     alone = router(spec, LossSpec(aux_coeff=1.0))
     alone.weight = made.weight
     x = torch.randn(64, MODEL.hidden_size)
-    apart = [alone(part)[1] for part in x.split(32)]
-    torch.testing.assert_close(made(x)[1], torch.stack(apart).mean())
+    apart = [alone(part)[1].sum() for part in x.split(32)]
+    torch.testing.assert_close(made(x)[1].sum(), torch.stack(apart).mean())
 
 
 def test_the_global_loss_uses_the_counts_of_the_batch_so_far() -> None:
@@ -157,10 +158,10 @@ def test_the_global_loss_uses_the_counts_of_the_batch_so_far() -> None:
     one, a = made(first)
     two, b = made(second)
     share = (one.counts + two.counts) / (2 * 32 * 2)
-    torch.testing.assert_close(b, 8 * (share * two.scores.mean(0)).sum())
-    torch.testing.assert_close(a, 8 * (one.counts / 64 * one.scores.mean(0)).sum())
+    torch.testing.assert_close(b.sum(), 8 * (share * two.scores.mean(0)).sum())
+    torch.testing.assert_close(a.sum(), 8 * (one.counts / 64 * one.scores.mean(0)).sum())
     made.begin_step()
-    torch.testing.assert_close(made(second)[1], 8 * (two.counts / 64 * two.scores.mean(0)).sum())
+    torch.testing.assert_close(made(second)[1].sum(), 8 * (two.counts / 64 * two.scores.mean(0)).sum())
 
 
 def test_losses_add_up() -> None:
@@ -172,7 +173,9 @@ def test_losses_add_up() -> None:
     ]
     together = LossSpec(aux_coeff=0.1, seq_aux_coeff=0.2, global_aux_coeff=0.3, z_coeff=0.4)
     for spec in (RouterSpec(top_k=2), SIGMOID):
-        torch.testing.assert_close(aux(together, spec)[0], sum(aux(part, spec)[0] for part in parts))
+        found = aux(together, spec)[0]
+        assert found.all()
+        torch.testing.assert_close(found, sum(aux(part, spec)[0] for part in parts))
 
 
 def test_the_bias_moves_by_its_rate_against_the_load() -> None:
@@ -207,6 +210,83 @@ def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) ->
         )
         assert here == {tuple(rows[i].tolist()) for i in order[:10]}
     assert ((kept == found.experts) | (kept == 16)).all()
+
+
+@pytest.mark.parametrize("skew", [0.0, 3.0, 40.0])
+def test_sinkhorn_evens_the_load_whatever_the_preference(skew: float) -> None:
+    """Rows sum to 1 and columns to T / E. Experts flooded and starved by preference get a like share of the rows."""
+    x = logits(256).detach() + skew * torch.linspace(-1, 1, 16)
+    scaled = sinkhorn(x, 5000)
+    torch.testing.assert_close(scaled.sum(1), torch.ones(256, dtype=torch.float64))
+    torch.testing.assert_close(scaled.sum(0), torch.full((16,), 16.0, dtype=torch.float64))
+    # What scales rows and columns alone leaves every ratio of four corners.
+    ratio = (scaled[0, 0] * scaled[1, 1] / (scaled[0, 1] * scaled[1, 0])).log()
+    torch.testing.assert_close(ratio, (x[0, 0] + x[1, 1] - x[0, 1] - x[1, 0]).double(), rtol=1e-4, atol=1e-6)
+    loads = torch.bincount(choose(sinkhorn(x, 0), RouterSpec(top_k=2)).flatten(), minlength=16)
+    assert loads.max() < 1.5 * 32
+    if skew:
+        plain = torch.bincount(choose(x, RouterSpec(top_k=2)).flatten(), minlength=16)
+        assert plain.max() > 3 * 32
+        assert plain.min() == 0
+
+
+def test_one_sinkhorn_iteration_is_its_formula() -> None:
+    x = logits(8, 4).detach()
+    kernel = x.double().exp()
+    columns = 2.0 / (kernel / kernel.sum(1, keepdim=True)).sum(0)
+    wanted = kernel * columns / (kernel @ columns)[:, None]
+    torch.testing.assert_close(sinkhorn(x, 1), wanted)
+
+
+def test_sinkhorn_chooses_in_training_alone_and_weighs_by_the_scores() -> None:
+    torch.manual_seed(3)
+    spec = RouterSpec(top_k=2, pre_softmax=True, renormalize=False)
+    made = router(spec, training=RouterTraining(assignment=Assignment.SINKHORN))
+    x = torch.randn(64, MODEL.hidden_size)
+    trained, seen = made(x, first=0)[0], made(x)[0]
+    logits_TE = x @ made.weight.T
+    assert torch.equal(seen.experts, choose(logits_TE, spec))
+    assert torch.equal(trained.experts, choose(sinkhorn(logits_TE, 0), spec))
+    probs = logits_TE.softmax(-1).gather(1, trained.experts)
+    pull = torch.randn(64, 2)
+    torch.testing.assert_close(trained.weights, probs)
+    (ours,) = torch.autograd.grad((trained.weights * pull).sum(), made.weight)
+    (theirs,) = torch.autograd.grad((probs * pull).sum(), made.weight)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_jitter_scales_the_routers_input_by_noise_of_the_token_alone() -> None:
+    torch.manual_seed(3)
+    made = router(RouterSpec(top_k=2), training=RouterTraining(jitter_eps=0.25))
+    x = torch.randn(64, MODEL.hidden_size, requires_grad=True)
+    noise = torch.stack([uniform(torch.tensor([n]), MODEL.hidden_size, seed=1234, stream=2)[0] for n in range(64)])
+    noise = 0.75 + 0.5 * noise
+    assert abs(float(noise.mean()) - 1) < 4 * 0.25 / (3 * noise.numel()) ** 0.5  # of 1 +- 0.25, within four sigma
+    found, wanted = made(x, first=0)[0].scores, ((x * noise) @ made.weight.T).softmax(-1)
+    torch.testing.assert_close(found, wanted)
+    pull = torch.randn(64, 8)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * pull).sum(), (x, made.weight)),
+        torch.autograd.grad((wanted * pull).sum(), (x, made.weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    later = made(x[32:], first=1)[0].scores  # the second sequence by itself
+    torch.testing.assert_close(later, found[32:])
+    torch.testing.assert_close(made(x)[0].scores, (x @ made.weight.T).softmax(-1))
+
+
+def test_an_fp64_router_tells_apart_what_fp32_rounds_away() -> None:
+    wide = router(
+        RouterSpec(top_k=2), LossSpec(aux_coeff=1.0, z_coeff=1.0), RouterTraining(router_dtype=RouterDtype.FP64)
+    )
+    x = torch.randn(64, MODEL.hidden_size)
+    selected, losses = wide(x)
+    exact = (x.double() @ wide.weight.double().T).softmax(-1)
+    assert float((selected.scores - exact).detach().abs().max()) < 1e-15
+    assert losses.dtype == torch.float32
+    (grad,) = torch.autograd.grad(selected.weights.sum() + losses.sum(), wide.weight)
+    assert grad.dtype == torch.float32
 
 
 def test_copies_are_the_distinct_ranks_of_each_token() -> None:

@@ -136,7 +136,7 @@ def _plain(job: Trainee) -> Callable[[int], float]:
         for inputs, wanted, _ in batches:
             out = job.model(inputs, wanted)
             nll = out.nll.sum()
-            (nll / targets + out.aux / count).backward()
+            (nll / targets + out.aux.sum() / count).backward()
             total += float(nll.detach())
         torch.nn.utils.clip_grad_norm_(parameters, spec.clip_norm)
         rule.step()

@@ -15,12 +15,13 @@ from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Dispatcher, Layout, Recompute
 from moewright.spec.ledger import CommRow
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Assignment, Workload
 
 INT64_BYTES = 8
 INT32_BYTES = 4
 FP32_BYTES = 4
 _STATISTICS_BYTES = 4 * 8  # squared gradient norm, votes to stop, two loss sums, in fp64
+_LAYER_LOSS_BYTES = 4 * 8  # the auxiliary losses of a layer, in fp64
 
 _Call = tuple[Collective, str, int, int]  # operation, group, payload bytes of all calls, calls
 
@@ -84,12 +85,14 @@ def _some_replayed(
 
 
 def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
-    """Valid targets (int64), the four statistics, and the expert counts of all layers for the record; with a balance
-    loss those of each micro-batch and layer of the rank too, over the ranks that share its tokens (of each sequence
-    where they count), or over all that share the global batch.
+    """Valid targets (int64), the four statistics and the losses of all routers, and the expert counts of all layers for
+    the record; with a balance loss those of each micro-batch and layer of the rank too, over the ranks that share its
+    tokens (of each sequence where they count), or over all that share the global batch; with Sinkhorn routing the
+    logits of the rank's tokens.
     """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
-    yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
+    layers = len(model.routed_layers) if model.moe else 0
+    yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES + layers * _LAYER_LOSS_BYTES, 1
     if model.moe is not None:
         yield Collective.ALL_REDUCE, "world", INT64_BYTES * len(model.routed_layers) * model.moe.experts, 1
     if model.moe is not None and rows.layers:
@@ -101,6 +104,9 @@ def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) ->
             yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * layout.mbs * counts, passes
         if loss.global_aux_coeff:
             yield Collective.ALL_REDUCE, "tp_cp_dp", len(rows.rows) * counts, passes
+        if workload.router.assignment is Assignment.SINKHORN:
+            logits = routing.micro_batch_tokens(workload, layout) * model.moe.experts
+            yield Collective.ALL_GATHER, "tp_cp", passes * logits * workload.router.router_dtype.nbytes, passes
 
 
 def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:

@@ -19,7 +19,7 @@ from moewright.engine.collectives import all_reduce
 from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.sampler import Int64s, Sampler, documents_end, fetch, rows_of
 from moewright.engine.kernels import Runs
-from moewright.engine.model.router import biases_of, routers_of
+from moewright.engine.model.router import biases_of, coefficients_of, routers_of
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.pipeline.course import Batch, evaluate, train
@@ -121,7 +121,8 @@ class Trainee:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """What one step did. counts [micro-batches, MoE layers, E] are this rank's (under dedup followed by its copies to
-    each EP rank), 0 in layers of other ranks; loads [MoE layers, E] everyone's.
+    each EP rank), 0 in layers of other ranks; loads [MoE layers, E] everyone's. router_losses [MoE layers, 4] fp64 are
+    the auxiliary losses of each layer, as a Router returns them; `aux_loss` is their sum and that of MTP depths.
     """
 
     loss: float
@@ -133,6 +134,7 @@ class StepResult:
     attended: int  # of this rank as in Selection; 0 where documents do not bound attention
     counts: torch.Tensor
     loads: torch.Tensor
+    router_losses: torch.Tensor
     phases: tuple[TimeRow, ...]
 
 
@@ -148,6 +150,7 @@ class Gradients:
     own_nll: float
     attended: int
     counts: torch.Tensor
+    router_losses: torch.Tensor  # on the CPU
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,8 +158,9 @@ class _Sums:
     """What the micro-batches of a step add up to on this rank."""
 
     counts: torch.Tensor  # as in StepResult
+    router_losses: torch.Tensor
     nll: float = 0.0
-    aux: float = 0.0
+    ahead: float = 0.0  # of MTP depths, weighted
 
 
 def train_step(job: Trainee, *, step: int, lr: float, stop_asked: bool, counted: bool) -> StepResult:
@@ -191,6 +195,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         attended=found.attended,
         counts=counts,
         loads=loads,
+        router_losses=found.router_losses,
         phases=clock.rows(),
     )
 
@@ -203,30 +208,33 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
         valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets, _ in batches)], device=run.device)
         valid_targets = int(all_reduce(valid, mesh.group("dp_cp")))
-    sums = _Sums(counts=_no_counts(run, count))
+    sums = _no_sums(run, count)
     job.optimizer.begin(count)
     for router in routers_of(job.model):
         router.begin_step()
-    _pass(job, clock, batches, sums, valid_targets)
+    _pass(job, clock, batches, sums, step=step, valid_targets=valid_targets)
     with clock.phase(Phase.GRAD_REDUCE):
         squared = job.optimizer.reduce()
         own_nll = sums.nll if mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
-        shared = torch.tensor([squared, float(stop_asked), own_nll, sums.aux], dtype=torch.float64, device=run.device)
-        squared, stops, nll, aux = all_reduce(shared, mesh.group("world")).tolist()
+        own = torch.tensor([squared, float(stop_asked), own_nll, sums.ahead], dtype=torch.float64, device=run.device)
+        shared = all_reduce(torch.cat((own, sums.router_losses.flatten())), mesh.group("world")).cpu()
+        squared, stops, nll, ahead = shared[:4].tolist()
+        router_losses = shared[4:].view_as(sums.router_losses)
     norm = squared**0.5 / job.optimizer.loss_scale
     return Gradients(
         loss=nll / valid_targets,
-        aux_loss=aux,
+        aux_loss=ahead + float(router_losses.sum()),
         norm=norm,
         finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
         own_nll=sums.nll,
         attended=sum(_attended(run, runs) for _, _, runs in batches if runs),
         counts=sums.counts,
+        router_losses=router_losses,
     )
 
 
-def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, valid_targets: int) -> None:
+def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, *, step: int, valid_targets: int) -> None:
     """All micro-batches through this rank's chunks and back, as the timetable says."""
     run = job.run
     aux_share = len(batches) * run.mesh.layout.dp  # the auxiliary losses of the ranks that share tokens add up
@@ -235,20 +243,24 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, val
         micro_batch, number = key
         chunk = job.model.chunks[number]
         with clock.phase(Phase.FORWARD), run.keeper.forward(key, job.optimizer.resident):
-            out: Output = job.model(*batches[micro_batch], chunk=number, hidden_tH=hidden)
-            loss = out.aux / aux_share
-            sums.aux += float(out.aux.detach()) / aux_share
+            first = _first_sequence(run, step, micro_batch)
+            out: Output = job.model(*batches[micro_batch], chunk=number, hidden_tH=hidden, first=first)
+            loss = out.aux.sum() / aux_share
             if chunk.loss:
                 nll = out.nll.sum()
                 sums.nll += float(nll.detach())
                 loss = nll / valid_targets + loss
             if chunk.mtp:
                 further = out.ahead_nll * (run.workload.loss.mtp_coeff / chunk.mtp / valid_targets)
-                sums.aux += float(further.detach()) if run.mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
+                sums.ahead += (
+                    float(further.detach()) if run.mesh.coordinate("tp") == 0 else 0.0
+                )  # a TP group shares one
                 loss = loss + further
             loss = loss * job.optimizer.loss_scale
             if len(out.counts):
-                sums.counts[micro_batch, _places(run, chunk)] = out.counts
+                places = _places(run, chunk)
+                sums.counts[micro_batch, places] = out.counts
+                sums.router_losses[places] += out.aux.detach() / aux_share
         return Made(hidden=None if chunk.loss else out.hidden_tH, loss=loss if loss.requires_grad else None)
 
     def backward(key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], split: bool) -> None:
@@ -271,11 +283,24 @@ def _attended(run: Runtime, runs: Runs) -> int:
     return attended(runs.lengths, length, held(length, group.size, group.index))
 
 
-def _no_counts(run: Runtime, count: int) -> torch.Tensor:
-    """Zeros in the shape of StepResult.counts."""
-    moe, layout = run.model.moe, run.mesh.layout
+def _first_sequence(run: Runtime, step: int, micro_batch: int) -> int:
+    """Number, over all of training, of the first sequence of a micro-batch of step `step` (from 1) on this rank."""
+    batch, layout = batch_of(run.workload, step - 1), run.mesh.layout
+    dp_rank = run.mesh.coordinate("dp")
+    rows = rows_of(global_batch=batch.size, dp=layout.dp, dp_rank=dp_rank, mbs=layout.mbs, micro_batch=micro_batch)
+    return batch.first + rows.start
+
+
+def _no_sums(run: Runtime, count: int) -> _Sums:
+    """Zeros in the shapes of StepResult."""
+    moe, layout, layers = run.model.moe, run.mesh.layout, len(run.model.routed_layers)
     width = 0 if moe is None else moe.experts + (layout.ep if layout.dispatcher is Dispatcher.DEDUP else 0)
-    return torch.zeros(count, len(run.model.routed_layers), width, dtype=torch.int64, device=run.device)
+    return _Sums(
+        counts=torch.zeros(count, layers, width, dtype=torch.int64, device=run.device),
+        router_losses=torch.zeros(
+            layers, len(coefficients_of(run.workload.loss)), dtype=torch.float64, device=run.device
+        ),
+    )
 
 
 def _places(run: Runtime, chunk: Chunk) -> list[int]:

@@ -205,6 +205,8 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.mtp_coeff", loss.mtp_coeff, 0, 1e3),
         ("train.bias_update_rate", router.bias_update_rate, 0, 1),
         ("train.force_std", router.force_std, 0, 1e3),
+        ("train.sinkhorn_iterations", router.sinkhorn_iterations, 0, 10**6),
+        ("train.jitter_eps", router.jitter_eps, 0, 0.999),
         ("train.initial_loss_scale", scaling.initial_loss_scale, 1, 2.0**40),
         ("train.min_loss_scale", scaling.min_loss_scale, 1, scaling.initial_loss_scale),
         ("train.loss_scale_window", scaling.loss_scale_window, 1, MAX_STEPS),

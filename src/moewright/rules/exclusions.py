@@ -11,7 +11,7 @@ from moewright.rules.context import factors
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Assignment, Dtype, RouterForce, Workload
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _ROUTER_GRAPHS = (Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS)
@@ -30,6 +30,7 @@ def exclusion_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
         yield from _ep_overlap(model, workload, layout)
     yield from _graphs(model, layout)
     yield from _exchange(model, layout)
+    yield from _assignment(model, workload, layout)
 
 
 def _drop(field: str, chosen: tuple[StrEnum, ...], dropped: Iterable[StrEnum], rule: str) -> Reason:
@@ -155,3 +156,27 @@ def _exchange(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         rule += "heads or be a multiple of them"
     if rule:
         yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.P2P)
+
+
+def _assignment(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+    """Sinkhorn routing evens the load itself: nothing else that chooses, evens or cuts goes with it."""
+    training, loss = workload.router, workload.loss
+    if training.assignment is not Assignment.SINKHORN:
+        if training.sinkhorn_iterations:
+            rule, given = "counts for assignment=sinkhorn alone", str(training.sinkhorn_iterations)
+            yield Reason(field="workload.sinkhorn_iterations", value=given, rule=rule, nearest="0")
+        return
+    router = model.moe.router if model.moe else None
+    others: tuple[tuple[str, object, object], ...] = (
+        ("workload.aux_coeff", loss.aux_coeff, 0.0),
+        ("workload.seq_aux_coeff", loss.seq_aux_coeff, 0.0),
+        ("workload.global_aux_coeff", loss.global_aux_coeff, 0.0),
+        ("workload.force", training.force, RouterForce.NONE),
+        ("layout.capacity", layout.capacity, 0.0),
+        ("model.moe.router.selection_bias", bool(router and router.selection_bias), False),
+        ("model.moe.router.top_groups", router.top_groups if router else 1, router.groups if router else 1),
+    )
+    for field, value, only in others:
+        if value != only:
+            near = f"{only:g}" if isinstance(only, float) else str(only)
+            yield Reason(field=field, value=str(value), rule="does not go with assignment=sinkhorn", nearest=near)

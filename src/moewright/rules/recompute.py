@@ -211,20 +211,21 @@ def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved)
 
 
 def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
-    """The router computes in fp32: scores of all experts, what was chosen, and what the auxiliary losses keep."""
+    """In the router's own dtype: scores of all experts, what was chosen, and what the auxiliary losses keep."""
     loss, chosen, score = workload.loss, t * moe.router.top_k, moe.router.score
-    yield _row(Module.ROUTER, "scores", FP32_BYTES * t * moe.experts, Recompute.MOE)
+    wide = workload.router.router_dtype.nbytes
+    yield _row(Module.ROUTER, "scores", wide * t * moe.experts, Recompute.MOE)
     yield _row(Module.ROUTER, "chosen", INT64_BYTES * chosen, full=False)
     if moe.router.renormalize:
-        yield _row(Module.ROUTER, "chosen_scores", FP32_BYTES * (chosen + t), Recompute.MOE)
+        yield _row(Module.ROUTER, "chosen_scores", wide * (chosen + t), Recompute.MOE)
     shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff) + (t if loss.seq_aux_coeff else 0)
     yield _row(Module.ROUTER, "load_share", FP32_BYTES * shares * moe.experts, full=False)
     if shares and score is not ScoreFunction.SOFTMAX:
-        yield _row(Module.ROUTER, "score_sums", FP32_BYTES * t, Recompute.MOE)
+        yield _row(Module.ROUTER, "score_sums", wide * t, Recompute.MOE)
     if loss.z_coeff or score is ScoreFunction.SQRT_SOFTPLUS:
-        yield _row(Module.ROUTER, "logits", FP32_BYTES * t * moe.experts, Recompute.MOE)
+        yield _row(Module.ROUTER, "logits", wide * t * moe.experts, Recompute.MOE)
     if loss.z_coeff:
-        yield _row(Module.ROUTER, "log_sums", FP32_BYTES * t, Recompute.MOE)
+        yield _row(Module.ROUTER, "log_sums", wide * t, Recompute.MOE)
 
 
 def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:

@@ -70,6 +70,22 @@ class RouterForce(StrEnum):
     SKEWED = "skewed"  # a fixed random preference for experts, of `force_std`
 
 
+class Assignment(StrEnum):
+    """How training chooses experts by their scores; evaluation always takes each token's best."""
+
+    TOP_K = "topk"
+    SINKHORN = "sinkhorn"  # the best after scaling a micro-batch's scores to an even load (docs/formulas.md 4)
+
+
+class RouterDtype(StrEnum):
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+    @property
+    def nbytes(self) -> int:
+        return {"fp32": 4, "fp64": 8}[self.value]
+
+
 class DropPolicy(StrEnum):
     """Which rows an expert keeps when a capacity bounds them."""
 
@@ -81,6 +97,10 @@ class DropPolicy(StrEnum):
 class RouterTraining:
     """What training does to the router besides its losses."""
 
+    router_dtype: RouterDtype = RouterDtype.FP32  # of its logits, scores and losses
+    assignment: Assignment = Assignment.TOP_K
+    sinkhorn_iterations: int = 0  # 0: until it converges
+    jitter_eps: float = 0.0  # the router's input times noise in 1 - eps .. 1 + eps (Switch Transformer); 0: none
     bias_update_rate: float = 1e-3  # of the selection bias, where the model has one; a step's move (arXiv 2408.15664)
     force: RouterForce = RouterForce.NONE
     force_std: float = 1.0

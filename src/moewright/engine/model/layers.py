@@ -96,12 +96,15 @@ class Norm(Weight):
 class Sequences:
     """How the tokens of a micro-batch lie: `count` sequences, one after the other; what each attends; the rotation of
     each, cos and sin [S, D/2] or [count, S, D/2] fp32.
+
+    `first` is the number of the first sequence over all of training; None in evaluation.
     """
 
     count: int
     met: Meetings
     cos: torch.Tensor
     sin: torch.Tensor
+    first: int | None
 
     def rotated(self, x_BSHD: torch.Tensor) -> torch.Tensor:
         return Rotary.apply(x_BSHD, self.cos, self.sin)
@@ -125,14 +128,14 @@ class RotaryTable:
         self.sin = (angles.sin() * factor).to(run.device, torch.float32)
         self._whole = meetings(run, None)
 
-    def sequences(self, count: int, runs: Runs | None) -> Sequences:
+    def sequences(self, count: int, runs: Runs | None, first: int | None) -> Sequences:
         """Those of a micro-batch of `count` sequences that consist of `runs`."""
         met = self._whole if runs is None else meetings(self._run, runs)
         if runs is None or not self._restarted:
-            return Sequences(count=count, met=met, cos=self.cos, sin=self.sin)
+            return Sequences(count=count, met=met, cos=self.cos, sin=self.sin, first=first)
         places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
         places = places[:, self._run.positions].to(self.cos.device)
-        return Sequences(count=count, met=met, cos=self.cos[places], sin=self.sin[places])
+        return Sequences(count=count, met=met, cos=self.cos[places], sin=self.sin[places], first=first)
 
 
 Core = Callable[..., tuple[torch.Tensor]]

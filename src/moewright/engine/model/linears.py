@@ -9,6 +9,7 @@ Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from moewright.engine.books import Books
 from moewright.engine.collectives import TensorParallel
 from moewright.engine.kernels import grouped_matmul, matmul
 from moewright.engine.model.functions import Booked
+
+Noise = Callable[[], torch.Tensor]
 
 
 class ColumnLinear(Booked):
@@ -72,20 +75,31 @@ class RowLinear(Booked):
 
 
 class RouterLinear(Booked):
-    """Router logits [T,E] in fp32 from activations and weights of the compute dtype; keeps x as it came."""
+    """Router logits [T,E] in `dtype` from activations and weights of the compute dtype; keeps x as it came.
+
+    `noise` makes factors [T,K] of x, or None for none; backward makes them again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_EK: torch.Tensor, books: Books) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, w_EK: torch.Tensor, books: Books, dtype: torch.dtype, noise: Noise | None
+    ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.save_for_backward(x_TK, w_EK)
-        return torch.mm(x_TK.float(), w_EK.float().T)
+        ctx.noise = noise
+        return torch.mm(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
 
     @staticmethod
-    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_TK, w_EK = ctx.saved_tensors
         with ctx.books.within(ctx.module):
-            grad_x, grad_w = torch.mm(g_TE, w_EK.float()), torch.mm(g_TE.T, x_TK.float())
-        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None
+            grad_x = _shaken(torch.mm(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
+            grad_w = torch.mm(g_TE.T, _shaken(x_TK.to(g_TE.dtype), ctx.noise))
+        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
+
+
+def _shaken(x_TK: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+    return x_TK if noise is None else x_TK * noise()
 
 
 class GateLinear(Booked):

@@ -44,7 +44,7 @@ class SharedExperts(Mlp):
 
 
 class Moe(torch.nn.Module):
-    """[T,H] -> [T,H], with the auxiliary loss (coefficients applied) and what this rank sent (see `_sent`)."""
+    """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent (see `_sent`)."""
 
     def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
@@ -57,20 +57,24 @@ class Moe(torch.nn.Module):
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
         self._dispatcher = _dispatcher(run, spec)
 
-    def forward(self, x_TH: torch.Tensor, decided: Decided | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`decided`: of the replayed block that this is part of, None outside of one."""
+    def forward(
+        self, x_TH: torch.Tensor, decided: Decided | None, first: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in Sequences."""
         if self._run.replays(Recompute.MOE):
             with self._run.books.within(Module.ROUTER):
-                return replayed(self._run.books, partial(self._block, Decided()), x_TH)
-        return self._block(decided, x_TH)
+                return replayed(self._run.books, partial(self._block, Decided(), first), x_TH)
+        return self._block(decided, first, x_TH)
 
-    def _block(self, decided: Decided | None, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _block(
+        self, decided: Decided | None, first: int | None, x_TH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         books = self._run.books
         with books.within(Module.ROUTER):
-            selected, aux = self.router(x_TH, decided)
+            selected, aux = self.router(x_TH, decided, first)
         with books.within(Module.EXPERTS):
             experts_Tk = self._kept(selected)
-            out = self._routed(x_TH, experts_Tk, selected.weights)
+            out = self._routed(x_TH, experts_Tk, selected.weights.float())
         if self.shared is not None:
             out = out + self.shared(x_TH)
         return out, aux, self._sent(experts_Tk, selected.counts)

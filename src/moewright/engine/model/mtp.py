@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class Depth(nn.Module):
     """The embedding of the token ahead and the hidden state of the depth before, both [t,H] -> a hidden state [t,H],
-    and after a MoE layer the auxiliary loss and the expert counts.
+    and after a MoE layer the auxiliary losses and the expert counts.
     """
 
     ledger_module = Module.MTP

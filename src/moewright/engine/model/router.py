@@ -6,27 +6,34 @@ Formulas: docs/formulas.md 4. Shapes: T tokens of this rank, E experts in all, k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from moewright.engine.checkpoint import Piece
-from moewright.engine.collectives import Group, all_reduce
+from moewright.engine.collectives import Group, all_reduce, gather
 from moewright.engine.keep import Decided
 from moewright.engine.model.functions import count_rows
 from moewright.engine.model.layers import Weight
 from moewright.engine.model.linears import RouterLinear
+from moewright.engine.model.noise import uniform
 from moewright.engine.runtime import Runtime
 from moewright.rules.inventory import selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
-from moewright.spec.workload import DropPolicy, RouterForce
+from moewright.spec.workload import Assignment, DropPolicy, LossSpec, RouterDtype, RouterForce
 
 _TINY = 1e-20  # under a sum of independent scores, all of which may be zero
+_NOBODY = 1e-290  # under a column sum of exponentials in fp64, all of which may have vanished
+_SETTLED = 1e-4  # Sinkhorn's scales move by less, on average (Megatron-LM)
+_MOST_ITERATIONS = 10_000  # beyond, an expert that nobody wants keeps the scales moving by less and less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selected:
-    """The experts of every token: ids [T,k] int64, weights [T,k] fp32, scores [T,E] fp32, counts [E] int64."""
+    """The experts of every token: ids [T,k] int64, weights [T,k] and scores [T,E] in the logits' dtype, counts [E]
+    int64.
+    """
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -46,7 +53,7 @@ class Selected:
 
 
 def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
-    """Scores [T,E] fp32: of all experts together (softmax), or of each alone."""
+    """Scores [T,E]: of all experts together (softmax), or of each alone."""
     if score is ScoreFunction.SOFTMAX:
         return torch.softmax(logits_TE, -1)
     if score is ScoreFunction.SIGMOID:
@@ -89,6 +96,25 @@ def select(
     return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
 
 
+@torch.no_grad()
+def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
+    """exp(logits) [T,E] fp64 with rows and columns scaled so that each row sums to 1 and each column to T / E, by turns
+    `iterations` times, or until the scales settle where that is 0 (docs/formulas.md 4).
+
+    A row's maximum is taken off its logits first, which its scale makes up for, so that nothing overflows.
+    """
+    wide = logits_TE.double()
+    kernel = (wide - wide.amax(1, keepdim=True)).exp()
+    tokens, experts = kernel.shape
+    of_experts = kernel.new_ones(experts)
+    for _ in range(iterations or _MOST_ITERATIONS):
+        of_tokens = 1.0 / (kernel @ of_experts)
+        before, of_experts = of_experts, tokens / experts / (kernel.T @ of_tokens + _NOBODY)
+        if not iterations and bool((of_experts / before - 1.0).abs().mean() <= _SETTLED):
+            break
+    return kernel * of_experts / (kernel @ of_experts)[:, None]
+
+
 def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
     """This rank's part of E * sum_i f_i P_i (docs/formulas.md 4), whose tokens the `sharers` hold in equal numbers.
 
@@ -105,8 +131,14 @@ def z_loss(logits_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
     return torch.logsumexp(logits_TE, -1).square().mean() / sharers.size
 
 
+def coefficients_of(loss: LossSpec) -> tuple[float, float, float, float]:
+    """Of the auxiliary losses of a router, as it returns them: over micro-batch, sequences, global batch; z."""
+    return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
+
+
 class Router(Weight):
-    """Tokens [T,H] -> the selection, and this rank's part of the auxiliary losses, coefficients applied.
+    """Tokens [T,H] -> the selection, and this rank's part of each auxiliary loss, coefficients applied: [4] in the
+    order of `coefficients_of`.
 
     `number` is the layer's. The selection bias, where the model has one, is no parameter: no gradient reaches it.
     """
@@ -118,16 +150,25 @@ class Router(Weight):
             raise ValueError("a router needs model.moe")
         super().__init__(run, experts, run.model.hidden_size)
         self._run, self._spec, self.number = run, run.model.moe.router, number
+        self._training = run.workload.router
+        self._dtype = torch.float64 if self._training.router_dtype is RouterDtype.FP64 else torch.float32
         self._routed = torch.zeros(experts, dtype=torch.int64, device=run.device)  # in this step, on all ranks
         self._passes = 0
         self.selection_bias = torch.zeros(experts, device=run.device) if self._spec.selection_bias else None
 
-    def forward(self, x_TH: torch.Tensor, decided: Decided | None = None) -> tuple[Selected, torch.Tensor]:
-        """`decided`: of the replayed block that this is part of, None outside of one."""
-        logits = RouterLinear.apply(x_TH, self.weight, self._run.books)
+    def forward(
+        self, x_TH: torch.Tensor, decided: Decided | None = None, first: int | None = None
+    ) -> tuple[Selected, torch.Tensor]:
+        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in Sequences."""
+        noise = None
+        if first is not None and self._training.jitter_eps:
+            noise = partial(self._noise, first, *x_TH.shape)
+        logits = RouterLinear.apply(x_TH, self.weight, self._run.books, self._dtype, noise)
         experts = decided.experts if decided else None
         if experts is None:
             experts = self._forced(*logits.shape)
+        if experts is None and first is not None and self._training.assignment is Assignment.SINKHORN:
+            experts = self._evened(logits)
         selected = select(logits, self._spec, self.selection_bias, experts)
         shares = decided.shares if decided else None
         if shares is None:
@@ -136,6 +177,25 @@ class Router(Weight):
                 decided.experts = self._run.keeper.hold(selected.experts)
                 decided.shares = tuple(map(self._run.keeper.hold, shares))
         return selected, self._losses(logits, selected, shares)
+
+    def _noise(self, first: int, tokens: int, width: int) -> torch.Tensor:
+        """Factors [T,H] fp32 of the router's input in training, by the number of the token over all of training."""
+        run, eps = self._run, self._training.jitter_eps
+        layout, places = run.mesh.layout, run.positions
+        listed = tokens * (layout.tp if layout.sp else 1)  # a TP group shares a list of tokens
+        start = run.mesh.coordinate("tp") * tokens if layout.sp else 0
+        numbers = (first + torch.arange(listed // len(places)))[:, None] * run.workload.seq_len + places
+        here = numbers.flatten()[start : start + tokens].to(run.device)
+        return uniform(here, width, seed=run.workload.seed, stream=self.number).mul_(2 * eps).add_(1 - eps)
+
+    @torch.no_grad()
+    def _evened(self, logits: torch.Tensor) -> torch.Tensor:
+        """The experts [t,k] that Sinkhorn gives this rank's tokens, over all of the micro-batch: every rank that shares
+        it finds the same scales.
+        """
+        sharers, tokens = self._run.mesh.group("tp_cp"), len(logits)
+        scaled = sinkhorn(gather(logits, sharers), self._training.sinkhorn_iterations)
+        return choose(scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec)
 
     def begin_step(self) -> None:
         """Forget the counts of the last global batch."""
@@ -149,19 +209,16 @@ class Router(Weight):
         """
         if self.selection_bias is not None:
             load = counts_E.to(self.selection_bias)
-            self.selection_bias += self._run.workload.router.bias_update_rate * (load.mean() - load).sign()
+            self.selection_bias += self._training.bias_update_rate * (load.mean() - load).sign()
 
     def _losses(self, logits: torch.Tensor, selected: Selected, shares: tuple[torch.Tensor, ...]) -> torch.Tensor:
         loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
-        aux, scores = logits.new_zeros(()), selected.scores
+        coefficients, known, scores = coefficients_of(loss), iter(shares), selected.scores
         if shares and self._spec.score is not ScoreFunction.SOFTMAX:
             scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
-        on = [c for c in (loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff) if c]
-        for coefficient, share in zip(on, shares, strict=True):
-            aux = aux + coefficient * balance_loss(share, scores, sharers)
-        if loss.z_coeff:
-            aux = aux + loss.z_coeff * z_loss(logits, sharers)
-        return aux
+        parts = [c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]]
+        parts.append(loss.z_coeff * z_loss(logits, sharers) if loss.z_coeff else None)
+        return torch.stack([logits.new_zeros(()) if part is None else part for part in parts]).float()
 
     @torch.no_grad()
     def _shares(self, selected: Selected) -> tuple[torch.Tensor, ...]:
@@ -194,7 +251,7 @@ class Router(Weight):
     @torch.no_grad()
     def _forced(self, tokens: int, experts: int) -> torch.Tensor | None:
         """The experts that a benchmark gives its tokens, [T,k]: in turn, or by a noisy fixed preference."""
-        training, top_k = self._run.workload.router, self._spec.top_k
+        training, top_k = self._training, self._spec.top_k
         if training.force is RouterForce.NONE:
             return None
         if training.force is RouterForce.BALANCED:

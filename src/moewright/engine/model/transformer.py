@@ -27,6 +27,7 @@ from moewright.engine.model.layers import (
 )
 from moewright.engine.model.moe import Moe
 from moewright.engine.model.mtp import Depth, ahead
+from moewright.engine.model.router import coefficients_of
 from moewright.engine.runtime import Runtime
 from moewright.rules import recompute
 from moewright.rules.stages import Chunk
@@ -40,7 +41,7 @@ NO_TARGET = -1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
     """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), the sum of the nll of
-    its MTP depths, auxiliary loss over its layers, counts [its MoE layers, E].
+    its MTP depths; of its MoE layers the auxiliary losses [layers, 4] as a Router returns them, counts [layers, E].
 
     `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary. Both are empty after a
     chunk without the loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks add up.
@@ -73,7 +74,7 @@ class Layer(nn.Module):
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
 
     def forward(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The new hidden state; after a MoE layer, the auxiliary loss and the expert counts too. `decided` is of the
+        """The new hidden state; after a MoE layer, the auxiliary losses and the expert counts too. `decided` is of the
         replayed block that this is part of, None outside of one.
         """
         run, keeper = self._run, self._run.keeper
@@ -89,7 +90,7 @@ class Layer(nn.Module):
             with keeper.discard(normed, self.post_norm, x_tH, asked=run.replays(Recompute.LAYERNORM)):
                 if not self._is_moe:
                     return (x_tH + self.mlp(normed),)
-                out, aux, counts = self.moe(normed, decided)
+                out, aux, counts = self.moe(normed, decided, batch.first)
                 return x_tH + out, aux, counts
 
 
@@ -120,10 +121,12 @@ class Transformer(nn.Module):
         *,
         chunk: int = 0,
         hidden_tH: torch.Tensor | None = None,
+        first: int | None = None,
     ) -> Output:
         """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding.
 
-        `runs`: of the micro-batch's tokens that attend only each other, if not whole sequences.
+        `runs`: of the micro-batch's tokens that attend only each other, if not whole sequences. `first` as in
+        Sequences.
         """
         here = self.chunks[chunk]
         x_tH = hidden_tH
@@ -131,27 +134,25 @@ class Transformer(nn.Module):
             assert self.embedding is not None  # made with the chunk
             x_tH = self.embedding(ids_BS.flatten())
         assert x_tH is not None  # only the first chunk starts from ids
-        aux = x_tH.new_zeros((), dtype=torch.float32)
-        counts, batch = [], self._rotary.sequences(ids_BS.shape[0], runs)
+        losses, counts, batch = [], [], self._rotary.sequences(ids_BS.shape[0], runs, first)
         for layers, again in self._checkpoints(here.layers):
             x_tH, *routed = self._through(layers, again, batch, x_tH)
-            for layer_aux, layer_counts in zip(routed[::2], routed[1::2], strict=True):
-                aux = aux + layer_aux
-                counts.append(layer_counts)
-        nll, logits = aux.new_zeros(0), x_tH.new_zeros(0)
+            losses += routed[::2]
+            counts += routed[1::2]
+        nll, logits = x_tH.new_zeros(0, dtype=torch.float32), x_tH.new_zeros(0)
         if here.loss:
             assert self.final_norm is not None  # made with the chunk
             nll, logits = self._loss(self.final_norm, x_tH, targets_BS)
-        ahead_nll, hidden_tH = aux.new_zeros(()), x_tH
+        ahead_nll, hidden_tH = nll.new_zeros(()), x_tH
         for depth in self._depths if here.mtp else ():
             ids_BS, targets_BS = ahead(ids_BS, 0), ahead(targets_BS, NO_TARGET)
             assert self.embedding is not None  # made with the chunk
             embedded_tH = self.embedding(ids_BS.flatten())
             hidden_tH, *routed = depth(embedded_tH, hidden_tH, batch)
-            if routed:
-                aux = aux + routed[0]
-                counts.append(routed[1])
+            losses += routed[::2]
+            counts += routed[1::2]
             ahead_nll = ahead_nll + self._loss(depth.final_norm, hidden_tH, targets_BS)[0].sum()
+        aux = torch.stack(losses) if losses else nll.new_zeros(0, len(coefficients_of(self._run.workload.loss)))
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
         return Output(hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=logits, aux=aux, counts=counted)
 
@@ -166,7 +167,7 @@ class Transformer(nn.Module):
     def _through(
         self, layers: list[nn.Module], again: bool, batch: Sequences, x_tH: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What the layers make of `x_tH`, and the auxiliary loss and the counts of each MoE layer among them."""
+        """What the layers make of `x_tH`, and the auxiliary losses and the counts of each MoE layer among them."""
         if not again:
             return _in_turn(layers, [None] * len(layers), batch, x_tH)
         with self._run.books.within(Module.NORM):
