@@ -1,22 +1,29 @@
-import csv
 import shlex
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from megatron_parser import check, parsed
 from moewright.codec import parse_layout
-from moewright.export.megatron import megatron, megatron_flags
+from moewright.export.megatron import environment, megatron, megatron_flags
+from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Dispatcher, Layout, Overlap
+from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, Documents, Dtype, OptimizerSpec
+from moewright.spec.workload import (
+    DataSpec,
+    Documents,
+    DropPolicy,
+    Dtype,
+    LossSpec,
+    OptimizerSpec,
+    RampSpec,
+    RouterForce,
+    RouterTraining,
+)
 from sample_run import plan, recomputing
-
-with (Path(__file__).parent / "data" / "megatron_flags.csv").open(newline="") as stream:
-    OPTIONS = {row["flag"]: row for row in csv.DictReader(stream)}
 
 DEEPSEEK_ATTENTION = AttentionSpec(
     kind=AttentionKind.MLA,
@@ -28,7 +35,9 @@ DEEPSEEK_ATTENTION = AttentionSpec(
     kv_lora_rank=128,
     qk_nope_head_dim=128,
     qk_rope_head_dim=64,
-    rope=RopeSpec(scaling="yarn", factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
+    rope=RopeSpec(
+        scaling="yarn", factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0, interleaved=True
+    ),
 )
 
 
@@ -61,17 +70,14 @@ def deepseek(text="tp2,ep8", world=16):
 
 
 def said(given) -> dict[str, tuple[str, ...]]:
-    flags = megatron_flags(given)
-    names = [name for name, *_ in flags]
-    assert len(names) == len(set(names))
-    return {name: tuple(values) for name, *values in flags}
+    return parsed(megatron_flags(given))
 
 
 PLANS = {
     "one rank": on_gpus("", 1),
     "folded": on_gpus("tp2,ep8,mbs2,recompute=select,overlap=grad+param+tp", 16),
     "virtual stages": on_gpus("tp2,pp4,vpp3,ep4,vpp_group=4", 64, layers=94),
-    "virtual stages that overlap": on_gpus("pp2,vpp3,overlap=p2p+ep", 8),
+    "virtual stages that overlap": on_gpus("pp2,vpp3,ep4,overlap=p2p+ep", 8),
     "layout string": on_gpus("pp2,vpp2,overlap=p2p,layout='Ett|t|tt|tL'", 4),
     "context in two levels": on_gpus("cp8,cp_comm=a2a+p2p", 8, layers=4),
     "packed documents": replace(
@@ -95,21 +101,24 @@ PLANS = {
     "no data": replace(on_gpus("", 1), workload=replace(plan().workload, data=DataSpec())),
     "training data only": replace(on_gpus("", 1), workload=replace(plan().workload, data=DataSpec(train="a"))),
     "fp16": replace(on_gpus("", 1), workload=replace(plan().workload, precision=Dtype.FP16)),
+    "growing batches": replace(
+        on_gpus("", 1),
+        workload=replace(plan().workload, ramp=RampSpec(ramp_start=4, ramp_increment=4, ramp_samples=96)),
+    ),
+    "three balance losses": replace(
+        on_gpus("capacity=2", 1),
+        workload=replace(
+            plan().workload,
+            loss=LossSpec(aux_coeff=0.01, seq_aux_coeff=1e-4, global_aux_coeff=1e-3, z_coeff=1e-3),
+            router=RouterTraining(force=RouterForce.SKEWED, force_std=2, drop_policy=DropPolicy.POSITION),
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize("given", PLANS.values(), ids=PLANS.keys())
-def test_every_flag_is_one_that_megatron_parses_with_those_values(given):
-    for name, values in said(given).items():
-        option = OPTIONS[name]
-        wanted = {"": len(values) == 1, "+": len(values) >= 1, "*": True}.get(option["nargs"])
-        assert wanted if wanted is not None else len(values) == int(option["nargs"]), name
-        for value in values:
-            assert value, name
-            if option["choices"]:
-                assert value in option["choices"].split(), name
-            if option["type"] in ("int", "float"):
-                {"int": int, "float": float}[option["type"]](value)
+def test_every_flag_is_one_that_megatron_parses_and_no_two_exclude_each_other(given):
+    check(parsed(megatron_flags(given)), given.layout.world_size, dict(environment(given.layout)))
 
 
 @pytest.mark.parametrize("text", ["tp2,ep8", "tp4", "tp2,ep4,etp2"])
@@ -193,8 +202,15 @@ def routed(**fields):
     return replace(base, model=replace(base.model, moe=replace(moe, router=replace(moe.router, **fields))))
 
 
+def six_of_three(model):
+    """The router of DeepSeek-V2: six experts out of three groups, each rated by its best expert alone."""
+    router = replace(model.moe.router, top_k=6, top_groups=3, group_scores=1)
+    return replace(model, moe=replace(model.moe, router=router))
+
+
 REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
+    (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
     (changed(dispatcher=Dispatcher.DEDUP), "layout.dispatcher=dedup", "deepep"),
     (on_gpus("pp2,vpp3,schedule=zbv,overlap=p2p", 4), "layout.schedule=zbv", "interleaved"),
     (changed(overlap=(Overlap.PARAM,)), "layout.overlap=param", "grad+param"),
@@ -202,6 +218,12 @@ REFUSED = [
     (changed(sp=False, overlap=(Overlap.TP,)), "layout.overlap=tp", "sp"),
     (on_gpus("pp2,vpp3", 4), "layout.overlap", "p2p"),
     (trained(precision=Dtype.FP8), "workload.precision=fp8", "bf16"),
+    (
+        replace(changed(recompute=(Recompute.MOE_ACT,)), workload=replace(plan().workload, precision=Dtype.FP32)),
+        "layout.recompute=moe_act",
+        "moe",
+    ),
+    (replace(deepseek(), model=six_of_three(deepseek().model)), "model.moe.router.group_scores=1", "2"),
     (trained(precision=Dtype.FP16), "workload.precision=fp16", "bf16"),
     (trained(precision=Dtype.FP32, grad_dtype=Dtype.BF16), "workload.grad_dtype=bf16", "fp32"),
     (attended(qk_norm=QkNorm.FULL), "model.attention.qk_norm=full", "per_head"),
@@ -260,3 +282,56 @@ def test_recompute_of_modules_keeps_their_names():
 def test_context_parallelism_in_two_levels_says_both():
     flags = said(on_gpus("cp8,cp_comm=a2a+p2p", 8))
     assert (flags["--cp-comm-type"], flags["--hierarchical-context-parallel-sizes"]) == (("a2a+p2p",), ("2", "4"))
+
+
+def test_batches_that_grow_count_in_sequences_and_exclude_steps():
+    """The sample workload runs 60 steps at 16; with 4, 8, 12 over its first 96 sequences they see fewer."""
+    given = PLANS["growing batches"]
+    flags = said(given)
+    assert flags["--rampup-batch-size"] == ("4", "4", "96")
+    assert not {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(flags)
+    steps, size, seen = given.workload.steps, given.workload.global_batch, 0
+    for _ in range(steps):
+        seen += min(size, 4 + 4 * (seen * 3 // 96)) if seen < 96 else size
+    assert flags["--train-samples"] == flags["--lr-decay-samples"] == (str(seen),)
+    assert seen < steps * size
+    assert "by sequences, the plan by steps" in megatron(given)
+
+
+def test_fp16_scales_its_loss_as_the_plan_says():
+    flags = said(PLANS["fp16"])
+    assert flags["--initial-loss-scale"] == ("65536",)
+    assert flags["--loss-scale-window"] == ("1000",)
+    assert flags["--hysteresis"] == ("1",)
+    assert flags["--accumulate-allreduce-grads-in-fp32"] == ()
+
+
+def test_balance_losses_are_lists_of_names_and_coefficients():
+    flags = said(PLANS["three balance losses"])
+    assert flags["--moe-router-load-balancing-type"] == ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    assert flags["--moe-aux-loss-coeff"] == ("0.01", "0.0001", "0.001")
+    assert flags["--moe-router-force-biased"] == ("2",)
+    assert flags["--moe-token-drop-policy"] == ("position",)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "wanted"),
+    [
+        ("H800", Dtype.FP8, ("hybrid", "tensorwise")),
+        ("H800", Dtype.MXFP8, ("e4m3", "blockwise")),
+        ("GB200", Dtype.MXFP8, ("e4m3", "mxfp8")),
+    ],
+)
+def test_eight_bits_come_with_the_recipe_of_the_device(device, precision, wanted):
+    base = on_gpus("ep2", 2)
+    given = replace(
+        base, hardware=catalogue.hardware(f"2x{device}"), workload=replace(base.workload, precision=precision)
+    )
+    flags = said(given)
+    assert (flags["--fp8-format"], flags["--fp8-recipe"]) == tuple((value,) for value in wanted)
+    assert flags["--bf16"] == ()
+
+
+def test_captured_graphs_do_without_growing_segments():
+    assert "expandable_segments" not in megatron(PLANS["graphs"])
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in megatron(PLANS["folded"])

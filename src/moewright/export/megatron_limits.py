@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Schedule
+from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, PositionKind, QkNorm, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, Workload
@@ -23,7 +23,7 @@ def refusals(plan: Plan) -> tuple[Reason, ...]:
         *_attention(plan.model.attention, plan.model.position),
         *_router(plan.model),
         *_layout(plan.layout, plan.workload),
-        *_precision(plan.workload, plan.layout),
+        *_precision(plan),
     )
 
 
@@ -62,6 +62,8 @@ def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Rea
 
 def _rope(attention: AttentionSpec) -> Iterator[Reason]:
     rope, mla = attention.rope, attention.kind is AttentionKind.MLA
+    if mla and not rope.interleaved:
+        yield _no("model.attention.rope.interleaved", False, "rotates neighbouring elements in latent attention", True)
     field = "model.attention.rope.scaling"
     if rope.theta != int(rope.theta):
         yield _no("model.attention.rope.theta", rope.theta, "takes a whole rotary base", round(rope.theta))
@@ -84,6 +86,10 @@ def _router(model: ModelSpec) -> Iterator[Reason]:
     router = model.moe.router
     if router.logit_bias:
         yield _no("model.moe.router.logit_bias", True, "export has no bias on the router's logits", False)
+    if router.groups > 1 and router.counted_in_group != max(1, router.top_k // router.top_groups):
+        rule = f"rates a group by its top_k // top_groups = {router.top_k // router.top_groups} highest scores"
+        nearest = router.top_k // router.top_groups
+        yield _no("model.moe.router.group_scores", router.counted_in_group, rule, nearest)
     if router.score is ScoreFunction.SOFTMAX:
         if router.selection_bias:
             rule = "corrects the selection of sigmoid-like scores only"
@@ -104,6 +110,10 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
     if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:
         yield _no("layout.offload", Offload.OPTIMIZER, "offloads the optimizer of mixed precision", Dtype.BF16)
+    moments = workload.optimizer.moment_dtype
+    if not layout.zero and (Offload.OPTIMIZER in layout.offload or moments is not Dtype.FP32):
+        rule = "moves and narrows moments in its distributed optimizer alone"
+        yield _no("layout.zero", 0, rule, 1)
     yield from _overlap(layout)
 
 
@@ -121,14 +131,18 @@ def _overlap(layout: Layout) -> Iterator[Reason]:
         yield _no("layout.overlap", "", "needs p2p overlap for virtual stages at pp2", Overlap.P2P)
 
 
-def _precision(workload: Workload, layout: Layout) -> Iterator[Reason]:
-    if workload.precision.eight_bit:
-        yield _no(
-            "workload.precision", workload.precision, "wants an FP8 recipe, which a workload does not hold", Dtype.BF16
-        )
-    if workload.precision is Dtype.FP16 and layout.ep > 1:
+def _precision(plan: Plan) -> Iterator[Reason]:
+    workload, layout = plan.workload, plan.layout
+    precision = workload.precision
+    if precision.eight_bit and not any(peak.dtype.eight_bit for peak in plan.hardware.device.peaks):
+        rule = f"needs 8-bit tensor cores, which {plan.hardware.device.name} has not"
+        yield _no("workload.precision", precision, rule, Dtype.BF16)
+    if precision is Dtype.FP16 and layout.ep > 1:
         yield _no("workload.precision", Dtype.FP16, "has no expert parallelism in fp16", Dtype.BF16)
+    if Recompute.MOE_ACT in layout.recompute and precision in (Dtype.FP32, Dtype.FP16):
+        rule = "replays moe_act of grouped experts, which it runs in bf16 alone"
+        yield _no("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
     if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):
         yield _no("workload.grad_dtype", workload.grad_dtype, "reduces gradients in fp32 or bf16", Dtype.FP32)
-    if workload.grad_dtype is Dtype.BF16 and workload.precision is not Dtype.BF16:
+    if workload.grad_dtype is Dtype.BF16 and precision in (Dtype.FP32, Dtype.FP16):
         yield _no("workload.grad_dtype", Dtype.BF16, "reduces in bf16 only in bf16 training", Dtype.FP32)
