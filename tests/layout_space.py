@@ -148,6 +148,14 @@ CORNERS = (
     _corner("zero-bubble", "qwen", 4, "pp4,schedule=zb-h1,mbs1"),
     _corner("a V, tied ends on one rank", "olmoe", 2, "pp2,schedule=zbv,mbs2"),
     _corner("weights in shards", "qwen", 4, "ep2,zero3,mbs2"),
+    _corner("weights in shards of TP and ETP parts", "olmoe", 4, "tp2,etp2,zero3,mbs2,overlap=grad+param"),
+    _corner("weights in shards, TP alone", "qwen", 2, "tp2,etp2,zero3,mbs4"),
+    _corner("weights in shards, layers replayed", "deepseek", 4, "tp2,ep2,zero3,mbs2,recompute=full"),
+    _corner(
+        "weights in shards, experts replayed, states on the host", "deep", 2, "zero3,recompute=moe,offload=optimizer"
+    ),
+    _corner("weights in shards, copies across blocks", "qwen", 8, "tp2,ep2,zero3,shard2,mbs2"),
+    _corner("weights in shards, a block without two copies of the experts", "olmoe", 4, "ep2,zero3,shard2,mbs2"),
     _corner("replicated optimizer", "qwen", 4, "tp2,ep2,zero0,mbs2"),
     _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
 )
@@ -237,6 +245,8 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
         dispatcher=dice.choice([Dispatcher.ALL_TO_ALL, *Dispatcher]) if model.moe else Dispatcher.ALL_TO_ALL,
         overlap=_some(dice, list(Overlap), 0.3),
     )
+    if layout.zero == 3 and dice.random() < 0.4:
+        layout = replace(layout, shard=dice.choice((2, 4)))
     if pp > 1 and dice.random() < 0.4:
         layout = replace(layout, stages=_stages(dice, model.layers, pp * vpp))
     return layout
@@ -260,7 +270,7 @@ def _choices(case: Case) -> Iterator[tuple[str, str]]:
     """Axes and values of a case, for pairs of them."""
     layout = case.layout
     yield "shape", case.shape
-    for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "dp", "edp"):
+    for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "shard", "dp", "edp"):
         yield axis, str(getattr(layout, axis))
     yield "documents", case.documents
     for axis in ("schedule", "cp_comm", "dispatcher"):

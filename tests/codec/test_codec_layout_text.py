@@ -28,6 +28,7 @@ layouts = st.builds(
     etp=degree,
     mbs=degree,
     zero=st.sampled_from((0, 1, 3)),
+    shard=st.integers(0, 9),
     schedule=st.sampled_from(Schedule),
     vpp_group=st.integers(0, 999),
     cp_comm=st.sampled_from(CpComm),

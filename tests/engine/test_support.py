@@ -31,6 +31,8 @@ def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
         "recompute=mlp+moe",
         "offload=moe_act+core_attn",
         "offload=optimizer,overlap=grad+param",
+        "zero3,tp2,etp4,ep2,overlap=grad+param,offload=optimizer,recompute=full",
+        "zero3,shard4,recompute=moe",
     ],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 from model_shapes import moe_model
 from moewright.rules.buckets import plan_buckets, shard_range
 from moewright.rules.events import StageSeconds, ends_s
+from moewright.rules.fully import spread
 from moewright.rules.grid import GROUPS, all_groups, axis_size, coordinate, group_ranks, group_size, min_world
-from moewright.rules.legality import illegal, micro_batches
+from moewright.rules.legality import divisors, illegal, micro_batches
 from moewright.rules.schedule import Kind, bubble_fraction, in_flight, peak_live, schedule_reasons, timetable
+from moewright.rules.shards import GRADIENT_GROUPS
 from moewright.rules.stages import Split, chunks, layout_string, stage_reasons, vpp_choices
 from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
 from moewright.spec.workload import Workload
+
+HYBRID = {"shard", "copies", "edp_shard", "edp_copies"}
 
 # A busy machine is not a finding: no deadlines, and pipelines filter what has no timetable.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -43,7 +47,7 @@ def test_groups_partition_the_world(layout: Layout) -> None:
 @given(folded(), st.data())
 def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    group = data.draw(st.sampled_from(sorted(GROUPS)))
+    group = data.draw(st.sampled_from([group for group in sorted(GROUPS) if not {*GROUPS[group]} & HYBRID]))
     ranks = group_ranks(layout, group, rank)
     assert rank in ranks
     assert ranks in all_groups(layout, group)
@@ -55,6 +59,26 @@ def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObjec
         if axis != "cp" or group not in parts:
             seen = {coordinate(layout, other, axis) for other in ranks}
             assert seen == set(range(axis_size(layout, axis))) if axis in varied else len(seen) == 1
+
+
+@unhurried
+@given(folded(), st.data())
+def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(layout: Layout, data: st.DataObject) -> None:
+    """What `cut` and `copies` leave to each other is the group that sums the gradients, each rank of it once."""
+    layouts = [replace(layout, zero=3, shard=n) for n in divisors(layout.dp * layout.cp) if n > 1]
+    said = {one.shard: illegal(moe_model(), Workload(seq_len=64, global_batch=64), one) for one in layouts}
+    legal = [one for one in layouts if all(reason.field != "layout.shard" for reason in said[one.shard])]
+    assume(legal)
+    hybrid = data.draw(st.sampled_from(legal))
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    for group in GRADIENT_GROUPS:
+        lies = spread(hybrid, group)
+        cut = group_ranks(hybrid, lies.cut, rank)
+        across = [other for one in cut for other in group_ranks(hybrid, lies.copies, one)]
+        assert sorted(across) == sorted(group_ranks(layout, group, rank))
+        block = hybrid.tp * hybrid.shard
+        assert {one // block for one in cut} == {rank // block}
+        assert len({one // block for one in across}) * block * layout.pp == layout.world_size or cut == (rank,)
 
 
 @unhurried

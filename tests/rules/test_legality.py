@@ -177,6 +177,26 @@ def test_the_batch_divides() -> None:
         micro_batches(workload, Layout(world_size=2, pp=4))
 
 
+@pytest.mark.parametrize(
+    ("change", "rule", "near"),
+    [
+        ({"shard": 4}, "zero=1 cuts no weights: shard goes with zero=3", "0"),
+        ({"zero": 3, "shard": 3}, "must divide the 8 ranks of dp * cp, and be more than 1", "2 or 4"),
+        ({"zero": 3, "shard": 1}, "must divide the 8 ranks of dp * cp, and be more than 1", "2"),
+    ],
+)
+def test_hybrid_sharding_goes_with_whole_blocks(change: dict[str, Any], rule: str, near: str) -> None:
+    reason = only(Layout(world_size=8, **change))
+    assert (reason.field, reason.rule, reason.nearest) == ("layout.shard", rule, near)
+
+
+def test_a_block_of_hybrid_sharding_holds_experts_whole() -> None:
+    reason = only(Layout(world_size=12, zero=3, shard=6, ep=4), workload=replace(JOB, global_batch=24))
+    assert reason.rule == "tp * shard = 6 ranks must be a multiple of etp * ep = 4, or fewer"
+    assert reason.nearest == "4 or 12"
+    assert not broken(Layout(world_size=12, zero=3, shard=3, ep=4), workload=replace(JOB, global_batch=24))
+
+
 # Numbers that are none
 
 

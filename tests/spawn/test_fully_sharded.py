@@ -21,7 +21,7 @@ from moewright.engine.train import run
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Dtype, Workload
+from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
 from moewright.tune.compare import compare
 
 pytestmark = pytest.mark.spawn
@@ -117,13 +117,23 @@ def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(data: DataSpe
 def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: Path) -> None:
     work = tiny_jobs.workload(data, steps=3)
     train(work, "mbs2", 1, tmp_path / "one")
-    for steps, layout in ((1, "mbs2,ep2,zero3"), (2, "mbs2,tp2"), (3, "mbs2,zero3")):
-        train(replace(work, steps=steps), layout, 2, tmp_path / "moved")
+    for steps, world, layout in ((1, 4, "tp2,zero3,offload=optimizer"), (2, 2, "tp2"), (3, 4, "ep2,zero3,shard2")):
+        train(replace(work, steps=steps), f"mbs2,{layout}", world, tmp_path / "moved")
     agree(tmp_path / "moved", tmp_path / "one")
 
 
-@pytest.mark.parametrize("more", ["tp2", "pp2", "overlap=grad", "recompute=full", "recompute=moe", "offload=optimizer"])
-def test_what_does_not_run_with_it_is_refused(more: str) -> None:
-    layout = parse_layout(f"zero3,{more}", world_size=4)
+@pytest.mark.parametrize(("world_size", "layout"), [(4, "tp2,ep2,mbs2,zero3"), (2, "mbs2,zero3,recompute=full")])
+def test_two_depths_of_prediction_ahead(world_size: int, layout: str, data: DataSpec, tmp_path: Path) -> None:
+    """The layer of a depth is a unit; its norms and projection are the root's, beside a tied table used thrice."""
+    model = replace(tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=True, layers=3, moe_layers=(True, False, True))
+    work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
+    train(work, "mbs2", 1, tmp_path / "one", model)
+    made = train(work, layout, world_size, tmp_path / "cut", model)
+    agree(tmp_path / "cut", tmp_path / "one")
+    refuse_difference(made, tmp_path / "cut")
+
+
+def test_a_pipeline_is_refused_with_it() -> None:
+    layout = parse_layout("zero3,pp2", world_size=4)
     (reason,) = unsupported_layout(layout, model=tiny_jobs.MODEL, workload=tiny_jobs.workload(DataSpec()))
-    assert "the engine does not run this with zero=3 yet" in str(reason)
+    assert "layout.pp=2: the engine cuts weights without a pipeline alone" in str(reason)

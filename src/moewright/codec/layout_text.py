@@ -14,7 +14,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
 
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
-_NUMBERS = (*_DEGREES, "dp", "zero", "vpp_group", "sp", "capacity")  # may be written without "="
+_NUMBERS = (*_DEGREES, "dp", "zero", "shard", "vpp_group", "sp", "capacity")  # may be written without "="
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("schedule", Schedule),
     ("cp_comm", CpComm),
@@ -80,6 +80,8 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"sp{int(layout.sp)}")
     if layout.zero != 1:
         parts.append(f"zero{layout.zero}")
+    if layout.shard:
+        parts.append(f"shard{layout.shard}")
     if layout.schedule is not (Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B):
         parts.append(f"schedule={layout.schedule}")
     if layout.vpp_group:
@@ -213,7 +215,7 @@ def _value(item: _Item) -> Any:
 
 
 def _whole(item: _Item) -> int:
-    lowest = 0 if item.key in ("zero", "vpp_group") else 1
+    lowest = 0 if item.key in ("zero", "shard", "vpp_group") else 1
     if not re.fullmatch(r"-?[0-9]+", item.value):
         raise BadInput(
             Reason(field=item.key, value=item.value[:60], rule="must be a whole number", nearest=str(lowest))

@@ -24,8 +24,7 @@ class Span:
 def span(layout: Layout, group: str, domain_size: int) -> Span:
     """A group's ranks are a run with the stride of its first axis, so a domain holds domain_size / stride of them."""
     axes = grid.GROUPS[group]
-    order = grid.EXPERT_AXES if axes[0] in grid.EXPERT_AXES and axes[0] != "pp" else grid.DENSE_AXES
-    stride = prod(grid.axis_size(layout, axis) for axis in order[: order.index(axes[0])])
+    stride = grid.stride(layout, axes[0])
     size = prod(grid.axis_size(layout, axis) for axis in axes)
     inside = max(1, min(size, domain_size // stride))
     return Span(size=size, inside=inside, domains=-(-size // inside))

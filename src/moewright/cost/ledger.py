@@ -48,12 +48,13 @@ def predict_rank(
     count = micro_batches(workload, layout)
     rows = routed(model, workload, layout, rank, micro_batches=count, selection=selection, load=load)
     units = fully.units(model, layout, rank)
-    sets = [one for one in bucket_sets(model, workload, layout, rank) if not units or one.group_size == 1]
+    flat = fully.flat_layout(layout)
+    sets = [one for one in bucket_sets(model, workload, flat, rank) if not fully.cuts(layout, one.group)]
     table = schedule.timetable(layout, count)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (
-        *state_rows(workload, layout, sets),
-        *unit_rows(workload, units),
+        *state_rows(workload, flat, sets),
+        *unit_rows(workload, layout, units),
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
     )
     return Ledger(

@@ -22,7 +22,8 @@ _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 class BucketSet:
     """The buckets of a rank's parameters that one group reduces, and the slice of them that is the rank's.
 
-    `on_both_ends`: the first and the last pipeline rank then sum their slices.
+    `group_size`: ranks that share their states, all of the group unless sharding is hybrid. `on_both_ends`: the first
+    and the last pipeline rank then sum their slices.
     """
 
     group: str
@@ -70,14 +71,15 @@ def _sets(
 def _bucket_set(
     params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str, *, on_both_ends: bool
 ) -> BucketSet:
-    size = grid.group_size(layout, group)
+    over = fully.states_group(layout, group)
+    size = grid.group_size(layout, over)
     count = size if layout.zero else 1
     return BucketSet(
         group=group,
         on_both_ends=on_both_ends,
         group_size=size,
         shards=count,
-        index=grid.group_ranks(layout, group, rank).index(rank) if layout.zero else 0,
+        index=grid.group_ranks(layout, over, rank).index(rank) if layout.zero else 0,
         buckets=buckets.plan_buckets(
             [(param.name, prod(shards.local_shape(param, layout))) for param in params],
             shards=count,
@@ -105,9 +107,12 @@ def sharded_states(zero: int) -> frozenset[Component]:
     return owned if zero < 3 else owned | {Component.WEIGHTS, Component.GRADIENTS}
 
 
-def unit_rows(workload: Workload, units: Sequence[fully.Unit]) -> tuple[MemoryRow, ...]:
-    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without rows is OTHER's."""
+def unit_rows(workload: Workload, layout: Layout, units: Sequence[fully.Unit]) -> tuple[MemoryRow, ...]:
+    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without rows is OTHER's. With
+    an offloaded optimizer all of it is in host memory, gradients too.
+    """
     sums: dict[tuple[Component, Module], int] = {}
+    away = Offload.OPTIMIZER in layout.offload
     sizes = (
         (Component.MASTER, MASTER_BYTES, True),
         (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
@@ -116,7 +121,8 @@ def unit_rows(workload: Workload, units: Sequence[fully.Unit]) -> tuple[MemoryRo
     for cut in (cut for unit in units for cut in unit.cuts):
         for component, nbytes, padded in sizes:
             for module, numel in ((cut.module, cut.own), (Module.OTHER, (cut.room - cut.own) * padded)):
-                sums[component, module] = sums.get((component, module), 0) + numel * nbytes
+                key = Component.HOST if away else component, module
+                sums[key] = sums.get(key, 0) + numel * nbytes
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)
         for (component, module), nbytes in sorted(sums.items())

@@ -13,7 +13,7 @@ from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_o
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import is_moe
 from moewright.cost.timeline import pipeline_s, simulated_s
-from moewright.rules import flops
+from moewright.rules import flops, fully, grid
 from moewright.rules.events import StageSeconds
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
@@ -194,13 +194,15 @@ def owned_by(layout: Layout, held: Share) -> int:
     """Parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
         return held.dense + held.expert
-    return held.dense // (layout.dp * layout.cp) + held.expert // layout.edp
+    dense, expert = (grid.group_size(layout, fully.states_group(layout, group)) for group in ("dp_cp", "edp"))
+    return held.dense // dense + held.expert // expert
 
 
 def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: Layout, held: Share) -> Tail:
     """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
 
-    zero=3 reduces after every micro-batch, and gathers for each forward and each backward.
+    zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under hybrid sharding copies
+    of a part then sum its gradient, once a step.
     """
     c = links.constants
     often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
@@ -211,10 +213,14 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     ):
         if not numel:
             continue
-        where = links.span(layout, group)
+        where = links.span(layout, fully.states_group(layout, group))
         shards = where.size if layout.zero else 1
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
-        reduce_s += often * calls * links.seconds(op, where, workload.grad_dtype.nbytes * numel / calls)
+        nbytes = workload.grad_dtype.nbytes * numel / calls
+        reduce_s += often * calls * links.seconds(op, where, nbytes)
+        if layout.shard:
+            across = links.span(layout, fully.spread(layout, group).copies)
+            reduce_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
         if layout.zero:
             gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)
             gather_s += (2 * often if layout.zero == 3 else 1) * gather

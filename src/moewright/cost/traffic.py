@@ -40,7 +40,7 @@ def comm_rows(
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
         *_step(model, workload, layout, rows),
-        *_gradients(workload, layout, sets, len(rows.rows)),
+        *_gradients(workload, fully.flat_layout(layout) if units else layout, sets, len(rows.rows)),
         *_units(workload, units, len(rows.rows)),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
         *(_some_replayed if layout.recompute_block else _layers)(model, workload, layout, chunks, rows),
@@ -172,28 +172,35 @@ def _replayed(layout: Layout, *policies: Recompute) -> bool:
 
 def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], micro_batches: int) -> Iterator[_Call]:
     """Reduction of gradients and gather of updated weights, a call a bucket; zero=3 reduces every micro-batch, and
-    gathers for each forward and each backward.
+    gathers for each forward and each backward. Hybrid sharding sums the cut gradients over the copies once a step.
     """
     sharded = layout.zero == 3
     reductions, gathers = (micro_batches, 2 * micro_batches) if sharded else (1, 1)
     c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
     for held in sets:
-        count = len(held.buckets)
+        count, group = len(held.buckets), fully.states_group(layout, held.group)
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
-        yield op, held.group, reductions * grad * held.numel, reductions * count
+        yield op, group, reductions * grad * held.numel, reductions * count
+        if layout.shard:
+            copies = fully.spread(layout, held.group).copies
+            yield Collective.ALL_REDUCE, copies, grad * held.numel // held.shards, count
         if held.on_both_ends:
             yield Collective.ALL_REDUCE, "pp", reductions * grad * held.numel // held.shards, reductions * count
         if layout.zero:
-            yield Collective.ALL_GATHER, held.group, gathers * c * held.numel // held.shards, gathers * count
+            yield Collective.ALL_GATHER, group, gathers * c * held.numel // held.shards, gathers * count
 
 
 def _units(workload: Workload, units: Sequence[fully.Unit], micro_batches: int) -> Iterator[_Call]:
-    """fully_shard: a unit is gathered for each forward and each backward, and reduced after each backward."""
+    """fully_shard: a unit is gathered for each forward and each backward, and reduced after each backward; once a step
+    the ranks that hold copies of its parts sum their gradients.
+    """
     c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
     for unit in units:
         gathers = micro_batches * (1 if unit.stays else 2)
         yield Collective.ALL_GATHER, unit.group, gathers * c * unit.room, gathers
         yield Collective.REDUCE_SCATTER, unit.group, micro_batches * grad * unit.ranks * unit.room, micro_batches
+        for group, own in unit.copied.items():
+            yield Collective.ALL_REDUCE, group, grad * own, int(own > 0)
 
 
 def _tensor(

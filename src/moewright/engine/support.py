@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout, Offload, Recompute
+from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -44,27 +44,10 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
         for key, value, legal in runs
         if value not in legal
     ]
-    return (*choices, *_cut_fully(layout, model), *_too_fine(layout, model, workload))
-
-
-def _cut_fully(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
-    """What ZeRO-3 does not run with: axes whose replicas it would have to sum too, and what flat buffers do."""
-    if layout.zero != 3:
-        return
-    replays = "+".join(policy for policy in layout.recompute if policy in (Recompute.FULL, Recompute.MOE))
-    rule = "the engine does not run this with zero=3 yet"
-    if model.mtp_layers:
-        yield Reason(field="model.mtp_layers", value=str(model.mtp_layers), rule=rule, nearest="0")
-    for key, value, legal in (
-        ("tp", str(layout.tp), "1"),
-        ("etp", str(layout.etp), "1"),
-        ("pp", str(layout.pp), "1"),
-        ("offload", "+".join(o for o in layout.offload if o is Offload.OPTIMIZER), ""),
-        ("overlap", "+".join(layout.overlap), ""),
-        ("recompute", replays, ""),
-    ):
-        if value != legal:
-            yield Reason(field=f"layout.{key}", value=value, rule=rule, nearest=legal or "none")
+    if layout.zero == 3 and layout.pp > 1:
+        rule = "the engine cuts weights without a pipeline alone: it would gather a stage again for every micro-batch"
+        choices.append(Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1"))
+    return (*choices, *_too_fine(layout, model, workload))
 
 
 def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:

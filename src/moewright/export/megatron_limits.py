@@ -106,6 +106,8 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
     if layout.dispatcher is Dispatcher.DEDUP:
         rule = "de-duplicates tokens in DeepEP and HybridEP only"
         yield _no("layout.dispatcher", layout.dispatcher, rule, Dispatcher.DEEPEP)
+    if layout.shard:
+        yield _no("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
     if layout.zero == 3 and layout.pp > 1 and layout.vpp > 1:
         yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
     if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:

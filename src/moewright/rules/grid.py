@@ -18,6 +18,8 @@ from moewright.spec.layout import Layout
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
+# What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard ranks, and across.
+_HYBRID_AXES = ("shard", "copies", "edp_shard", "edp_copies")
 
 # Group name -> the axes it spans, all of one grid, fastest first.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -35,6 +37,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ep": ("ep",),
         "edp": ("edp",),
         "etp_ep": ("etp", "ep"),
+        "shard": ("shard",),
+        "edp_shard": ("edp_shard",),
+        "copies": ("copies",),
+        "tp_copies": ("tp", "copies"),
+        "edp_copies": ("edp_copies",),
         "world": DENSE_AXES,
     }
 )
@@ -44,10 +51,23 @@ def axis_size(layout: Layout, axis: str) -> int:
     """Ranks along one axis of either grid, or along a part of the cp axis."""
     if axis in _CP_AXES:
         return factors(layout)[_CP_AXES.index(axis)]
+    if axis in _HYBRID_AXES:
+        return _hybrid(layout)[_HYBRID_AXES.index(axis)]
     if axis not in DENSE_AXES and axis not in EXPERT_AXES:
         raise KeyError(axis)
     size: int = getattr(layout, axis)
     return size
+
+
+def _hybrid(layout: Layout) -> tuple[int, int, int, int]:
+    """Sizes of _HYBRID_AXES. Experts are cut over the ranks of edp that lie in one block: over one where a block holds
+    no two copies of them.
+    """
+    dense, inside, expert = layout.dp * layout.cp, layout.shard, layout.edp
+    if not inside:
+        return dense, 1, expert, 1
+    expert_inside = max(1, layout.tp * inside // (layout.etp * layout.ep))
+    return inside, dense // inside, expert_inside, expert // expert_inside
 
 
 def group_size(layout: Layout, group: str) -> int:
@@ -55,9 +75,14 @@ def group_size(layout: Layout, group: str) -> int:
     return prod(axis_size(layout, axis) for axis in GROUPS[group])
 
 
-def _stride(layout: Layout, axis: str) -> int:
+def stride(layout: Layout, axis: str) -> int:
+    """What one step along the axis adds to the rank."""
     if axis in _CP_AXES:
-        return _stride(layout, "cp") * prod(factors(layout)[: _CP_AXES.index(axis)])
+        return stride(layout, "cp") * prod(factors(layout)[: _CP_AXES.index(axis)])
+    if axis in _HYBRID_AXES:
+        place = _HYBRID_AXES.index(axis)
+        first = place // 2 * 2  # of the two that make up one run of ranks
+        return stride(layout, "edp" if first else "cp") * prod(_hybrid(layout)[first:place])
     axes = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
     return prod(axis_size(layout, faster) for faster in axes[: axes.index(axis)])
 
@@ -68,33 +93,33 @@ def coordinate(layout: Layout, rank: int, axis: str) -> int:
         nearest = str(min(max(rank, 0), layout.world_size - 1))
         rule = f"ranks are 0 to {layout.world_size - 1}"
         raise BadInput(Reason(field="rank", value=str(rank), rule=rule, nearest=nearest))
-    return rank // _stride(layout, axis) % axis_size(layout, axis)
+    return rank // stride(layout, axis) % axis_size(layout, axis)
 
 
 def _offsets(layout: Layout, group: str) -> tuple[int, ...]:
     """Ranks of the group of rank 0, first axis fastest."""
     offsets = [0]
     for axis in GROUPS[group]:
-        stride, size = _stride(layout, axis), axis_size(layout, axis)
-        offsets = [step * stride + offset for step in range(size) for offset in offsets]
+        step, size = stride(layout, axis), axis_size(layout, axis)
+        offsets = [place * step + offset for place in range(size) for offset in offsets]
     return tuple(offsets)
 
 
 def group_ranks(layout: Layout, group: str, rank: int) -> tuple[int, ...]:
     """The ranks of `rank`'s group in group order: the other coordinates held fixed, the first axis fastest."""
     axes = GROUPS[group]
-    first = rank - sum(coordinate(layout, rank, axis) * _stride(layout, axis) for axis in axes)
+    first = rank - sum(coordinate(layout, rank, axis) * stride(layout, axis) for axis in axes)
     return tuple(first + offset for offset in _offsets(layout, group))
 
 
 def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
     """Every group of that name, by lowest rank; together they hold each rank once. Linear in the world size."""
-    axes = [(_stride(layout, axis), axis_size(layout, axis)) for axis in GROUPS[group]]
+    axes = [(stride(layout, axis), axis_size(layout, axis)) for axis in GROUPS[group]]
     offsets = _offsets(layout, group)
     return tuple(
         tuple(first + offset for offset in offsets)
         for first in range(layout.world_size)
-        if not any(first // stride % size for stride, size in axes)
+        if not any(first // step % size for step, size in axes)
     )
 
 

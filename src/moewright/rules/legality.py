@@ -53,6 +53,7 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
     reasons += stage_reasons(model, layout)
     batch = list(_batch_reasons(workload, layout)) if grid_fits else []
     reasons += batch
+    reasons += _shard_reasons(layout) if grid_fits else ()
     if grid_fits and not batch:
         ramp = list(ramp_reasons(workload, layout))
         least = workload_of(workload, 0)  # the fewest micro-batches; () without a ramp is the workload itself
@@ -89,6 +90,7 @@ def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
         *(reason for name in degrees for reason in _bounded(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)),
         *_bounded("layout.mbs", layout.mbs, 1, _MAX_BATCH),
         *_bounded("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
+        *_bounded("layout.shard", layout.shard, 0, _MAX_DEGREE),
         *_zero_and_capacity(layout),
     ]
     if not reasons:
@@ -156,6 +158,25 @@ def _grid_reason(fast: str, slow: str, layout: Layout, choices: tuple[tuple[int,
     axis, near = fixes[0]
     also = "".join(f", or {other} {values}" for other, values in fixes[1:])
     return Reason(field=f"layout.{axis}", value=str(getattr(layout, axis)), rule=rule, nearest=near + also)
+
+
+def _shard_reasons(layout: Layout) -> Iterator[Reason]:
+    """Hybrid sharding: blocks of tp * shard ranks that hold the weights once, experts whole."""
+    dense, expert, shard = layout.dp * layout.cp, layout.etp * layout.ep, layout.shard
+    if not shard:
+        return
+    if layout.zero != 3:
+        rule = f"zero={layout.zero} cuts no weights: shard goes with zero=3"
+        yield Reason(field="layout.shard", value=str(shard), rule=rule, nearest="0")
+        return
+    parts = [n for n in divisors(dense) if n > 1]
+    legal = [n for n in parts if layout.tp * n < expert or layout.tp * n % expert == 0]
+    if shard not in parts:
+        rule = f"must divide the {dense} ranks of dp * cp, and be more than 1"
+        yield Reason(field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0")
+    elif shard not in legal:
+        rule = f"tp * shard = {layout.tp * shard} ranks must be a multiple of etp * ep = {expert}, or fewer"
+        yield Reason(field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0")
 
 
 def _quotients(stage: int, taken: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from moewright.cost.saved import offloaded, outside_bytes, quantised
 from moewright.cost.sizes import Sizes
 from moewright.cost.states import element_bytes, sharded_states
 from moewright.cost.step_time import Share, kind_of
-from moewright.rules import grid, recompute, routing, shards
+from moewright.rules import fully, grid, recompute, routing, shards
 from moewright.rules.inventory import parameters
 from moewright.rules.stages import Chunk
 from moewright.search.shapes import Array, Pieces, Stack
@@ -149,7 +149,9 @@ class Room:
         """[seats, keeps]"""
         numel, copied = self.held(cut, stack)
         layouts = [replace(cut, pp=pp) for pp in stack.degrees]
-        ranks = [[grid.group_size(layout, group) for group in _GROUPS] for layout in layouts]
+        ranks = [
+            [grid.group_size(layout, fully.states_group(layout, group)) for group in _GROUPS] for layout in layouts
+        ]
         padding = [[lcm(size, _PAD_ELEMENTS) / 2 for size in sizes] for sizes in ranks]
         degree = stack.degree[stack.pipe_of_seat]
         over = np.array(ranks, dtype=float)[degree]

@@ -169,6 +169,8 @@ def keeps(space: Space) -> tuple[Keep, ...]:
     """
     offload = (Offload.OPTIMIZER,) if Offload.OPTIMIZER in space.base.offload else ()
     levels = [space.base.zero] if "zero" in space.fixed else [zero for zero in (1, 3) if space.permits(zero=zero)]
+    if space.base.shard:  # goes with zero=3 alone
+        levels = [zero for zero in levels if zero == 3]
     return tuple(Keep(zero=zero, offload=offload) for zero in levels)
 
 

@@ -94,6 +94,7 @@ class Layout:
     etp: int = 1
     mbs: int = 1
     zero: int = 1
+    shard: int = 0  # ranks of dp x cp that zero=3 cuts over, the rest hold copies; 0: all
     schedule: Schedule = Schedule.ONE_F_ONE_B
     vpp_group: int = 0  # micro-batches a group of the interleaved table; 0: pp
     cp_comm: CpComm = CpComm.P2P

@@ -19,6 +19,7 @@ from moewright.engine.optim.fully import FullySharded, ShardedParameter, shard_f
 from moewright.engine.optim.scaling import LossScale
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
+from moewright.rules.fully import cuts
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, on_both_ends
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -44,10 +45,10 @@ class DistributedOptimizer:
         self._run, self._rule = run, rule
         slots, layout = slots_of(model), run.mesh.layout
         groups = [(slot, run.mesh.group(gradient_group(slot.placement.cuts, layout))) for slot in slots]
-        cut = [(slot, group) for slot, group in groups if layout.zero == 3 and group.size > 1]
+        cut = [slot for slot, group in groups if cuts(layout, group.name)]
         self.buckets: list[FlatBucket] = []
         for group in GRADIENT_GROUPS:
-            members = [slot for slot, of in groups if of.name == group and (slot, of) not in cut]
+            members = [slot for slot, of in groups if of.name == group and not cuts(layout, group)]
             for both in (False, True):
                 some = [slot for slot in members if on_both_ends(slot.name, run.model, layout) == both]
                 twin = run.mesh.ends if both else None
@@ -127,9 +128,9 @@ class DistributedOptimizer:
         own = sum(
             _squared_norm(shard) / bucket.replicas for bucket, shard in zip(self.buckets, self._shards, strict=True)
         )
-        cut = [each.gradient() for each in self._cut]
+        cut = self.fully.reduce() if self.fully else []
         self._shards += cut
-        return own + sum(map(_squared_norm, cut))
+        return own + sum(_squared_norm(g) / each.copies.size for each, g in zip(self._cut, cut, strict=True))
 
     def update(self, *, lr: float, scale: float) -> None:
         """One update with gradients times `scale` (the clipping factor). Matrices decay, vectors do not."""

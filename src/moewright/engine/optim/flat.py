@@ -121,7 +121,7 @@ def build_buckets(
 ) -> list[FlatBucket]:
     """Lay parameters out in reverse registration order, about the order in which backward finishes them."""
     by_name = {slot.name: slot for slot in slots}
-    sharded, on_host = run.mesh.layout.zero == 1, Offload.OPTIMIZER in run.mesh.layout.offload
+    sharded, on_host = run.mesh.layout.zero > 0, Offload.OPTIMIZER in run.mesh.layout.offload
     home = torch.device("cpu") if on_host else run.device
     moment_dtype = torch_dtype(run.workload.optimizer.moment_dtype)
     shards, index = (group.size, group.index) if sharded else (1, 0)
