@@ -5,111 +5,28 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hf_families import FAMILIES, VOCABULARY, write_fused, write_model
 from moewright.cli.main import main
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.spawn
 
-VOCABULARY = 97  # odd: no axis divides it
 ROWS, LENGTH = 8, 16
-
-
-def _model(family: str) -> nn.Module:
-    """A tiny random model with wide weights, so that routing has clear margins."""
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-        "attn_implementation": "eager",
-    }
-    torch.manual_seed(7)
-    if family == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(
-            **shape, head_dim=16, intermediate_size=48, moe_intermediate_size=16, num_experts=8,
-            num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=True,
-        )  # fmt: skip
-        return transformers.Qwen3MoeForCausalLM(config).float()
-    if family == "mixtral":
-        config = transformers.MixtralConfig(**shape, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
-        return transformers.MixtralForCausalLM(config).float()
-    if family == "olmoe":
-        config = transformers.OlmoeConfig(
-            **shape, intermediate_size=16, num_experts=8, num_experts_per_tok=2, pad_token_id=None
-        )
-        return transformers.OlmoeForCausalLM(config).float()
-    if family.startswith("deepseek"):
-        latent: dict[str, Any] = {
-            **shape, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-            "v_head_dim": 12, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8,
-            "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-        }  # fmt: skip
-        if family == "deepseek_v2":
-            config = transformers.DeepseekV2Config(**latent, q_lora_rank=None, topk_method="group_limited_greedy")
-            return transformers.DeepseekV2ForCausalLM(config).float()
-        yarn = {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-            "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        }  # fmt: skip
-        config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
-        return transformers.DeepseekV3ForCausalLM(config).float()
-    if family == "qwen2_moe":
-        config = transformers.Qwen2MoeConfig(
-            **shape, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=8,
-            num_experts_per_tok=2, mlp_only_layers=[1],
-        )  # fmt: skip
-        return transformers.Qwen2MoeForCausalLM(config).float()
-    if family == "llama":
-        rope = {
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        }  # fmt: skip
-        config = transformers.LlamaConfig(
-            **shape, intermediate_size=48, attention_bias=True, mlp_bias=True, rope_parameters=rope
-        )
-        return transformers.LlamaForCausalLM(config).float()
-    config = transformers.Qwen3Config(**shape, head_dim=16, intermediate_size=48)
-    return transformers.Qwen3ForCausalLM(config).float()
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "deepseek_v2", "deepseek_v3"):
-        found[family] = tmp_path_factory.mktemp(family)
-        model = _model(family)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                nn.init.normal_(parameter, 0.0, 0.2)
-            if "norm" in name:  # ones would hide a norm that is left out
-                nn.init.uniform_(parameter, 0.5, 1.5)
-        for name, bias in model.named_buffers():
-            if "correction_bias" in name:
-                nn.init.uniform_(bias, -0.2, 0.2)
-        model.save_pretrained(found[family])
-    # The same Qwen3-MoE with the experts of a layer in one tensor, as later files have it.
-    fused = tmp_path_factory.mktemp("fused")
-    (fused / "config.json").write_text((found["qwen3_moe"] / "config.json").read_text())
-    apart = load_file(found["qwen3_moe"] / "model.safetensors")
-    kept = {name: tensor for name, tensor in apart.items() if ".experts." not in name}
-    base = "model.layers.0.mlp.experts."
-    gate, up, down = (
-        torch.stack([apart[f"{base}{e}.{part}_proj.weight"] for e in range(8)]) for part in ("gate", "up", "down")
-    )
-    save_file(
-        {**kept, f"{base}gate_up_proj": torch.cat((gate, up), 1), f"{base}down_proj": down}, fused / "model.safetensors"
-    )
-    return {**found, "fused": fused}
+    found = {family: tmp_path_factory.mktemp(family) for family in (*FAMILIES, "fused")}
+    for family in FAMILIES:
+        write_model(family, found[family])
+    write_fused(found["qwen3_moe"], found["fused"])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +76,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / (wanted.norm() if wanted.norm() else 1.0))
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3_moe", "fused", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "deepseek_v2", "deepseek_v3"],
-)
+@pytest.mark.parametrize("family", [*FAMILIES, "fused"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_transformers(
     family: str, optimizer: str, checkpoints: dict[str, Path], batch: Path, tmp_path: Path

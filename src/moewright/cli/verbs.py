@@ -6,6 +6,7 @@ from cyclopts import App
 
 from moewright import __version__
 from moewright.cli.bench import bench_engine, bench_machine, bench_search
+from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
 from moewright.cli.dryrun import dryrun
@@ -28,6 +29,7 @@ def app() -> App:
         suppress_keyboard_interrupt=False,
     )
     data = App(name="data", help="Make training data.")
+    convert = App(name="convert", help="Hugging Face folders to checkpoints, and back.")
     bench = App(name="bench", help="Measure this machine, the planner and the engine.")
     verbs.command(plan)
     verbs.command(estimate)
@@ -40,8 +42,11 @@ def app() -> App:
     verbs.command(diagnose)
     verbs.command(export)
     verbs.command(data)
+    verbs.command(convert)
     verbs.command(bench)
     data.command(data_build, name="build")
+    convert.command(convert_import, name="import")
+    convert.command(convert_export, name="export")
     bench.command(bench_machine, name="machine")
     bench.command(bench_engine, name="engine")
     bench.command(bench_search, name="search")

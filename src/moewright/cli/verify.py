@@ -32,7 +32,7 @@ def verify(
     Parameters
     ----------
     hf_dir
-        A folder with config.json and model.safetensors.
+        A folder with config.json and model.safetensors, or its shards and their index.
     batch
         A safetensors file with input_ids and labels, both integers [N, B, T]; labels unshifted, -100 ignored.
     out
@@ -80,7 +80,7 @@ def verify(
 
     job = Verification(
         model=model,
-        weights=hf_dir / "model.safetensors",
+        weights=hf_dir,
         batch=batch,
         layout=chosen,
         steps=steps,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moewright.codec import to_data
 from moewright.engine.checkpoint import (
     Coordinator,
+    Piece,
+    agree,
     checkpoint_at,
     latest,
     load,
@@ -17,7 +19,10 @@ from moewright.engine.checkpoint import (
     refuse_mismatch,
     resume_from,
 )
+from moewright.engine.hf_folder import HfReader, is_folder, open_folder
 from moewright.engine.step import Trainee
+from moewright.engine.weights import read_box, table_of
+from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Documents, Dtype
 
@@ -59,7 +64,7 @@ def steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
     checkpoint, passed_over = resume_from(run_dir / "checkpoints")
     if checkpoint is None:
         if plan.workload.weights:
-            _refuse_other_model(plan)
+            _refuse_other_model(plan.model, Path(plan.workload.weights))
         return 0
     index = read_index(checkpoint)
     refuse_mismatch(index.extra, identity)
@@ -68,10 +73,13 @@ def steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
     return index.step
 
 
-def _refuse_other_model(plan: Plan) -> None:
+def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
     """Raise BadInput unless the weights to start from are of this model, whatever its name."""
-    found = read_index(checkpoint_at(Path(plan.workload.weights))).extra.get("model", {})
-    theirs, ours = ({k: v for k, v in data.items() if k != "name"} for data in (found, to_data(plan.model)))
+    if is_folder(weights):
+        table_of(model, open_folder(weights))
+        return
+    found = read_index(checkpoint_at(weights)).extra.get("model", {})
+    theirs, ours = ({k: v for k, v in data.items() if k != "name"} for data in (found, to_data(model)))
     refuse_mismatch({"model": theirs}, {"model": ours}, field="model.weights")
 
 
@@ -80,11 +88,28 @@ def restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coor
     checkpoint, weights = latest(run_dir / "checkpoints"), job.run.workload.weights
     if checkpoint is None:
         if weights:
-            load(checkpoint_at(Path(weights)), pieces=job.weights(), comm=comm)
-            job.optimizer.publish()
+            _begin(job, Path(weights), comm)
         return 0
     index = read_index(checkpoint)
     refuse_mismatch(index.extra, identity)
     load(checkpoint, pieces=job.pieces(), comm=comm)
     job.optimizer.publish()
     return index.step
+
+
+def _begin(job: Trainee, weights: Path, comm: Coordinator) -> None:
+    """Take up weights: of a Hugging Face folder, of which each rank reads its part, or of a checkpoint of ours."""
+    if is_folder(weights):
+        agree(comm, lambda: _fill(job.weights(), weights, job.run.model))
+    else:
+        load(checkpoint_at(weights), pieces=job.weights(), comm=comm)
+    job.optimizer.publish()
+
+
+def _fill(pieces: Sequence[Piece], weights: Path, model: ModelSpec) -> None:
+    folder = open_folder(weights)
+    table = table_of(model, folder)
+    with HfReader(folder) as reader:
+        for piece in pieces:
+            if piece.tensor.numel():
+                piece.tensor.copy_(read_box(reader, table[piece.name], *piece.box))

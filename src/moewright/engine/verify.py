@@ -23,6 +23,7 @@ from moewright.engine.batch_file import NAMES, workload_of
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Coordinator, Piece, alone, load, read_index, save
 from moewright.engine.data.sampler import rows_of
+from moewright.engine.hf_folder import HfFolder, HfReader, open_folder, open_weights
 from moewright.engine.launch import launch
 from moewright.engine.model.layers import Slot
 from moewright.engine.model.router import routers_of
@@ -35,8 +36,9 @@ from moewright.engine.record import finite
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply
 from moewright.engine.support import refuse_unrunnable
-from moewright.engine.weights import SELECTION_BIAS, in_their_names, open_weights, read_part, table_of
+from moewright.engine.weights import in_their_names, read_box, read_part, table_of, without_absent_mtp
 from moewright.rules.context import held
+from moewright.rules.inventory import parameters, selection_bias_name
 from moewright.rules.legality import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
@@ -54,7 +56,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is a model.safetensors."""
+    """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is the folder."""
 
     model: ModelSpec
     weights: Path
@@ -100,20 +102,18 @@ def verify(job: Verification, out: Path) -> Exit:
     """
     work = workload_of(job.batch, steps=job.steps, optimizer=job.optimizer)
     batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
-    job = _without_absent_mtp(job)
+    folder = open_folder(job.weights)
+    job = _without_absent_mtp(job, folder)
     refuse_unrunnable(job.model, work, job.layout)
-    table_of(job.model, job.weights)
+    table_of(job.model, folder)
     return launch(partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out)
 
 
-def _without_absent_mtp(job: Verification) -> Verification:
-    """A checkpoint may leave out the MTP layers that its config.json names (transformers does); then so do we."""
-    first = f"model.layers.{job.model.layers}."
-    with open_weights(job.weights) as file:
-        if not job.model.mtp_layers or any(name.startswith(first) for name in file.keys()):  # noqa: SIM118
-            return job
-    print(f"{job.weights}: holds no MTP layer; it is left out", file=sys.stderr)
-    return replace(job, model=replace(job.model, mtp_layers=0))
+def _without_absent_mtp(job: Verification, folder: HfFolder) -> Verification:
+    model = without_absent_mtp(job.model, folder.tensors.keys())
+    if model is not job.model:
+        print(f"{job.weights}: holds no MTP layer; it is left out", file=sys.stderr)
+    return replace(job, model=model)
 
 
 def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
@@ -135,17 +135,19 @@ def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
 
 def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: Path, seat: RankContext) -> Outcome:
     device = join(seat)
-    table = table_of(job.model, job.weights)
-    with open_weights(job.weights) as file:
+    folder = open_folder(job.weights)
+    table = table_of(job.model, folder)
+    with HfReader(folder) as reader:
 
         def stored(slot: Slot, run: Runtime) -> torch.Tensor:
-            return read_part(file, table[slot.name], slot.placement)
+            return read_part(reader, table[slot.name], slot.placement)
 
         rule = sgd_update if job.rule is Rule.SGD else adamw_update
         here = trainee(job.model, work, job.layout, batches, rank=seat.rank, device=device, initial=stored, rule=rule)
         for router in routers_of(here.model):
             if router.selection_bias is not None:
-                router.selection_bias.copy_(file.get_tensor(SELECTION_BIAS.format(router.number)))
+                bias = table[selection_bias_name(router.number)]
+                router.selection_bias.copy_(read_box(reader, bias, (0,), router.selection_bias.shape))
     pieces = _outputs(here, batches)
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):
@@ -218,8 +220,9 @@ def _write(job: Verification, whole: Path, curve: Sequence[tuple[float, float]],
         comm=alone(),
     )
     given = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
-    for ours, parts in table_of(job.model, job.weights).items():
-        for name, grad in in_their_names(tensors[f"grad/{ours}"], parts):
+    table = table_of(job.model, open_folder(job.weights))
+    for param in parameters(job.model):
+        for name, grad in in_their_names(tensors[f"grad/{param.name}"], table[param.name]):
             given[f"grad/{name}"] = grad
     part = out / "tensors.safetensors.part"
     save_file(given, str(part))

@@ -1,7 +1,8 @@
 """Job files: one TOML with what to train, on what, for how long.
 
 Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's fields themselves; and
-`weights`: a folder of checkpoints to start from), [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is
+`weights`: what to start from, a folder of checkpoints or a Hugging Face folder, whose config.json is the model where no
+other is given), [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is
 absent is for the search), [train] (the fields of Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and
 RampSpec, and `nproc` and `hardware`), [checkpoint].
 Relative paths start at the job file.
@@ -69,7 +70,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     workload = _workload(tables, path, where)  # takes model.weights
     nproc = _whole(train.get("nproc", 1), f"{where}: train.nproc", high=parts.MAX_DEVICES)
     return Job(
-        model=_model(tables["model"], path, where),
+        model=_model(tables["model"], workload.weights, path, where),
         workload=workload,
         layout_text=_layout(tables["layout"], where),
         nproc=nproc,
@@ -107,13 +108,15 @@ def _sections(data: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
 def _weights(table: dict[str, Any], path: Path, where: str) -> str:
     weights = table.pop("weights", "")
     if not isinstance(weights, str) or "\0" in weights:
-        rule = "must be the path of a folder with checkpoints"
+        rule = "must be the path of a Hugging Face folder, or of one with checkpoints"
         raise BadInput(Reason(field=f"{where}: model.weights", value=shown(weights), rule=rule))
     return _beside(path, weights)
 
 
-def _model(table: dict[str, Any], path: Path, where: str) -> ModelSpec:
+def _model(table: dict[str, Any], weights: str, path: Path, where: str) -> ModelSpec:
     if "config" not in table:
+        if not table and (Path(weights) / "config.json").is_file() and weights:
+            return hf.read_config(Path(weights))
         if not table:
             rule = "needs config (a path or a known model), or the fields of a config.json"
             raise BadInput(Reason(field=f"{where}: model", rule=rule, nearest='config = "config.json"'))

@@ -196,7 +196,9 @@ class Workload:
     scaling: ScalingSpec = ScalingSpec()
     ramp: RampSpec = RampSpec()
     data: DataSpec = DataSpec()
-    weights: str = ""  # a folder of checkpoints whose weights the first step starts from; "" draws fresh ones
+    weights: str = (
+        ""  # a folder, of checkpoints or of Hugging Face, whose weights the first step starts from; "": fresh
+    )
     checkpoint: CheckpointSpec = CheckpointSpec()
 
     @property

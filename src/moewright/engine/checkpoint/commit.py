@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moewright.engine.checkpoint.coordinator import Coordinator, agree
-from moewright.engine.checkpoint.files import flush_directory, require_space, write_fault, write_payload, write_text
+from moewright.engine.checkpoint.files import (
+    Row,
+    flush_directory,
+    require_space,
+    write_fault,
+    write_payload,
+    write_tensors,
+    write_text,
+)
+from moewright.engine.checkpoint.geometry import tiling_fault
 from moewright.engine.checkpoint.index import (
     INDEX,
     FileEntry,
     Index,
+    Shard,
     TensorEntry,
+    box_key,
     index_text,
     payload_name,
     read_index,
@@ -94,6 +107,33 @@ def complete(order: Order, comm: Coordinator) -> None:
         raise
     if leads:
         _purge(order)
+
+
+def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]) -> Path:
+    """One process writes all files of a checkpoint, each box made when its turn comes; all of it, or nothing."""
+    by_file: dict[str, list[tuple[TensorEntry, Shard]]] = {}
+    for tensor in order.tensors:
+        if fault := tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
+            raise ValueError(f"{tensor.name}: {fault}")
+        for shard in tensor.shards:
+            by_file.setdefault(shard.file, []).append((tensor, shard))
+    if not _prepare(order):
+        return order.final
+    try:
+        files = [
+            write_tensors(
+                order.working / file,
+                [Row(name=box_key(t.name, s.box[0]), dtype=t.dtype, shape=s.box[1]) for t, s in held],
+                (made(tensor, shard) for tensor, shard in held),
+            )
+            for file, held in by_file.items()
+        ]
+        _commit(order, Index(step=order.step, extra=order.extra, files=tuple(files), tensors=order.tensors))
+    except OSError as error:
+        raise write_fault(order.final.parent, error, order.need_bytes) from error
+    finally:
+        shutil.rmtree(order.working, ignore_errors=True)
+    return order.final
 
 
 def committed(directory: Path) -> tuple[Path, ...]:

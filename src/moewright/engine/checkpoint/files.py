@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -17,22 +19,45 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moewright.engine.checkpoint.index import FileEntry, Shard, TensorEntry, box_key
-from moewright.engine.checkpoint.piece import Piece
+from moewright.engine.checkpoint.piece import DTYPES, Piece
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import show_bytes
 
 _CHUNK_BYTES = 1 << 22
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A tensor in the header of a safetensors file; `dtype` is the safetensors name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * prod(self.shape)
+
+
 def write_payload(path: Path, pieces: Sequence[Piece]) -> FileEntry:
     """Write `pieces` as one safetensors file, one tensor on the host at a time, and flush it to disk."""
     ordered = sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.offsets))  # aligned
-    header: dict[str, Any] = {}
+    rows = [
+        Row(name=box_key(piece.name, piece.offsets), dtype=piece.dtype, shape=tuple(piece.tensor.shape))
+        for piece in ordered
+    ]
+    return write_tensors(path, rows, (piece.tensor for piece in ordered))
+
+
+def write_tensors(
+    path: Path, rows: Sequence[Row], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write `tensors`, which are those of `rows`, as one safetensors file, each when it comes, and flush it to disk."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for piece in ordered:
-        begin, end = end, end + piece.tensor.nbytes
-        entry = {"dtype": piece.dtype, "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
-        header[box_key(piece.name, piece.offsets)] = entry
+    for row in rows:
+        begin, end = end, end + row.nbytes
+        header[row.name] = {"dtype": row.dtype, "shape": list(row.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -40,9 +65,11 @@ def write_payload(path: Path, pieces: Sequence[Piece]) -> FileEntry:
         for block in (len(text).to_bytes(8, "little"), text):
             digest.update(block)
             file.write(block)
-        for piece in ordered:
-            host = piece.tensor.detach().to("cpu").contiguous()
+        for row, tensor in zip(rows, tensors, strict=True):
+            host = tensor.detach().to("cpu").contiguous()
             data = host.reshape(-1).view(torch.uint8).numpy().data
+            if data.nbytes != row.nbytes:
+                raise ValueError(f"{row.name}: {data.nbytes} bytes came for {row.nbytes}")
             digest.update(data)
             file.write(data)
         file.flush()

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moewright.engine.checkpoint.coordinator import Coordinator, agree
 from moewright.engine.checkpoint.files import PayloadReader, verify_file
 from moewright.engine.checkpoint.index import Index, TensorEntry, read_index
-from moewright.engine.checkpoint.piece import Piece
+from moewright.engine.checkpoint.piece import DTYPES, Piece
 from moewright.engine.checkpoint.planning import plan_load
 from moewright.spec.errors import BadInput, Reason
 
@@ -82,6 +84,14 @@ def _fill(checkpoint: Path, index: Index, wanted: Sequence[Piece]) -> None:
     with PayloadReader(checkpoint) as reader:
         for tensor in index.tensors:
             _fill_tensor(reader, tensor, by_name.get(tensor.name, []))
+
+
+def read_box(reader: PayloadReader, tensor: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """One box of a tensor of a checkpoint, on the host."""
+    box = torch.empty(tuple(sizes), dtype=DTYPES[tensor.dtype])
+    piece = Piece(name=tensor.name, global_shape=tensor.shape, offsets=tuple(offsets), tensor=box)
+    _fill_tensor(reader, tensor, [piece])
+    return box
 
 
 def _fill_tensor(reader: PayloadReader, tensor: TensorEntry, wanted: Sequence[Piece]) -> None:

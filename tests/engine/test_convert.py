@@ -1,0 +1,194 @@
+"""`moewright convert`: what goes in comes out byte for byte, from any layout, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_families import FAMILIES, write_fused, write_model
+from moewright.cli.main import main
+from moewright.engine import hf_import, weights
+from moewright.engine.checkpoint import read_index
+from moewright.intake.hf import read_config
+
+transformers = pytest.importorskip("transformers")
+
+
+def there_and_back(source: Path, folder: Path) -> Path:
+    assert main(("convert", "import", str(source), "--out", str(folder / "ours"))) == 0
+    assert main(("convert", "export", str(folder / "ours"), "--out", str(folder / "back"))) == 0
+    return folder / "back"
+
+
+def assert_same_bytes(found: Path, wanted: Path) -> None:
+    names = {path.name for path in wanted.iterdir()}
+    assert {path.name for path in found.iterdir()} == names
+    for name in names:
+        assert (found / name).read_bytes() == (wanted / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_the_same_bytes(family: str, tmp_path: Path) -> None:
+    """In bf16 (of DeepSeek-V3 the selection biases in fp32), and in shards that cut through layers."""
+    write_model(family, tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
+    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    assert_same_bytes(there_and_back(tmp_path / "hf", tmp_path), tmp_path / "hf")
+
+
+def test_fused_experts_and_names_of_later_dialects(tmp_path: Path) -> None:
+    write_model("qwen3_moe", tmp_path / "apart")
+    (tmp_path / "fused").mkdir()
+    write_fused(tmp_path / "apart", tmp_path / "fused")
+    config = json.loads((tmp_path / "fused" / "config.json").read_text())
+    rope = config.pop("rope_parameters")  # the older dialect
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path / "fused").attention == read_config(tmp_path / "apart").attention
+    back = there_and_back(tmp_path / "fused", tmp_path)
+    assert (back / "config.json").read_bytes() == (tmp_path / "fused" / "config.json").read_bytes()
+    found, wanted = load_file(back / "model.safetensors"), load_file(tmp_path / "fused" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_without_a_history_is_loaded_by_transformers(family: str, tmp_path: Path) -> None:
+    """With a dtype asked for, names, shards and config.json are made anew, as for a run."""
+    write_model(family, tmp_path / "hf")
+    assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
+    assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / "new"), "--dtype", "fp32")) == 0
+    ids = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(5))
+    logits = []
+    for folder in ("hf", "new"):
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+        assert not told["missing_keys"]
+        assert not told["unexpected_keys"]
+        logits.append(model(ids).logits)
+    assert torch.equal(*logits)
+
+
+def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published: one layer more, with copies of embedding and head."""
+    write_model("deepseek_v3", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    stored = load_file(path)
+    depth = {
+        name.replace("layers.1.", "layers.2."): tensor.flip(0) for name, tensor in stored.items() if "layers.1." in name
+    }
+    depth |= {f"model.layers.2.{part}.weight": torch.rand(32) for part in ("enorm", "hnorm", "shared_head.norm")}
+    depth["model.layers.2.eh_proj.weight"] = torch.rand(32, 64)
+    depth["model.layers.2.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    depth["model.layers.2.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    save_file(stored | depth, path, {"format": "pt"})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (tmp_path / "hf" / "generation_config.json").unlink(missing_ok=True)
+    assert_same_bytes(there_and_back(tmp_path / "hf", tmp_path), tmp_path / "hf")
+    held = {tensor.name for tensor in read_index(tmp_path / "ours" / "step-00000000").tensors}
+    assert {"mtp.0.proj.weight", "mtp.0.layer.moe.router.weight", "layers.3.moe.router.selection_bias"} <= held
+    depth["model.layers.2.embed_tokens.weight"][0, 0] += 1
+    save_file(stored | depth, path)
+    with pytest.raises(weights.BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"):
+        hf_import.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
+
+
+def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model("mixtral", tmp_path / "hf", shard_bytes=20_000)
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    expert, gate = "model.layers.1.block_sparse_moe.experts.2.w2.weight", "model.layers.0.block_sparse_moe.gate.weight"
+
+    def refused(out: str = "ours") -> str:
+        assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / out))) == 2
+        return capsys.readouterr().err
+
+    def change(name: str, tensor: torch.Tensor | None) -> None:
+        path = tmp_path / "hf" / data["weight_map"][name]
+        stored = {**load_file(path), name: tensor}
+        save_file({n: t for n, t in stored.items() if t is not None}, path)
+
+    before = load_file(tmp_path / "hf" / data["weight_map"][expert])[expert]
+    change(expert, None)
+    assert f"{expert}: is missing" in refused()
+    change(expert, before.double())
+    assert f"{expert}: is of F64; checkpoints hold fp32" in refused()
+    change(expert, before[:, :3].contiguous())
+    assert f"{expert}: has shape [32, 3]" in refused()
+    change(expert, before)
+    moved = {**data, "weight_map": {**data["weight_map"], gate: data["weight_map"][expert]}}
+    index.write_text(json.dumps(moved))
+    assert f"{gate}: is in" in refused()
+    index.write_text(json.dumps({**data, "weight_map": {**data["weight_map"], gate: "../x.safetensors"}}))
+    assert "needs a weight_map from tensors to files beside it" in refused()
+    index.write_text(json.dumps(data))
+    assert not (tmp_path / "ours").exists()
+    assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    for source, out, said in (
+        ("ours", "full", "exists and is not empty"),
+        ("hf", "new", "holds no checkpoint of moewright"),
+    ):
+        assert main(("convert", "export", str(tmp_path / source), "--out", str(tmp_path / out))) == 2
+        assert said in capsys.readouterr().err
+    payload = next((tmp_path / "ours" / "step-00000000").glob("rank-*"))
+    spoiled = bytearray(payload.read_bytes())
+    spoiled[-1] ^= 1
+    payload.write_bytes(spoiled)
+    assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / "new"))) == 2
+    assert "its checksum does not hold" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_table_that_writes_a_tensor_twice_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model("qwen3", tmp_path / "hf")
+    model = read_config(tmp_path / "hf")
+    good = dict(weights._LAYER)
+    same, half = weights.Spelling, weights._same
+    for part, wrong, said in (
+        ("attention.k.weight", half("self_attn.v_proj.weight"), "self_attn.v_proj.weight.*would be read for two"),
+        ("mlp.gate_up.weight", half("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
+        ("mlp.gate_up.weight", (same(names=("mlp.gate_proj.weight",) * 2),), "would be read for two tensors"),
+        (
+            "mlp.down.weight",
+            (same(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
+            "would not be written exactly once",
+        ),
+    ):
+        monkeypatch.setattr(weights, "_LAYER", good | {part: wrong})
+        with pytest.raises(weights.BadInput, match=said):
+            hf_import.plan_import(tmp_path / "hf", model, tmp_path / "ours")
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
+def test_memory_holds_about_one_file(tmp_path: Path) -> None:
+    """Twelve files of 8.4 MB, of bf16 weights: the peak above the start, mapped pages included, on both ways."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size=8_600_000)
+    shard = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    whole = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert whole > 10 * shard
+    for verb, source, out in (("import", "hf", "ours"), ("export", "ours", "back")):
+        if verb == "export":
+            there_and_back(tmp_path / "hf", tmp_path / "warm")  # what a first use loads of libraries is no weight
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        except OSError:
+            pytest.skip("this kernel does not reset the peak of a process")
+        before = _status_bytes("VmRSS")
+        assert main(("convert", verb, str(tmp_path / source), "--out", str(tmp_path / out))) == 0
+        peak = _status_bytes("VmHWM") - before
+        print(verb, peak / shard, "files")
+        assert peak < 3 * shard  # the mapped file (in fp32 twice as long), and one tensor in fp32 and in its own dtype
