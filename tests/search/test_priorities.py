@@ -16,8 +16,8 @@ from moewright.spec.layout import Graphs, Overlap, Recompute
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
 
-# What the runs of the table could use: a plain all-to-all, no graphs, no overlapped experts.
-PLAIN = "dispatcher=alltoall,graphs=none,overlap=none,zero1"
+# What the runs of the table could use: a plain all-to-all, no graphs, no overlapped experts, no offload.
+PLAIN = "dispatcher=alltoall,graphs=none,overlap=none,offload=none,zero1"
 
 
 def _search(model: str, on: str, fixed: str = "", *, batch: int, seq_len: int = 4096, top: int = 1) -> Ranked:

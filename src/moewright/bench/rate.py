@@ -15,9 +15,17 @@ SEQUENCES_PER_DEVICE = 16
 CASES = (("Qwen3-235B-A22B", "256xH800"), ("DeepSeek-V3", "2048xH800"), ("Kimi-K2", "4096xH100"))
 
 
+# What is counted, in words for whoever reads the figure.
+SCORED = (
+    "layouts: distinct and legal ones whose device bytes were worked out, and whose step was timed wherever they can\n"
+    "fit and none that replays or moves less does; dispatchers, exchanges of context and overlapped sums tried for a\n"
+    "layout are not counted again. The seconds hold all of the search, the full estimates of the plans shown as well."
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """One whole search: layouts whose memory, and time where they can fit, was worked out, and what that took."""
+    """One whole search and what it took, from reading nothing to the ranked plans."""
 
     model: str
     hardware: str

@@ -43,12 +43,13 @@ def bench_machine(
 
 def bench_search() -> int:
     """Search large models over many devices, and print how many layouts a second are scored, beside other planners."""
-    from moewright.bench.rate import RIVALS, rates
+    from moewright.bench.rate import RIVALS, SCORED, rates
 
     print(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
     for rate in rates():
         case = f"{rate.model} on {rate.hardware}"
         print(f"{case:<34}{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}", flush=True)
+    print(SCORED)
     print("other planners, measured on a machine of two cores:")
     for rival in RIVALS:
         print(f"{rival.name:<34}{'':>22}{rival.layouts_per_s:>20}  {rival.what}")

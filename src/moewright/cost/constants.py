@@ -15,6 +15,12 @@ _HOST_OPS = (
 )
 MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
+# What only offload depends on.
+OF_OFFLOAD = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
+_OFFLOADED_OPTIMIZER = (
+    "Megatron-Bridge guide to CPU offload: Qwen3-30B-A3B on 16 H100, 0.996 s a step, 4.189 s with every state offloaded"
+)
+
 
 def _constant(name: str, value: float, kind: SourceKind, source: str) -> Constant:
     return Constant(name=name, value=Sourced(value=value, kind=kind, source=source))
@@ -89,6 +95,9 @@ _CUDA = (
     _constant("step_time_sd", 0.07, SourceKind.MEASURED, "median 4.8 % on (model, device) pairs left out of the fit"),
     _constant("step_tail_s", 0.02, SourceKind.FITTED, TIME_FINDINGS),
     _constant("overlapped_dp_share", 0.273, SourceKind.FITTED, _fitted(0.20)),
+    _constant("host_link_Bps", 64e9, SourceKind.DATASHEET, "PCIe Gen5 x16, one direction"),
+    _constant("host_link_efficiency", 0.8, SourceKind.ASSUMED, "pinned copies reach 50 of 64 GB/s"),
+    _constant("host_optimizer_s_per_parameter", 1.68e-9, SourceKind.MEASURED, _OFFLOADED_OPTIMIZER),
     _constant("reserved_share", 0.045, SourceKind.MEASURED, "21 layouts, 2.5-9.3 %; " + MEMORY_FINDINGS),
     _constant("reserved_share_sd", 0.018, SourceKind.MEASURED, MEMORY_FINDINGS),
     _constant("context_bytes", 0.55 * GIB, SourceKind.ASSUMED, "CUDA context and libraries"),
@@ -152,6 +161,9 @@ _CPU = (
     _constant("optimizer_bytes_per_parameter", 30.0, SourceKind.ASSUMED, "no rate in the hardware file"),
     _constant("step_time_sd", 0.2, SourceKind.MEASURED, "two ranks of the quickstart: 360 ms predicted, 450 taken"),
     _constant("step_tail_s", 0.0, SourceKind.ASSUMED, "nothing launched on the side"),
+    _constant("host_link_Bps", 1e12, SourceKind.ASSUMED, "host and device are one memory"),
+    _constant("host_link_efficiency", 1.0, SourceKind.ASSUMED, "host and device are one memory"),
+    _constant("host_optimizer_s_per_parameter", 0.0, SourceKind.ASSUMED, "host and device are one memory"),
     _constant("reserved_share", 0.0, SourceKind.ASSUMED, "what the engine frees it keeps for itself"),
     _constant("reserved_share_sd", 0.03, SourceKind.ASSUMED, "spread of unmodelled temporaries"),
     _constant("context_bytes", 0.0, SourceKind.ASSUMED, "the interpreter is not counted"),

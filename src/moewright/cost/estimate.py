@@ -8,7 +8,7 @@ from dataclasses import replace
 from moewright.cost import memory
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates, misses
-from moewright.cost.constants import Constants
+from moewright.cost.constants import OF_OFFLOAD, Constants
 from moewright.cost.layer_time import Times
 from moewright.cost.ledger import flop_rows, replayed_rows
 from moewright.cost.outside import optimizer_ops
@@ -264,7 +264,7 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
         kind = SourceKind.MEASURED if share < 1 else SourceKind.ASSUMED
         yield Assumption(name="documents", value=f"leave {share:.4g} of attention", kind=kind, source=source)
     if layout.offload:
-        source = "transfers to the host are taken to hide under compute"
+        source = "copies of activations hide under as much compute as there is; the optimizer runs on the host"
         part = "" if layout.offload_fraction == 1 else f" ({layout.offload_fraction:.0%} of the optimizer)"
         yield Assumption(name="offload", value="+".join(layout.offload) + part, kind=SourceKind.ASSUMED, source=source)
     facts = [
@@ -275,7 +275,11 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
         ("network_Bps", fabric.network_Bps),
         ("domain_latency_s", fabric.domain_latency_s),
         ("network_latency_s", fabric.network_latency_s),
-        *((constant.name, constant.value) for constant in rates.constants.listed() if rates.uses(constant.name)),
+        *(
+            (constant.name, constant.value)
+            for constant in rates.constants.listed()
+            if rates.uses(constant.name) and (layout.offload or constant.name not in OF_OFFLOAD)
+        ),
     ]
     for name, value in facts:
         yield _assumption(name, value)

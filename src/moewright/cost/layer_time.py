@@ -6,12 +6,16 @@ and a replayed block each; p = 1 adds them. Waits for the split sizes of an all-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from moewright.cost.comm import Links, Span
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.ops import LayerOps
+from moewright.cost.saved import Away
 from moewright.cost.sizes import Sizes
 from moewright.spec.hardware import Collective, Op
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Overlap, Recompute
@@ -19,6 +23,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
 
 Parts = Mapping[TimePart, float]
+Numbers = Any  # floats, or arrays of one shape
 
 _NO_SYNC = (Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)
 _INT64_BYTES = 8
@@ -108,6 +113,13 @@ def tp_s(links: Links, layout: Layout, whole_bytes: float) -> float:
     return c["tp_time_scale"] * shown * seconds
 
 
+def stage_transfer_s(links: Links, size: Sizes, layout: Layout) -> float:
+    """One activation to the next pipeline stage."""
+    if layout.pp == 1:
+        return 0.0
+    return links.seconds(Collective.P2P, links.span(layout, "pp"), size.c * size.t * size.model.hidden_size)
+
+
 def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
     """Dispatch and combine, forward and backward, with the small exchanges of counts and probabilities."""
     model, layout = size.model, size.layout
@@ -175,17 +187,25 @@ def _graphed(links: Links, layout: Layout) -> float:
     return attention + (c["host_graphed_router"] if Graphs.MOE_ROUTER in layout.graphs else 0.0)
 
 
-def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved: Exchange, *, moe: bool) -> Times:
-    """One layer and micro-batch under the layout's recompute, overlap and graph choices."""
-    c = links.constants
-    host = host_s(links, layout, size.model, moe=moe)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceTime:
+    """Seconds of one layer and micro-batch on the device, by part, before recompute and host work are added."""
+
+    exposed: Parts
+    hidden: Parts
+    forward_s: float
+    backward_s: float
+
+
+def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -> DeviceTime:
+    """Rows and collectives of both directions, what the layout overlaps taken off."""
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
 
     def device_s(rows: tuple[tuple[OpRow, float], ...], ep: float, tp: float, cp: float) -> float:
         """Books rows and collectives of one direction."""
         core = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
-        hidden_ep = ep * c["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 0.0
+        hidden_ep = ep * links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 0.0
         hidden_cp = min(cp, core) if layout.cp_comm is CpComm.P2P else 0.0
         _put(hidden, TimePart.EP_COMM, hidden_ep)
         _put(hidden, TimePart.CP_COMM, hidden_cp)
@@ -195,21 +215,122 @@ def layer_time(links: Links, size: Sizes, layout: Layout, priced: Priced, moved:
         return _sum_parts(exposed, rows) + ep - hidden_ep + tp + cp - hidden_cp
 
     tp = moved.tp_blocks * moved.tp
+    forward_s = device_s(priced.forward, moved.ep_forward, 2 * tp, moved.cp)
+    backward_s = device_s(priced.backward, moved.ep_backward, 3 * tp, 2 * moved.cp)
+    return DeviceTime(exposed=exposed, hidden=hidden, forward_s=forward_s, backward_s=backward_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Added:
+    """What recompute and graphs add to the device's own time of a layer and micro-batch: floats of one choice, or
+    arrays over many.
+
+    A replayed block of `block_s` stands alone, takes `block_host` of the forward's host time, and is of `block_share`
+    of the layers; `light_s` of `light_calls` replayed kernels join the backward.
+    """
+
+    host_s: Numbers
+    block_s: Numbers
+    block_host: Numbers
+    block_share: Numbers
+    light_s: Numbers
+    light_calls: Numbers
+
+    @classmethod
+    def of(cls, many: Sequence[Added]) -> Added:
+        """Choices side by side."""
+        return cls(**{name: np.array([getattr(one, name) for one in many]) for name in cls.__slots__})
+
+
+def added(links: Links, size: Sizes, layout: Layout, priced: Priced, moved: Exchange, *, moe: bool) -> Added:
+    """Of the layout's choices. Full recompute is one forward more, with its collectives and host time, of the share of
+    the layers that it takes; `moe` its block with 0.6 of the host time.
+    """
+    chosen, small = layout.recompute, _small(layout)
+    block_s = light_s = 0.0
+    if Recompute.FULL in chosen:
+        block_s = sum(seconds for _, seconds in priced.forward)
+        block_s += moved.ep_forward + 2 * moved.tp_blocks * moved.tp + moved.cp
+    elif chosen:
+        for row, seconds in priced.forward:
+            if Recompute.MOE in chosen and Recompute.MOE in row.replay:
+                block_s += seconds
+            elif not frozenset(small).isdisjoint(row.replay):
+                light_s += seconds
+        block_s += moved.ep_forward if Recompute.MOE in chosen else 0.0
+    return Added(
+        host_s=host_s(links, layout, size.model, moe=moe),
+        block_s=block_s,
+        block_host=1.0 if Recompute.FULL in chosen else 0.6,
+        block_share=_replayed_share(layout, size.model) if Recompute.FULL in chosen else 1.0,
+        light_s=light_s,
+        light_calls=len(small),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """Seconds of forward and backward with the host's, of replayed blocks, and of copies that either waits for;
+    `travel_s` those of one direction.
+    """
+
+    forward_s: Numbers
+    backward_s: Numbers
+    block_s: Numbers
+    late_forward_s: Numbers
+    late_backward_s: Numbers
+
+    travel_s: Numbers
+
+    @property
+    def total_s(self) -> Numbers:
+        return self.forward_s + self.backward_s + self.block_s + self.late_forward_s + self.late_backward_s
+
+
+def passes(
+    links: Links, size: Sizes, layout: Layout, device: DeviceTime, more: Added, away: Away, *, moe: bool
+) -> Passes:
+    """Device and host side by side, and copies beside both: what takes longer than a pass shows. An offloaded module
+    costs the host as much as a recomputed one, in forward and in backward.
+    """
+    c = links.constants
     sync = 0.0
     if moe and layout.ep > 1:
         sync = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
-    p = _exponent(links, size, layout)
-    device = device_s(priced.forward, moved.ep_forward, 2 * tp, moved.cp)
-    forward_s = _joint(p, device, host / 3) + sync
-    _put(exposed, TimePart.HOST, forward_s - device)
-    device = device_s(priced.backward, moved.ep_backward, 3 * tp, 2 * moved.cp)
-    light = _replay(layout, priced, moved, exposed, host, p, share=_replayed_share(size))
-    host_back = 2 * host / 3 + c["host_s_per_recompute_module"] * len(_small(layout))
-    backward_s = _joint(p, device + light, host_back) + sync
-    _put(exposed, TimePart.HOST, backward_s - device - light)
+    p, third, call_s = _exponent(links, size, layout), more.host_s / 3, c["host_s_per_recompute_module"]
+    calls_s = call_s * away.modules
+    forward_s = _joint(p, device.forward_s, third + calls_s) + sync
+    backward_s = _joint(p, device.backward_s + more.light_s, 2 * third + call_s * more.light_calls + calls_s) + sync
+    travel_s = away.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
+    replays = np.greater(more.block_s, 0)
+    return Passes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        block_s=replays * more.block_share * _joint(p, more.block_s, more.block_host * third),
+        late_forward_s=np.maximum(0.0, travel_s - forward_s),
+        late_backward_s=np.maximum(0.0, travel_s - backward_s),
+        travel_s=travel_s,
+    )
+
+
+def layer_time(
+    links: Links, size: Sizes, layout: Layout, priced: Priced, device: DeviceTime, more: Added, away: Away, *, moe: bool
+) -> Times:
+    """One layer and micro-batch by part."""
+    found = passes(links, size, layout, device, more, away, moe=moe)
+    exposed, hidden = dict(device.exposed), dict(device.hidden)
+    busy_s = device.backward_s + more.light_s
+    _put(exposed, TimePart.HOST, float(found.forward_s - device.forward_s + found.backward_s - busy_s))
+    _put(exposed, TimePart.RECOMPUTE, float(found.block_s + more.light_s))
+    late_s = float(found.late_forward_s + found.late_backward_s)
+    _put(exposed, TimePart.OFFLOAD, late_s)
+    _put(hidden, TimePart.OFFLOAD, 2 * float(found.travel_s) - late_s)
+    backward_s = float(found.backward_s + found.late_backward_s)
     # The host's part and what overlaps fall on input and weight gradients alike.
-    weight_s = weight_gradient_s(priced) * backward_s / (device + light) if device else 0.0
-    return Times(exposed=exposed, hidden=hidden, forward_s=forward_s, weight_s=weight_s)
+    weight_s = weight_gradient_s(priced) * backward_s / float(busy_s) if device.backward_s else 0.0
+    return Times(
+        exposed=exposed, hidden=hidden, forward_s=float(found.forward_s + found.late_forward_s), weight_s=weight_s
+    )
 
 
 def weight_gradient_s(priced: Priced) -> float:
@@ -230,55 +351,17 @@ def _small(layout: Layout) -> tuple[Recompute, ...]:
     return tuple(choice for choice in layout.recompute if choice not in (Recompute.FULL, Recompute.MOE))
 
 
-def _replay(
-    layout: Layout,
-    priced: Priced,
-    moved: Exchange,
-    exposed: dict[TimePart, float],
-    host: float,
-    p: float,
-    *,
-    share: float,
-) -> float:
-    """Books what backward runs again; returns the seconds that join the backward's own device time.
-
-    Full recompute is one forward more, with its collectives and host time, of the `share` of the layers that it takes;
-    `moe` its block with 0.6 of the host time. Both stand as blocks of their own.
-    """
-    chosen = layout.recompute
-    if not chosen:
-        return 0.0
-    if Recompute.FULL in chosen:
-        device = sum(seconds for _, seconds in priced.forward)
-        device += moved.ep_forward + 2 * moved.tp_blocks * moved.tp + moved.cp
-        _put(exposed, TimePart.RECOMPUTE, share * _joint(p, device, host / 3))
-        return 0.0
-    small = frozenset(_small(layout))
-    block = 0.0
-    light = 0.0
-    for row, seconds in priced.forward:
-        if Recompute.MOE in chosen and Recompute.MOE in row.replay:
-            block += seconds
-        elif not small.isdisjoint(row.replay):
-            light += seconds
-    if Recompute.MOE in chosen:
-        block = _joint(p, block + moved.ep_forward, 0.6 * host / 3) if moved.ep_forward or block else 0.0
-    _put(exposed, TimePart.RECOMPUTE, block + light)
-    return light
-
-
-def _replayed_share(size: Sizes) -> float:
+def _replayed_share(layout: Layout, model: ModelSpec) -> float:
     """Of a chunk's layers: those that full recompute takes, where it takes the first alone."""
-    layout = size.layout
     if not layout.recompute_block:
         return 1.0
-    return min(1.0, layout.recompute_block * layout.pp * layout.vpp / size.model.layers)
+    return min(1.0, layout.recompute_block * layout.pp * layout.vpp / model.layers)
 
 
-def _joint(exponent: float, device: float, host: float) -> float:
-    if exponent == 1.0 or not host or not device:
+def _joint(exponent: float, device: Numbers, host: Numbers) -> Numbers:
+    if exponent == 1.0:
         return device + host
-    return float((device**exponent + host**exponent) ** (1 / exponent))
+    return (device**exponent + host**exponent) ** (1 / exponent)
 
 
 def _sum_parts(exposed: dict[TimePart, float], rows: Iterable[tuple[OpRow, float]]) -> float:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 from moewright.cost.buffers import graph_bytes
+from moewright.cost.constants import Constants
+from moewright.cost.sizes import Sizes
 from moewright.cost.stage import Routed, chunk_layers
 from moewright.rules import recompute, routing, schedule, shards
 from moewright.rules.stages import Chunk
@@ -72,6 +76,40 @@ def layer_bytes(
     if pinned := graph_bytes(model, workload, layout):
         sums[Module.OTHER] = pinned
     return sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Away:
+    """Bytes that a layer and micro-batch sends to the host, and of how many modules: numbers, or arrays of choices."""
+
+    bytes: Any
+    modules: Any
+
+
+def away(constants: Constants, size: Sizes, *, moe: bool) -> Away:
+    """Of a layer with or without experts, under the layout's offload and recompute."""
+    model, layout = size.model, size.layout
+    modules = activations_away(layout.offload)
+    # An MTP depth offloads nothing.
+    if not modules or moe not in model.moe_layers:
+        return Away(bytes=0.0, modules=0)
+    even = routing.routed_rows(model, size.workload, layout, 1.0)
+    rows = recompute.saved_by_layer(
+        model,
+        size.workload,
+        layout,
+        model.moe_layers.index(moe),
+        load=size.R / even if even else 1.0,
+        exchanged_again=size.fused,
+    )
+    inputs = constants["fp8_input_bytes"] / size.c if size.eight_bit else None
+    sent = [row for row in recompute.kept(rows, layout.recompute) if offloaded(row, layout.offload)]
+    return Away(bytes=float(sum(quantised(model, row, inputs) for row in sent)), modules=modules)
+
+
+def activations_away(offload: Collection[Offload]) -> int:
+    """How many modules of a layer send what they keep to the host."""
+    return sum(item is not Offload.OPTIMIZER for item in offload)
 
 
 def offloaded(row: recompute.Saved, choices: Collection[Offload]) -> bool:
@@ -149,6 +187,7 @@ def saved_rows(
     known: dict[tuple[int, tuple[_Load, ...]], ByModule] = {}
     logits_kept = extras is None or extras.logits_kept
 
+    @cache
     def kept(micro_batch: int, chunk: int) -> ByModule:
         layers = chunk_layers(model, chunks[chunk])
         loads = tuple((rows.load(micro_batch, layer), rows.moved(micro_batch, layer)) for layer in layers)

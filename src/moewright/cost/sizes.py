@@ -23,6 +23,7 @@ class Sizes:
     """
 
     model: ModelSpec
+    workload: Workload
     layout: Layout
     kind: DeviceKind
     dtype: Dtype
@@ -61,6 +62,7 @@ def sizes(
 ) -> Sizes:
     return Sizes(
         model=model,
+        workload=workload,
         layout=layout,
         kind=kind,
         dtype=workload.precision,

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
 
 from moewright.cost.comm import Links
 from moewright.cost.compute import OpRow, Rates
-from moewright.cost.layer_time import Parts, Times, add, exchange, layer_time, outside_time, price
+from moewright.cost.layer_time import (
+    Added,
+    DeviceTime,
+    Exchange,
+    Parts,
+    Times,
+    add,
+    added,
+    device_time,
+    exchange,
+    layer_time,
+    outside_time,
+    passes,
+    price,
+    stage_transfer_s,
+)
 from moewright.cost.ops import LayerOps, layer_ops
 from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_ops
+from moewright.cost.saved import Away, away
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import is_moe
 from moewright.cost.timeline import pipeline_s, simulated_s
@@ -17,7 +38,7 @@ from moewright.rules import flops, fully, grid
 from moewright.rules.events import StageSeconds
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import Layout, Overlap
+from moewright.spec.layout import Graphs, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Workload
@@ -75,10 +96,11 @@ def kind_of(model: ModelSpec, layer: int) -> LayerKind:
     return is_moe(model, layer), flops.is_windowed(model, layer)
 
 
-def kinds_of(size: Sizes) -> dict[LayerKind, int]:
+@lru_cache(maxsize=16)
+def kinds_of(model: ModelSpec) -> Mapping[LayerKind, int]:
     """Every kind of layer the model has, with a layer of that kind."""
-    mtp = [size.model.layers + 1] if size.model.mtp_layers else []
-    return {kind_of(size.model, layer): layer for layer in (*range(size.model.layers), *mtp)}
+    mtp = [model.layers + 1] if model.mtp_layers else []
+    return MappingProxyType({kind_of(model, layer): layer for layer in (*range(model.layers), *mtp)})
 
 
 def all_rows(size: Sizes) -> tuple[OpRow, ...]:
@@ -100,17 +122,29 @@ class Work:
 
 def work_of(size: Sizes) -> Work:
     return Work(
-        layers={kind: layer_ops(size, layer=layer, moe=kind[0]) for kind, layer in kinds_of(size).items()},
+        layers={kind: layer_ops(size, layer=layer, moe=kind[0]) for kind, layer in kinds_of(size.model).items()},
         embedding=embedding_ops(size),
         head=head_ops(size),
         mtp=mtp_ops(size),
     )
 
 
-class Pricer:
-    """Prices the pieces of layouts that differ only in pipeline, recompute, overlap and graphs."""
+class Choices(Protocol):
+    """What a micro-batch of a layer replays, and its graphs: a layout, or a part of one."""
 
-    __slots__ = ("_embedding", "_head", "_links", "_mtp", "_priced", "_transfer_bytes", "size")
+    @property
+    def recompute(self) -> tuple[Recompute, ...]: ...
+    @property
+    def graphs(self) -> tuple[Graphs, ...]: ...
+
+
+class Pricer:
+    """Prices the pieces of layouts that differ only in pipeline, recompute, offload, overlap and graphs.
+
+    What a choice does not touch is worked out once: rows for all, collectives and choices for each set of overlaps.
+    """
+
+    __slots__ = ("_added", "_device", "_embedding", "_head", "_links", "_mtp", "_priced", "size")
 
     def __init__(self, rates: Rates, links: Links, size: Sizes, work: Work | None = None) -> None:
         self.size, self._links = size, links
@@ -120,27 +154,55 @@ class Pricer:
         self._head = outside_time(links, size, price(rates, work.head), gathers=3)
         mtp = add([(self._head, 1.0), (outside_time(links, size, price(rates, work.mtp), gathers=5), 1.0)])
         self._mtp = add([(mtp, 1.0), (self._embedding, 1.0)])
-        self._transfer_bytes = size.c * size.t * size.model.hidden_size
+        self._device: dict[tuple[object, ...], tuple[Exchange, DeviceTime]] = {}
+        self._added: dict[tuple[object, ...], Added] = {}
 
     def pieces(self, layout: Layout) -> Pieces:
         """Of a layout with the degrees and micro-batch of the priced one."""
-        size = replace(self.size, layout=layout)
-        layers = {
-            kind: layer_time(self._links, size, layout, priced, exchange(self._links, size, moe=kind[0]), moe=kind[0])
-            for kind, priced in self._priced.items()
-        }
+        layers, size = {}, replace(self.size, layout=layout)
+        for kind, priced in self._priced.items():
+            _, device = self._moved(layout, kind)
+            more, sent = self._more(layout, kind, layout), away(self._links.constants, size, moe=kind[0])
+            layers[kind] = layer_time(self._links, size, layout, priced, device, more, sent, moe=kind[0])
         return Pieces(
             layers=layers,
             embedding=self._embedding,
             head=self._head,
             mtp=self._mtp,
-            transfer_s=self.transfer_s(layout),
+            transfer_s=stage_transfer_s(self._links, self.size, layout),
         )
 
-    def transfer_s(self, layout: Layout) -> float:
-        """Seconds of one activation to the next stage."""
-        where = self._links.span(layout, "pp")
-        return self._links.seconds(Collective.P2P, where, self._transfer_bytes) if layout.pp > 1 else 0.0
+    def totals(
+        self, layout: Layout, choices: Sequence[Choices], sent: Mapping[LayerKind, Away]
+    ) -> dict[LayerKind, np.ndarray]:
+        """[choices] seconds of a layer of each kind, of the layout with each of the choices instead of its own;
+        `sent` [choices] to the host.
+        """
+        found = {}
+        for kind in self._priced:
+            _, device = self._moved(layout, kind)
+            more = Added.of([self._more(layout, kind, chosen) for chosen in choices])
+            found[kind] = passes(self._links, self.size, layout, device, more, sent[kind], moe=kind[0]).total_s
+        return found
+
+    def outside_s(self) -> tuple[float, float, float]:
+        """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the head."""
+        return self._mtp.total_s, self._embedding.total_s, self._head.total_s
+
+    def _moved(self, layout: Layout, kind: LayerKind) -> tuple[Exchange, DeviceTime]:
+        key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
+        if key not in self._device:
+            moved = exchange(self._links, replace(self.size, layout=layout), moe=kind[0])
+            self._device[key] = moved, device_time(self._links, layout, self._priced[kind], moved)
+        return self._device[key]
+
+    def _more(self, layout: Layout, kind: LayerKind, chosen: Choices) -> Added:
+        key = kind, layout.overlap, layout.dispatcher, layout.cp_comm, chosen.recompute, chosen.graphs
+        if key not in self._added:
+            with_them = replace(layout, recompute=chosen.recompute, graphs=chosen.graphs)
+            moved, _ = self._moved(layout, kind)
+            self._added[key] = added(self._links, self.size, with_them, self._priced[kind], moved, moe=kind[0])
+        return self._added[key]
 
 
 def chunk_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> Times:
@@ -227,11 +289,15 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
     hidden_reduce = hidden_share * reduce_s if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
     hidden_gather = hidden_share * gather_s if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
-    optimizer = optimizer_ops(size, held=held.dense + held.expert, owned=owned_by(layout, held))
+    owned = owned_by(layout, held)
+    on_device = sum(rates.seconds(row) for row in optimizer_ops(size, held=held.dense + held.expert, owned=owned))
+    on_host = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     return Tail(
         reduce_s=reduce_s - hidden_reduce,
         gather_s=gather_s - hidden_gather,
-        optimizer_s=c["step_tail_s"] + sum(rates.seconds(row) for row in optimizer),
+        optimizer_s=c["step_tail_s"]
+        + (1 - on_host) * on_device
+        + on_host * owned * c["host_optimizer_s_per_parameter"],
         hidden_s=hidden_reduce + hidden_gather,
     )
 

@@ -40,10 +40,13 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """[pieces, works] bytes that a micro-batch keeps, and that live shortly in the backward of a layer."""
+    """[pieces, works] bytes that a micro-batch keeps, that live shortly in the backward of a layer, and that it sends
+    to the host.
+    """
 
     saved: Array
     transient: Array
+    away: Array
 
 
 class Room:
@@ -204,9 +207,12 @@ class Room:
         """Of a cut, whatever its pipeline and overlaps."""
         model, workload, pieces, cut = self._space.model, self._space.workload, self._pieces, size.layout
         load = routing.expected_load(model, workload, cut)
-        saved, transient = np.zeros((2, pieces.count, len(self._works)))
+        saved, transient, away = np.zeros((3, pieces.count, len(self._works)))
         numbered = [*enumerate(self._layers), *([(pieces.mtp, model.layers + 1)] if model.mtp_layers else [])]
         replays = np.array([bool(work.recompute) for work in self._works])
+        kinds = {work.graphs for work in self._works}
+        of_graphs = {graphs: graph_bytes(model, workload, replace(cut, graphs=graphs)) for graphs in kinds}
+        pinned = [of_graphs[work.graphs] for work in self._works]
         for piece, layer in numbered:
             rows = recompute.saved_by_layer(model, workload, cut, layer, load=load, exchanged_again=size.fused)
             stays, there = self._mask(rows)
@@ -216,8 +222,8 @@ class Room:
                 if self._inputs is None
                 else np.array([float(quantised(model, row, self._inputs)) for row in rows])
             )
-            pinned = [graph_bytes(model, workload, replace(cut, graphs=work.graphs)) for work in self._works]
             saved[piece] = there @ kept + pinned
+            away[piece] = (stays - there) @ kept
             transient[piece] = memory.layer_gradients(size, layer) + replays * (whole.sum() - stays @ whole)
         for piece in (pieces.mtp, pieces.embedding, pieces.head):
             chunk = Chunk(
@@ -230,7 +236,7 @@ class Room:
             )
             outside = outside_bytes(model, workload, cut, chunk, logits_kept=not size.fused)
             saved[piece] += sum(outside.values())
-        return Layers(saved=saved, transient=transient)
+        return Layers(saved=saved, transient=transient, away=away)
 
     def _mask(self, rows: Sequence[recompute.Saved]) -> tuple[Array, Array]:
         """[works, rows]: what recompute leaves, and what of that stays on the device."""

@@ -7,7 +7,7 @@ the best candidates are estimated in full, and both agree (tests/search/test_sco
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +16,14 @@ from moewright.cost.buffers import dispatcher_bytes
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import size_of
-from moewright.cost.layer_time import exchange
+from moewright.cost.layer_time import exchange, stage_transfer_s
 from moewright.cost.memory import enough_micro_batches
+from moewright.cost.saved import Away, activations_away
 from moewright.cost.sizes import Sizes
-from moewright.cost.step_time import Pieces, Pricer, kind_of, tail
+from moewright.cost.step_time import LayerKind, Pricer, kind_of, kinds_of, tail
 from moewright.cost.timeline import closed_s
 from moewright.rules.exclusions import exclusion_reasons
-from moewright.search.room import Room
+from moewright.search.room import Layers, Room
 from moewright.search.shapes import Array, Moments, Shape, Stack, moments_of, pieces_of, shape_of, stack
 from moewright.search.space import (
     Group,
@@ -37,7 +38,7 @@ from moewright.search.space import (
     works,
 )
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Overlap, Recompute
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Overlap, Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +73,9 @@ class _Pace:
 class _Pricers:
     """The pricers of a group, made when first needed."""
 
-    def __init__(self, scout: Scout) -> None:
-        self._scout = scout
+    def __init__(self, scout: Scout, sent: Mapping[LayerKind, Away]) -> None:
+        self._scout, self._sent = scout, sent
         self._known: dict[tuple[Dispatcher, int], Pricer] = {}
-        self._pieces: dict[tuple[Layout, int], Pieces] = {}
 
     def of(self, base: Layout, pace: _Pace) -> Pricer:
         key = base.dispatcher, pace.like
@@ -83,11 +83,11 @@ class _Pricers:
             self._known[key] = self._scout.pricer(replace(base, pp=pace.pp))
         return self._known[key]
 
-    def pieces(self, layout: Layout, pace: _Pace) -> Pieces:
-        key = layout, pace.like
-        if key not in self._pieces:
-            self._pieces[key] = self.of(layout, pace).pieces(layout)
-        return self._pieces[key]
+    def totals(self, layout: Layout, pace: _Pace, works: Array) -> dict[LayerKind, Array]:
+        """[works] seconds of a layer and micro-batch of each kind, of these works of the scout."""
+        sent = {kind: Away(bytes=each.bytes[works], modules=each.modules[works]) for kind, each in self._sent.items()}
+        chosen = [self._scout.works[work] for work in works]
+        return self.of(layout, pace).totals(replace(layout, pp=2 if pace.synced else 1), chosen, sent)
 
 
 class Scout:
@@ -99,8 +99,9 @@ class Scout:
         self._links = Links(space.hardware, self._rates.constants)
         self._pieces = pieces_of(space.model)
         self.works, self.keeps = works(space), keeps(space)
-        # [v, w]: work w replays less than work v, and nothing else.
-        self._lighter = np.array([[_replays_less(w, v) for w in self.works] for v in self.works], dtype=float)
+        self._modules = np.array([activations_away(work.offload) for work in self.works])
+        # [v, w]: work w replays and sends away less than work v.
+        self._lighter = np.array([[_does_less(w, v) for w in self.works] for v in self.works], dtype=float)
         cuda = space.hardware.device.kind is DeviceKind.CUDA
         sums = (Overlap.GRAD, Overlap.PARAM)
         self._overlaps_sums = cuda and "overlap" not in space.fixed and space.permits(overlap=sums)
@@ -114,13 +115,16 @@ class Scout:
         self._context: dict[tuple[int, int, int, int], CpComm] = {}
         self._legal: dict[tuple[object, ...], Array] = {}
         self._tails: dict[tuple[object, ...], float] = {}
+        self._transfers: dict[tuple[int, int, int, int], float] = {}
+        self._bare: dict[tuple[Pipe, int, bool], Layout] = {}
 
     def scores(self, group: Group, *, room_bytes: float, below_s: float) -> Iterator[Scores]:
         """All candidates of a group. Time is left out where it cannot matter: of layouts that need more than
         `room_bytes` by more than the spread, and of pipelines that take `below_s` or more even without recompute.
         """
-        pricers, size = _Pricers(self), self._size(group.layout)
+        size = self._size(group.layout)
         layers = self._room.layers(size)
+        pricers = _Pricers(self, self._sent(layers))
         for overlap in self._expert_overlaps(group.layout):
             cut = replace(group.layout, overlap=overlap)
             legal = self._legality(group, cut)
@@ -130,7 +134,7 @@ class Scout:
             peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked)
             worth = legal & (peak <= room_bytes + spread)
             roomy = legal & (peak <= self._space.hardware.device.memory_bytes.value - spread)
-            # Nothing is gained by replaying more, or gathering weights more often, than room asks for.
+            # Nothing is gained by replaying or moving more than room asks for.
             worth[:, :, 1:] &= ~roomy[:, :, :1]
             worth &= ~(self._lighter @ roomy > 0)
             base, step, dp_overlap = cut, np.full(peak.shape, np.inf), np.zeros(peak.shape, dtype=bool)
@@ -198,12 +202,8 @@ class Scout:
         batch, one_pass = self._space.workload.global_batch * cut.tp * cut.cp, cut.mbs * world
         key = group.pipes, batch, one_pass, paired
         if key not in self._stacks:
-            overlap = (Overlap.EP,) if paired else ()
-            layouts, counts = [], []
-            for pipe in group.pipes.each:
-                bare = Layout(world_size=pipe.pp, vpp_group=cut.vpp_group, overlap=overlap)
-                layouts.append(with_pipe(bare, pipe, self._space))
-                counts.append(batch * pipe.pp // one_pass)
+            layouts = [self._alone(pipe, cut.vpp_group, paired=paired) for pipe in group.pipes.each]
+            counts = [batch * pipe.pp // one_pass for pipe in group.pipes.each]
             shapes = [self._shape(pipe, layout) for pipe, layout in zip(group.pipes.each, layouts, strict=True)]
             moments = [
                 self._fullest(pipe, layout, shape, count)
@@ -212,6 +212,14 @@ class Scout:
             stacked = stack(layouts, shapes, moments, counts)
             self._stacks[key] = stacked, tuple(self._paces(cut, stacked))
         return self._stacks[key]
+
+    def _alone(self, pipe: Pipe, vpp_group: int, *, paired: bool) -> Layout:
+        """A pipeline of single ranks."""
+        key = pipe, vpp_group, paired
+        if key not in self._bare:
+            bare = Layout(world_size=pipe.pp, vpp_group=vpp_group, overlap=(Overlap.EP,) if paired else ())
+            self._bare[key] = with_pipe(bare, pipe, self._space)
+        return self._bare[key]
 
     def _paces(self, cut: Layout, stacked: Stack) -> Iterator[_Pace]:
         sizes = [self._size(replace(cut, pp=pp)) for pp in stacked.degrees]
@@ -261,7 +269,7 @@ class Scout:
 
     def _fastest(self, tries: Sequence[Layout], pricers: _Pricers, pace: _Pace) -> Layout:
         """The first of the layouts whose layers take least without recompute."""
-        seconds = [float(self._seconds(pricers, pace, self.works[0].on(one)) @ self._whole) for one in tries]
+        seconds = [float(self._whole @ self._seconds(pricers, pace, one, np.array([0]))[:, 0]) for one in tries]
         return tries[seconds.index(min(seconds))]
 
     def _with_tensor_overlap(self, cut: Layout) -> Layout:
@@ -271,13 +279,22 @@ class Scout:
             return cut
         return replace(cut, overlap=tuple(sorted({*cut.overlap, Overlap.TP})))
 
-    def _seconds(self, pricers: _Pricers, pace: _Pace, layout: Layout) -> Array:
-        """[pieces] seconds of one micro-batch."""
-        priced = pricers.pieces(replace(layout, pp=2 if pace.synced else 1), pace)
-        layers = [priced.layers[kind].total_s for kind in self._pieces.kinds]
-        model = self._space.model
-        mtp = priced.mtp.total_s + priced.layers[kind_of(model, model.layers + 1)].total_s if model.mtp_layers else 0.0
-        return np.array([*layers, mtp, priced.embedding.total_s, priced.head.total_s])
+    def _sent(self, layers: Layers) -> dict[LayerKind, Away]:
+        """[works] what a layer of each kind sends to the host; an MTP depth nothing."""
+        sent = {
+            kind: Away(bytes=layers.away[piece], modules=self._modules * (layers.away[piece] > 0))
+            for piece, kind in enumerate(self._pieces.kinds)
+        }
+        nothing = np.zeros(len(self.works))
+        return {kind: sent.get(kind, Away(bytes=nothing, modules=nothing)) for kind in kinds_of(self._space.model)}
+
+    def _seconds(self, pricers: _Pricers, pace: _Pace, layout: Layout, works: Array) -> Array:
+        """[pieces, works] seconds of one micro-batch."""
+        model, ones = self._space.model, np.ones(len(works))
+        layers = pricers.totals(layout, pace, works)
+        mtp, embedding, head = pricers.of(layout, pace).outside_s()
+        depth = mtp + layers[kind_of(model, model.layers + 1)] if model.mtp_layers else 0 * ones
+        return np.stack([*(layers[kind] for kind in self._pieces.kinds), depth, embedding * ones, head * ones])
 
     def _price(
         self,
@@ -294,7 +311,7 @@ class Scout:
             variants.append(_with_dp_overlap(base))
         step, overlapped = np.full(worth.shape, np.inf), np.zeros(worth.shape, dtype=bool)
         # Neither replays nor the host's work for overlapped sums make the lightest work any shorter.
-        least = self._moving(pricers, base, stacked, paces, [0])
+        least = self._moving(pricers, base, stacked, paces, np.array([0]))
         wanted = worth & (least < below_s)[:, :, None]
         needed = np.flatnonzero(wanted.any(axis=(0, 2)))
         if not len(needed):
@@ -309,16 +326,13 @@ class Scout:
         return step, overlapped
 
     def _moving(
-        self, pricers: _Pricers, base: Layout, stacked: Stack, paces: Sequence[_Pace], of_works: Iterable[int]
+        self, pricers: _Pricers, base: Layout, stacked: Stack, paces: Sequence[_Pace], of_works: Array
     ) -> Array:
         """[P, works] seconds of all micro-batches through the pipelines."""
-        chosen = [self.works[index] for index in of_works]
-        totals = np.empty((len(stacked.seats), len(chosen)))
+        totals = np.empty((len(stacked.seats), len(of_works)))
         for pace in paces:
-            pieces = np.stack([self._seconds(pricers, pace, work.on(base)) for work in chosen], axis=1)
-            totals[pace.seats] = stacked.seats[pace.seats] @ pieces
-        pricer = pricers.of(base, paces[0])
-        transfer = np.array([pricer.transfer_s(replace(base, pp=pp)) for pp in stacked.degrees])
+            totals[pace.seats] = stacked.seats[pace.seats] @ self._seconds(pricers, pace, base, of_works)
+        transfer = np.array([self._transfer_s(base, pp) for pp in stacked.degrees])
         slowest, whole = stacked.slowest_and_all(totals)
         return closed_s(
             slowest,
@@ -328,6 +342,13 @@ class Scout:
             micro_batches=stacked.micro_batches[:, None],
             transfer_s=transfer[stacked.degree][:, None],
         )
+
+    def _transfer_s(self, base: Layout, pp: int) -> float:
+        key = base.tp, base.cp, base.mbs, pp
+        if key not in self._transfers:
+            layout = replace(base, pp=pp)
+            self._transfers[key] = stage_transfer_s(self._links, self._size(layout), layout)
+        return self._transfers[key]
 
     def _tail_s(self, base: Layout, stacked: Stack, wanted: Array) -> Array:
         """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where nothing is wanted."""
@@ -355,10 +376,13 @@ class Scout:
             found[pipe] = max(found[pipe], self._tails[key])
 
 
-def _replays_less(light: Work, heavy: Work) -> bool:
-    """Whether everything that `light` replays is replayed by `heavy` too, and more."""
-    few, many = (_replayed(work.recompute) for work in (light, heavy))
-    return few < many and light.offload == heavy.offload
+def _does_less(light: Work, heavy: Work) -> bool:
+    """Whether everything that `light` replays or sends to the host is so by `heavy` too, and more."""
+    few, many = (
+        (_replayed(work.recompute), work.offload if Recompute.FULL not in work.recompute else tuple(Offload))
+        for work in (light, heavy)
+    )
+    return few != many and few[0] <= many[0] and {*few[1]} <= {*many[1]}
 
 
 def _replayed(recompute: Collection[Recompute]) -> frozenset[Recompute]:

@@ -26,6 +26,10 @@ MAX_VPP = 24
 MAX_EXPERT_TP = 8
 MAX_UNEVEN_VPP = 4
 
+_EXPERTS_AWAY = (Offload.EXPERT_FC1, Offload.MOE_ACT)
+_ATTENTION_AWAY = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
+_ACTIVATIONS = ((Offload.MOE_ACT,), _EXPERTS_AWAY, _ATTENTION_AWAY, (*_ATTENTION_AWAY, *_EXPERTS_AWAY))
+
 Allowed = Callable[[Layout], tuple[Reason, ...]]
 
 
@@ -60,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What one micro-batch of a layer keeps and replays, and whether its expert communication is overlapped."""
+    """What one micro-batch of a layer keeps, sends to the host and replays."""
 
     recompute: tuple[Recompute, ...]
     offload: tuple[Offload, ...]
@@ -135,17 +139,33 @@ def groups(space: Space) -> Iterator[Group]:
 
 
 def works(space: Space) -> tuple[Work, ...]:
-    """What a layer may keep and replay, none first. Each takes the widest graphs that its recompute leaves legal."""
+    """What a layer may keep, send to the host and replay, none first. Each takes the widest graphs that its recompute
+    leaves legal.
+    """
     base = space.base
     recomputes = [base.recompute]
     if "recompute" not in space.fixed:
         recomputes = [one for one in _recomputes(space.model) if space.permits(recompute=one)]
-    offload = tuple(item for item in base.offload if item is not Offload.OPTIMIZER)
     found = []
     for recompute in recomputes:
         graphs = base.graphs if "graphs" in space.fixed else _widest_graphs(space, recompute)
-        found.append(Work(recompute=recompute, offload=offload, graphs=graphs))
+        found += [Work(recompute=recompute, offload=away, graphs=graphs) for away in _sent_away(space, recompute)]
     return tuple(found)
+
+
+def _sent_away(space: Space, recompute: tuple[Recompute, ...]) -> Iterator[tuple[Offload, ...]]:
+    """Activations on the host: none, and ever more of the largest that the recompute leaves."""
+    if "offload" in space.fixed:
+        yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
+        return
+    yield ()
+    if space.hardware.device.kind is not DeviceKind.CUDA:
+        return
+    for away in _ACTIVATIONS:
+        one = Layout(world_size=1, recompute=recompute, offload=away)
+        reasons = exclusion_reasons(space.model, space.workload, one)
+        if space.permits(offload=away) and not any(reason.field == "layout.offload" for reason in reasons):
+            yield away
 
 
 def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Graphs, ...]:
@@ -163,15 +183,18 @@ def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Grap
 
 
 def keeps(space: Space) -> tuple[Keep, ...]:
-    """Ways to hold the states. zero=0 is never smaller nor faster than zero=1 (it reduces the same bytes in two rounds
-    and updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in a pipeline, which
-    gathers every stage anew for every micro-batch (`Keep.suits`).
+    """Ways to hold the states, the usual one first. zero=0 is never smaller nor faster than zero=1 (it reduces the same
+    bytes in two rounds and updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in
+    a pipeline, which gathers every stage anew for every micro-batch (`Keep.suits`).
     """
-    offload = (Offload.OPTIMIZER,) if Offload.OPTIMIZER in space.base.offload else ()
+    away, pinned = (Offload.OPTIMIZER,), "offload" in space.fixed
     levels = [space.base.zero] if "zero" in space.fixed else [zero for zero in (1, 3) if space.permits(zero=zero)]
     if space.base.shard:  # goes with zero=3 alone
         levels = [zero for zero in levels if zero == 3]
-    return tuple(Keep(zero=zero, offload=offload) for zero in levels)
+    found = [Keep(zero=zero, offload=away if away[0] in space.base.offload else ()) for zero in levels]
+    if not pinned and 1 in levels and space.hardware.device.kind is DeviceKind.CUDA and space.permits(offload=away):
+        found.append(Keep(zero=1, offload=away))
+    return tuple(found)
 
 
 def dispatchers(space: Space, cut: Layout) -> tuple[Dispatcher, ...]:

@@ -28,6 +28,7 @@ class TimePart(StrEnum):
     ELEMENTWISE = "elementwise"
     HEAD = "head"  # embedding, logits, loss
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"  # activations that are late from or to the host
     EP_COMM = "ep_comm"
     TP_COMM = "tp_comm"
     CP_COMM = "cp_comm"
