@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from moewright.codec import parse_layout
+from moewright.engine.checkpoint import Piece, alone, load, read_index
+from moewright.engine.checkpoint.piece import DTYPES
 from moewright.engine.data.build import build
 from moewright.engine.data.tokenizer import TokenizerKind
 from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware, Peak
@@ -79,6 +85,31 @@ def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MOD
         estimate=_NO_ESTIMATE,
         fingerprint="test",
     )
+
+
+def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything the checkpoint of a step holds, as whole tensors by name."""
+    checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
+    whole = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors}
+    pieces = [Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for n, t in whole.items()]
+    load(checkpoint, pieces=pieces, comm=alone())
+    return whole
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run logged of each step."""
+    lines = map(json.loads, (run_dir / "steps.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def assert_first_gradients_equal(here: Path, reference: Path) -> None:
+    """After one unclipped step the first moment of AdamW is (1 - beta1) times the gradient."""
+    wanted, found = state(reference, 1), state(here, 1)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        if name.startswith("optim/exp_avg/"):
+            error = (found[name] - value).norm() / value.norm()
+            assert error <= 3e-5, (name, float(error))
 
 
 def _assumed(value: float) -> Sourced:

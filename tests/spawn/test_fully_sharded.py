@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import tiny_jobs
 from moewright.codec import parse_layout, read_json
 from moewright.cost.ledger import predict
-from moewright.engine.checkpoint import Piece, alone, load, read_index
-from moewright.engine.checkpoint.piece import DTYPES
 from moewright.engine.rank import Exit
 from moewright.engine.support import unsupported_layout
 from moewright.engine.train import run
@@ -23,13 +18,9 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
 from moewright.tune.compare import compare
+from tiny_jobs import assert_first_gradients_equal, state, steps_of
 
 pytestmark = pytest.mark.spawn
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def train(work: Workload, layout: str, world_size: int, run_dir: Path, model: ModelSpec = tiny_jobs.MODEL) -> Plan:
@@ -40,27 +31,9 @@ def train(work: Workload, layout: str, world_size: int, run_dir: Path, model: Mo
     return made
 
 
-def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
-    whole = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors}
-    pieces = [Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for n, t in whole.items()]
-    load(checkpoint, pieces=pieces, comm=alone())
-    return whole
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run_dir / "steps.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "step"]
-
-
 def agree(here: Path, reference: Path) -> None:
     """Every gradient of the first step, and the curve."""
-    wanted, found = state(reference, 1), state(here, 1)
-    assert wanted.keys() == found.keys()
-    for name, value in wanted.items():
-        if name.startswith("optim/exp_avg/"):
-            error = (found[name] - value).norm() / value.norm()
-            assert error <= 3e-5, (name, float(error))
+    assert_first_gradients_equal(here, reference)
     for ours, theirs in zip(steps_of(here), steps_of(reference), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layouts_equal import state, steps_of
 
 import tiny_jobs
 from moewright.codec import read_json
@@ -32,13 +31,9 @@ from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec
+from tiny_jobs import state, steps_of
 
 pytestmark = pytest.mark.spawn
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def make_plan(data: DataSpec, *, steps: int = 6, world_size: int = 2) -> Plan:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ import torch
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
-from moewright.engine.checkpoint import Piece, alone, load, read_index
-from moewright.engine.checkpoint.piece import DTYPES
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
@@ -22,13 +18,9 @@ from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, RampSpec, RouterForce, RouterTraining, ScalingSpec, Workload
 from moewright.tune.compare import compare
+from tiny_jobs import state, steps_of
 
 pytestmark = pytest.mark.spawn
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def plan(work: Workload, layout: str, world_size: int) -> Plan:
@@ -42,19 +34,6 @@ def train(work: Workload, layout: str, world_size: int, run_dir: Path) -> Plan:
     made = plan(work, layout, world_size)
     assert run(made, run_dir) is Exit.DONE
     return made
-
-
-def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
-    whole = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors}
-    pieces = [Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for n, t in whole.items()]
-    load(checkpoint, pieces=pieces, comm=alone())
-    return whole
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run_dir / "steps.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "step"]
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
