@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moewright.cost.saved import saved_rows
-from moewright.cost.stage import Routed, chunk_layers, rank_chunks, replayed_layers, routed
+from moewright.cost.stage import Routed, rank_chunks, replayed_layers, routed
 from moewright.cost.states import bucket_sets, state_rows, unit_rows
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, fully, grid, schedule
 from moewright.rules.context import factors
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import workload_of
+from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec

@@ -11,10 +11,10 @@ from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.saved import Extras, saved_rows
 from moewright.cost.sizes import Sizes
-from moewright.cost.stage import Routed, chunk_layers, is_moe
+from moewright.cost.stage import Routed, is_moe
 from moewright.cost.states import BucketSet, state_rows
 from moewright.rules import recompute, routing, schedule
-from moewright.rules.stages import Chunk
+from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind

@@ -11,9 +11,9 @@ from typing import Any
 from moewright.cost.buffers import graph_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.sizes import Sizes
-from moewright.cost.stage import Routed, chunk_layers
+from moewright.cost.stage import Routed
 from moewright.rules import recompute, routing, schedule, shards
-from moewright.rules.stages import Chunk
+from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec

@@ -17,11 +17,6 @@ from moewright.spec.workload import Workload
 Part = TypeVar("Part")
 
 
-def chunk_layers(model: ModelSpec, chunk: stages.Chunk) -> tuple[int, ...]:
-    """Layers of a virtual stage as rules.inventory numbers them: MTP depth d is L + 1 + d; depths share a stage."""
-    return chunk.layers + tuple(model.layers + 1 + depth for depth in range(chunk.mtp))
-
-
 def is_moe(model: ModelSpec, layer: int) -> bool:
     """Whether a layer has experts; MTP depths are like the last layer."""
     return model.moe_layers[layer if layer < model.layers else -1]
@@ -37,7 +32,7 @@ def replayed_layers(model: ModelSpec, layout: Layout, chunks: Sequence[stages.Ch
     return frozenset(
         layer
         for chunk in chunks
-        for place, layer in enumerate(chunk_layers(model, chunk))
+        for place, layer in enumerate(stages.chunk_layers(model, chunk))
         if recompute.replayed(layout, place)
     )
 
@@ -126,7 +121,9 @@ def routed(
     """
     pp_rank = grid.coordinate(layout, rank, "pp")
     chunks = rank_chunks(model, layout, pp_rank)
-    layers = tuple(i for chunk in chunks for i in chunk_layers(model, chunk) if is_moe(model, i)) if model.moe else ()
+    layers = (
+        tuple(i for chunk in chunks for i in stages.chunk_layers(model, chunk) if is_moe(model, i)) if model.moe else ()
+    )
     even = routing.routed_rows(model, workload, layout, 1.0)
     if selection is None or not layers:
         each = routing.routed_rows(model, workload, layout, load)
@@ -134,11 +131,12 @@ def routed(
         moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
         return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
     _check(model, layout, micro_batches, selection)
-    every = model.routed_layers
+    routed_layers = model.routed_layers
     parts = [
         tuple(
             tuple(
-                routing.rank_rows(model, layout, [of_batch[every.index(i)][s] for s in sources], rank) for i in layers
+                routing.rank_rows(model, layout, [of_batch[routed_layers.index(i)][s] for s in sources], rank)
+                for i in layers
             )
             for of_batch in selection.counts
         )
@@ -151,7 +149,7 @@ def routed(
         sent_here=parts[grid.coordinate(layout, rank, "etp")],
         widest=_over(max, parts),
         moves=tuple(
-            tuple(_moved(layout, rank, selection, micro_batch, every.index(i)) for i in layers)
+            tuple(_moved(layout, rank, selection, micro_batch, routed_layers.index(i)) for i in layers)
             for micro_batch in range(micro_batches)
         ),
         attended=selection.attended[rank] if selection.attended else 0,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moewright.cost.stage import Routed, chunk_layers, is_moe, rank_chunks, replayed_layers, runs, summed
+from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, runs, summed
 from moewright.cost.states import BucketSet
 from moewright.rules import fully, grid, routing, stages, transfers
 from moewright.rules.context import factors
 from moewright.rules.recompute import activation_bytes
 from moewright.rules.rows import Kind
+from moewright.rules.stages import chunk_layers
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Dispatcher, Layout, Recompute
 from moewright.spec.ledger import CommRow

@@ -28,7 +28,7 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.context import attended, held
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import batch_of, workload_of
-from moewright.rules.stages import Chunk
+from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Phase, TimeRow
 from moewright.spec.workload import Documents, RampSpec
@@ -305,8 +305,8 @@ def _no_sums(run: Runtime, count: int) -> _Sums:
 
 def _places(run: Runtime, chunk: Chunk) -> list[int]:
     """Places of the layers with experts of a chunk, its MTP depths last, among those of the model."""
-    numbers = (*chunk.layers, *(run.model.layers + 1 + depth for depth in range(chunk.mtp)))
-    return [place for place, number in enumerate(run.model.routed_layers) if number in numbers]
+    here = chunk_layers(run.model, chunk)
+    return [place for place, number in enumerate(run.model.routed_layers) if number in here]
 
 
 def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:

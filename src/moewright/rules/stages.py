@@ -44,6 +44,11 @@ class Chunk:
     loss: bool
 
 
+def chunk_layers(model: ModelSpec, chunk: Chunk) -> tuple[int, ...]:
+    """Layers of a virtual stage as rules.inventory numbers them: MTP depth d is L + 1 + d; depths share a stage."""
+    return chunk.layers + tuple(model.layers + 1 + depth for depth in range(chunk.mtp))
+
+
 def stage_of(layout: Layout, pp_rank: int, chunk: int) -> int:
     """The virtual stage that a pipeline rank holds as its `chunk`: round-robin, or down and back up a V."""
     if layout.schedule.v_shaped and chunk:

@@ -9,25 +9,27 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, gather
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows
-from moewright.engine.model.functions import Select, Spread, SumSlots, count_rows
+from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.model.functions import SumSlots, count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """`slots` are the rows of the local experts among the slots of all ranks' tokens; `ends` [E_local] int32."""
+    """`slots`: the rows of the local experts among the slots of all ranks' tokens; `ends` and `sent` as in the seam."""
 
     slots: Rows
     ends: torch.Tensor
+    sent: torch.Tensor
 
 
 class AllGather:
     """Dispatch over the ranks that hold all experts, ETP slices included: their partial outputs are summed alike."""
 
-    def __init__(self, group: Group, experts: range) -> None:
-        """`experts` are those held here."""
+    def __init__(self, group: Group, experts: int, *, here: range) -> None:
+        """`here` are the experts held here."""
         self._group = group
-        self._here = experts
+        self._experts = experts
+        self._here = here
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
@@ -38,7 +40,9 @@ class AllGather:
         counts = count_rows(ids, here + 1)[:-1]
         (rows,) = on_host(counts.sum()[None])
         slots = sorted_rows(ids, rows[0])
-        return Routed(rows=x_TH, weights=weights_Tk), Route(slots=slots, ends=counts.cumsum(0).to(torch.int32))
+        sent = count_rows(experts_Tk, self._experts + 1)[:-1]
+        route = Route(slots=slots, ends=counts.cumsum(0).to(torch.int32), sent=sent)
+        return Routed(rows=x_TH, weights=weights_Tk), route
 
     def dispatch(self, routed: Routed, route: Route) -> Routed:
         """All ranks' tokens and weights."""
@@ -46,9 +50,7 @@ class AllGather:
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
         """The rows of the local experts."""
-        slots = route.slots
-        rows = Spread.apply(routed.rows, slots.tokens, slots.rows)
-        return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
+        return wanted_rows(routed, route.slots)
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """What the experts here add to each token of all ranks."""

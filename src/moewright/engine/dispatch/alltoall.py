@@ -14,8 +14,7 @@ from moewright.engine.model.functions import Place, Reorder, Select, Spread, Sum
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     """`slots` are the rows sent; `send` and `receive` count rows a rank of the expert group; `regroup` sorts received
-    rows by local expert, None when they already are; `ends` [E_local] int32 are the running ends of the local experts'
-    rows.
+    rows by local expert, None when they already are; `ends` and `sent` as in the seam.
 
     Where experts are cut over ETP, its ranks gather each other's received rows, each padded to `widest` rows, and
     `places` [R] are the rows that are none of the padding, sorted by local expert.
@@ -27,6 +26,7 @@ class Route:
     regroup: torch.Tensor | None
     ungroup: torch.Tensor | None
     ends: torch.Tensor
+    sent: torch.Tensor
     places: torch.Tensor | None
     widest: int
 
@@ -79,6 +79,7 @@ class AllToAll:
             regroup=regroup,
             ungroup=ungroup,
             ends=held.sum((0, 1)).cumsum(0).to(torch.int32),
+            sent=counts,
             places=places,
             widest=widest,
         )

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Group, all_to_all
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows
-from moewright.engine.model.functions import Select, Spread, SumSlots, count_rows
+from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.model.functions import Spread, SumSlots, count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     """`copies` are the rows sent, one a token and rank; `slots` the rows of the local experts among the slots of the
-    received copies; `send` and `receive` count copies a rank; `ends` [E_local] int32.
+    received copies; `send` and `receive` count copies a rank; `ends` and `sent` as in the seam.
     """
 
     copies: Rows
@@ -24,6 +24,7 @@ class Route:
     send: tuple[int, ...]
     receive: tuple[int, ...]
     ends: torch.Tensor
+    sent: torch.Tensor
 
 
 class Dedup:
@@ -40,7 +41,7 @@ class Dedup:
         group, size, local = self._group, self._group.size, self._experts // self._group.size
         counts = count_rows(experts_Tk, self._experts + 1)[:-1].view(size, local)
         rank_Tk = experts_Tk // local
-        first_Tk = _first_of_each(rank_Tk, size)
+        first_Tk = first_of_each(rank_Tk, size)
         sent = count_rows(first_Tk, size + 1)[:-1]
         told = all_to_all(torch.cat((counts, sent[:, None]), 1), group, send=[1] * size, receive=[1] * size)
         per_expert = told[:, :local].sum(0)
@@ -56,6 +57,7 @@ class Dedup:
             send=send,
             receive=receive,
             ends=per_expert.cumsum(0).to(torch.int32),
+            sent=torch.cat((counts.flatten(), sent)),
         )
         # A copy takes all weights of its token along; the receiver uses those of its own experts.
         return (
@@ -75,9 +77,7 @@ class Dedup:
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
         """A row for each expert here that a copy wants, by expert."""
-        slots = route.slots
-        rows = Spread.apply(routed.rows, slots.tokens, slots.rows)
-        return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
+        return wanted_rows(routed, route.slots)
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """The weighted sum of the experts here for each copy."""
@@ -92,12 +92,7 @@ class Dedup:
         return SumSlots.apply(rows, route.copies.tokens, route.copies.rows)
 
 
-def copies_to(experts_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """How many tokens go to each of `ranks` ranks, each once: [ranks] int64."""
-    return count_rows(_first_of_each(experts_Tk // (experts // ranks), ranks), ranks + 1)[:-1]
-
-
-def _first_of_each(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:
+def first_of_each(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:
     """Each token's ranks, every one once and the repeats as `none`."""
     top_k = rank_Tk.shape[1]
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=rank_Tk.device).tril(-1)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from moewright.engine.model.functions import Select, Spread
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
@@ -47,12 +49,18 @@ def sorted_rows(ids_Tk: torch.Tensor, kept: int) -> Rows:
     return Rows(tokens=order // ids_Tk.shape[1], rows=rows.view(ids_Tk.shape), places=order)
 
 
+def wanted_rows(routed: Routed, slots: Rows) -> Routed:
+    """A row for each slot of received tokens that has an expert here, with its own of the token's weights [*,k]."""
+    rows = Spread.apply(routed.rows, slots.tokens, slots.rows)
+    return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
+
+
 class Dispatcher(Protocol):
     """One way to bring tokens to their experts and the results back. A slot whose expert is E was dropped.
 
     `preprocess` agrees with the other ranks on sizes and gives, beside the rows, what the later steps need to know: its
-    own kind of route, of which `ends` [E_local] int32, the running ends of the local experts' rows, is all that others
-    read.
+    own kind of route. Others read of it `ends` [E_local] int32, the running ends of the local experts' rows, and `sent`
+    int64, what this rank sends: rows to each expert [E], under de-duplication followed by copies to each rank [E + ep].
     """
 
     def preprocess(

@@ -13,9 +13,8 @@ import torch
 from moewright.engine.dispatch import seam
 from moewright.engine.dispatch.allgather import AllGather
 from moewright.engine.dispatch.alltoall import AllToAll
-from moewright.engine.dispatch.dedup import Dedup, copies_to
+from moewright.engine.dispatch.dedup import Dedup
 from moewright.engine.keep import Decided, replayed
-from moewright.engine.model.functions import count_rows
 from moewright.engine.model.layers import Experts, Mlp, Weight
 from moewright.engine.model.linears import GateLinear
 from moewright.engine.model.router import Router, Selected
@@ -44,7 +43,7 @@ class SharedExperts(Mlp):
 
 
 class Moe(torch.nn.Module):
-    """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent (see `_sent`)."""
+    """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent (see the seam)."""
 
     def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
@@ -73,11 +72,10 @@ class Moe(torch.nn.Module):
         with books.within(Module.ROUTER):
             selected, aux = self.router(x_TH, decided, first)
         with books.within(Module.EXPERTS):
-            experts_Tk = self._kept(selected)
-            out = self._routed(x_TH, experts_Tk, selected.weights.float())
+            out, sent = self._routed(x_TH, self._kept(selected), selected.weights.float())
         if self.shared is not None:
             out = out + self.shared(x_TH)
-        return out, aux, self._sent(experts_Tk, selected.counts)
+        return out, aux, sent
 
     @torch.no_grad()
     def _kept(self, selected: Selected) -> torch.Tensor:
@@ -88,27 +86,21 @@ class Moe(torch.nn.Module):
         rows = capacity_rows(tokens, top_k, self._spec.experts, layout.capacity)
         return selected.within(rows, self._run.workload.router.drop_policy)
 
-    @torch.no_grad()
-    def _sent(self, experts_Tk: torch.Tensor, chosen_E: torch.Tensor) -> torch.Tensor:
-        """Rows that this rank sends to each expert [E]; under dedup followed by the copies to each rank [E + ep]."""
-        layout, experts = self._run.mesh.layout, self._spec.experts
-        rows = count_rows(experts_Tk, experts + 1)[:-1] if layout.capacity else chosen_E
-        if layout.dispatcher is not Dispatcher.DEDUP:
-            return rows
-        return torch.cat((rows, copies_to(experts_Tk, experts, layout.ep)))
-
-    def _routed(self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
+    def _routed(
+        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         way = self._dispatcher
         routed, route = way.preprocess(x_TH, experts_Tk, weights_Tk)
         routed = way.postprocess(way.dispatch(routed, route), route)
         rows = self.experts(routed.rows, routed.weights, route.ends)
-        return way.combine_postprocess(way.combine(way.combine_preprocess(rows, route), route), route)
+        return way.combine_postprocess(way.combine(way.combine_preprocess(rows, route), route), route), route.sent
 
 
 def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
     layout, mesh = run.mesh.layout, run.mesh
     if layout.dispatcher is Dispatcher.ALL_GATHER:
-        return AllGather(mesh.group("etp_ep"), experts_of(run.model, layout, mesh.coordinate("ep")))
+        here = experts_of(run.model, layout, mesh.coordinate("ep"))
+        return AllGather(mesh.group("etp_ep"), spec.experts, here=here)
     if layout.dispatcher is Dispatcher.DEDUP:
         return Dedup(mesh.group("ep"), spec.experts)
     even = run.workload.router.force is RouterForce.BALANCED

@@ -30,7 +30,7 @@ from moewright.engine.model.mtp import Depth, ahead
 from moewright.engine.model.router import coefficients_of
 from moewright.engine.runtime import Runtime
 from moewright.rules import recompute
-from moewright.rules.stages import Chunk
+from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind
@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(run, i) for chunk in chunks for i in chunk.layers})
         self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True) if last else None
         self.head = Head(run) if last and not tied else None
-        depths = [run.model.layers + 1 + depth for chunk in chunks for depth in range(chunk.mtp)]
+        depths = [number for chunk in chunks for number in chunk_layers(run.model, chunk)[len(chunk.layers) :]]
         self._depths = tuple(Depth(run, Layer(run, number)) for number in depths)
         self.mtp = nn.ModuleDict({str(place): depth for place, depth in enumerate(self._depths)})
 
