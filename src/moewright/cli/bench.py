@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from pathlib import Path
 from typing import Annotated
@@ -88,6 +90,47 @@ def bench_engine(*, nproc: int = 2) -> int:
     print(f"engine over plain: {found.ratio:.3f} of the tokens/s")
     if ratio is not None:
         print(f"ZeRO-1 over {nproc} processes: overlap=grad+param gives {ratio:.3f} of the tokens/s without")
+    return 0
+
+
+def bench_peers(*, threads: int = 0, folder: Path = Path("runs/peers")) -> int:
+    """Time the engine beside other MoE trainers, turn by turn: the whole step and the MoE layer, in bf16 and fp32.
+
+    Parameters
+    ----------
+    threads
+        Of each contestant; 0 takes all cores.
+    folder
+        Where the peers are installed, each into an environment of its own.
+    """
+    from moewright.bench.contest import ENGINE, GEMM, PEERS, compete, prepare
+    from moewright.bench.peers.contest import WORK, Part, model_flops
+    from moewright.spec.workload import Dtype
+
+    ready = {ENGINE: prepare(ENGINE, folder), GEMM: prepare(GEMM, folder)}
+    for peer in PEERS:
+        try:
+            ready[peer] = prepare(peer, folder)
+        except BadInput as absent:
+            print(f"left out: {absent}")
+    for part in Part:
+        for dtype in (Dtype.BF16, Dtype.FP32):
+            turns, split = compete(
+                ready, part=part, dtype=dtype, threads=threads or os.cpu_count() or 1, environment=os.environ
+            )
+            ours = next(one for one in turns if one.name == ENGINE.name)
+            best = statistics.median(next(one for one in turns if one.name == GEMM.name).values)
+            print(f"{part} in {dtype}; best GEMM {best / GIGA:.0f} GFLOP/s")
+            print(f"{'':<34}{'median':>10}{'tokens/s':>10}{'of GEMM':>9}  moewright is faster, paired")
+            for one in turns:
+                if one.name == GEMM.name:
+                    continue
+                share = model_flops(part) / one.median_s / best
+                paired = "" if one is ours else "{:.2f}x ({:.2f} to {:.2f})".format(*ours.ahead_of(one))
+                rate = WORK.tokens_per_step / one.median_s
+                print(f"{one.name:<34}{one.median_s * 1e3:>7.0f} ms{rate:>10,.0f}{share:>9.1%}  {paired}", flush=True)
+            total = sum(split.values())
+            print("where ours goes: " + ", ".join(f"{kind} {value / total:.0%}" for kind, value in split.items()))
     return 0
 
 

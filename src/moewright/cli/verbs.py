@@ -5,7 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from moewright import __version__
-from moewright.cli.bench import bench_engine, bench_machine, bench_search
+from moewright.cli.bench import bench_engine, bench_machine, bench_peers, bench_search
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
@@ -49,5 +49,6 @@ def app() -> App:
     convert.command(convert_export, name="export")
     bench.command(bench_machine, name="machine")
     bench.command(bench_engine, name="engine")
+    bench.command(bench_peers, name="peers")
     bench.command(bench_search, name="search")
     return verbs

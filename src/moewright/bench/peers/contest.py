@@ -1,0 +1,106 @@
+"""The contest: one model, its tokens, and the turns that every contestant takes in a process of its own.
+
+The workload is the one at which MoE trainers were compared on a CPU before: 4 layers of 32 experts, 4 of them for a
+token, 2,048 tokens a step, 175 GFLOP.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from moewright.rules.flops import model_flops_per_token
+from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RouterSpec
+from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
+
+MODEL = ModelSpec(
+    name="contest",
+    family="qwen3_moe",
+    hidden_size=512,
+    layers=4,
+    vocab_size=8192,
+    attention=AttentionSpec(
+        kind=AttentionKind.GQA, heads=8, kv_heads=2, head_dim=64, v_head_dim=64, qk_norm=QkNorm.PER_HEAD
+    ),
+    dense_ffn_size=1024,
+    moe=MoeSpec(experts=32, ffn_size=256, router=RouterSpec(top_k=4)),
+    moe_layers=(True,) * 4,
+)
+WORK = Workload(
+    seq_len=512,
+    global_batch=4,
+    optimizer=OptimizerSpec(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.0),
+    loss=LossSpec(),
+)
+_BATCHES = 8
+
+
+class Part(StrEnum):
+    """What is timed: the whole training step, or forward and backward of one MoE layer."""
+
+    STEP = "step"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a contestant is started for; `dtype` is of the compute, states of the optimizer are fp32 in any case."""
+
+    part: Part
+    dtype: Dtype
+    threads: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype is Dtype.BF16 else torch.float32
+
+
+def model_flops(part: Part) -> int:
+    """Model FLOPs of one turn, forward and backward."""
+    moe = MODEL.moe
+    if part is Part.STEP or moe is None:
+        return model_flops_per_token(MODEL, WORK.seq_len) * WORK.tokens_per_step
+    weights = MODEL.hidden_size * (moe.router.top_k * 3 * moe.ffn_size + moe.experts)
+    return 6 * weights * WORK.tokens_per_step
+
+
+def asked() -> Asked:
+    """From the command line: part, dtype, threads. Sets the threads."""
+    part, dtype, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    return Asked(part=Part(part), dtype=Dtype(dtype), threads=int(threads))
+
+
+def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets [4,512] of a step; every contestant has the same."""
+    dice = torch.Generator().manual_seed(step % _BATCHES)
+    rows = torch.randint(0, MODEL.vocab_size, (WORK.global_batch, WORK.seq_len + 1), generator=dice)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def hidden(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input of a layer [2048,512] and the gradient of its output."""
+    dice = torch.Generator().manual_seed(1)
+    shape = (WORK.tokens_per_step, MODEL.hidden_size)
+    x, grad = (torch.randn(shape, generator=dice).to(dtype) for _ in range(2))
+    return x, grad
+
+
+def take_turns(turn: Callable[[int], float], split: Callable[[int], Mapping[str, float]] | None = None) -> None:
+    """Run `turn(number)`, which returns a number to compare, once for every line that comes, and answer with its wall
+    and CPU seconds. The line "split" asks for a turn's seconds by kind of work instead.
+    """
+    for number, line in enumerate(sys.stdin):
+        if split is not None and line.strip() == "split":
+            print(json.dumps(split(number)), flush=True)
+            continue
+        wall, cpu = time.perf_counter(), time.process_time()
+        value = turn(number)
+        answer = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "value": value}
+        print(json.dumps(answer), flush=True)

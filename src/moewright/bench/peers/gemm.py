@@ -1,0 +1,33 @@
+"""The machine's own rate beside the contest: the faster of torch's matrix products of 2048 x 2048 x 2048.
+
+In fp32 torch.mm runs MKL, which is slow on some CPUs, where oneDNN is not.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from moewright.bench.peers.contest import asked, take_turns
+
+_SIDE = 2048
+_FLOPS = 2 * _SIDE**3
+
+
+def best_rate(a: torch.Tensor, b: torch.Tensor) -> float:
+    """FLOP/s of the faster one."""
+
+    def rate(product: object) -> float:
+        started = time.perf_counter()
+        product()  # type: ignore[operator]
+        return _FLOPS / (time.perf_counter() - started)
+
+    onednn = torch.ops.mkldnn._linear_pointwise
+    return max(rate(lambda: torch.mm(a, b)), rate(lambda: onednn(a, b, None, "none", [], "")))
+
+
+if __name__ == "__main__":
+    how = asked()
+    a, b = (torch.randn(_SIDE, _SIDE).to(how.torch_dtype) for _ in range(2))
+    take_turns(lambda _: best_rate(a, b))

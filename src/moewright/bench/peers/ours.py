@@ -1,0 +1,81 @@
+"""The engine in the contest: one process, no feature on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, asked, hidden, take_turns, tokens
+from moewright.engine.build import trainee
+from moewright.engine.model.transformer import initial_value
+from moewright.engine.pipeline.course import Batch
+from moewright.engine.runtime import Runtime
+from moewright.engine.step import Trainee, train_step
+from moewright.spec.layout import Layout
+
+_KINDS = {"products": ("mm", "linear"), "attention": ("attention",), "optimizer": ("adamw", "_norm")}
+_REST = "element by element"
+_LAYOUT = Layout(world_size=1, mbs=WORK.global_batch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tokens:
+    """The contest's tokens as the engine asks for them."""
+
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
+        return (*tokens(step - 1), None)
+
+
+def job(how: Asked) -> Trainee:
+    """Model and optimizer for the asked precision."""
+    work = replace(WORK, precision=how.dtype)
+    device = torch.device("cpu")
+    return trainee(MODEL, work, _LAYOUT, _Tokens(), rank=0, device=device, initial=initial_value)
+
+
+def turn(how: Asked) -> Callable[[int], float]:
+    """One training step, or one pass of the first MoE layer."""
+    made = job(how)
+    if how.part is Part.STEP:
+
+        def step(number: int) -> float:
+            return train_step(made, step=number + 1, lr=WORK.optimizer.lr, stop_asked=False, counted=False).loss
+
+        return step
+    layer: Any = made.model.layers["0"].moe
+    x, grad = hidden(how.torch_dtype)
+
+    def once(number: int) -> float:
+        leaf: Any = x.detach().requires_grad_()
+        out, _, _ = layer(leaf, None, None)
+        out.backward(grad)
+        return float(leaf.grad.norm())
+
+    return once
+
+
+def split(run: Callable[[int], float]) -> Callable[[int], Mapping[str, float]]:
+    """Seconds of a turn by kind of torch operation, and the host's outside of them."""
+
+    def seconds(number: int) -> Mapping[str, float]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            started = time.perf_counter()
+            run(number)
+            wall = time.perf_counter() - started
+        found = dict.fromkeys((*_KINDS, _REST), 0.0)
+        for row in profile.key_averages():
+            if row.key.startswith("aten::"):
+                kind = next((kind for kind, words in _KINDS.items() if any(word in row.key for word in words)), _REST)
+                found[kind] += row.self_cpu_time_total * 1e-6
+        return {**found, "outside of torch": wall - sum(found.values())}
+
+    return seconds
+
+
+if __name__ == "__main__":
+    one = turn(asked())
+    take_turns(one, split(one))
