@@ -27,9 +27,10 @@ bench: | $(VENV)/.ready
 test: check
 	$(BIN)/pytest
 
-# Every layout of the sweep (minutes); `make test` takes the corners and a part of it that changes with the source.
+# Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
+# that change with the source.
 verify-layouts: $(VENV)/.dev
-	$(BIN)/pytest tests/spawn/test_layout_sweep.py -m "sweep or not sweep"
+	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "sweep or not sweep"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ from moewright.cli.fit import fit
 from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.train import train
+from moewright.cli.upcycle import upcycle
 from moewright.cli.validate import validate
 from moewright.cli.verify import verify
 
@@ -38,6 +39,7 @@ def app() -> App:
     verbs.command(train)
     verbs.command(verify)
     verbs.command(dryrun)
+    verbs.command(upcycle)
     verbs.command(report)
     verbs.command(diagnose)
     verbs.command(export)

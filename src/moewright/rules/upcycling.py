@@ -96,13 +96,17 @@ def _routed(dense: ModelSpec, choice: Upcycling) -> tuple[bool, ...]:
 
 def _reasons(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
     if dense.moe is not None:
-        yield Reason(field="model", value=dense.name, rule=f"has {dense.moe.experts} experts already; a dense one is needed")
+        yield Reason(
+            field="model", value=dense.name, rule=f"has {dense.moe.experts} experts already; a dense one is needed"
+        )
         return
     if dense.family not in _FAMILIES:
         rule = f"is of a family without a form with experts; known are {', '.join(_FAMILIES)}"
         yield Reason(field="model", value=dense.family or dense.name, rule=rule)
     elif dense.mlp_bias:
-        yield Reason(field="model.mlp_bias", value="true", rule="biases of an MLP have no place in experts", nearest="false")
+        yield Reason(
+            field="model.mlp_bias", value="true", rule="biases of an MLP have no place in experts", nearest="false"
+        )
     low = (("experts", 1), ("top_k", 1), ("granularity", 1), ("dense_first", 0), ("every", 1))
     small = [(field, least) for field, least in low if getattr(choice, field) < least]
     for field, least in small:
@@ -116,7 +120,9 @@ def _counts(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
     slices, width = choice.granularity, dense.dense_ffn_size
     if width % slices:
         close = nearest(slices, divisors(width))
-        yield Reason(field="granularity", value=str(slices), rule=f"must divide the MLP's width {width}", nearest=str(close))
+        yield Reason(
+            field="granularity", value=str(slices), rule=f"must divide the MLP's width {width}", nearest=str(close)
+        )
     for field, value in (("experts", choice.experts), ("top_k", choice.top_k)):
         if value % slices:
             rule = f"must be a multiple of granularity {slices}, so that whole MLPs are chosen"
@@ -129,4 +135,6 @@ def _counts(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
         yield Reason(field="dense_first", value=str(choice.dense_first), rule=rule, nearest="0")
     if choice.scaling is Scaling.EXACT and choice.weighing is Weighing.ALL:
         rule = "the chosen experts' share of a softmax over all differs by token: no factor makes up for it exactly"
-        yield Reason(field="router", value=choice.weighing, rule=rule, nearest=f"{Weighing.CHOSEN}, or --scaling published")
+        yield Reason(
+            field="router", value=choice.weighing, rule=rule, nearest=f"{Weighing.CHOSEN}, or --scaling published"
+        )

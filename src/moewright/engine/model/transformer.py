@@ -210,13 +210,14 @@ def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
     value = torch.zeros(at.local)
     mine = tuple(slice(offset, offset + size) for offset, size in zip(at.offsets, at.inside, strict=True))
     if ".experts." not in slot.name:
-        value[tuple(map(slice, at.inside))] = _normal(run, slot.name, at.whole, std)[mine]
+        value[tuple(map(slice, at.inside))] = normal(run.workload.seed, slot.name, at.whole, std)[mine]
         return value
     for place, expert in enumerate(range(mine[0].start, mine[0].stop)):
-        value[place] = _normal(run, f"{slot.name}[{expert}]", at.whole[1:], std)[mine[1:]]
+        value[place] = normal(run.workload.seed, f"{slot.name}[{expert}]", at.whole[1:], std)[mine[1:]]
     return value
 
 
-def _normal(run: Runtime, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
-    seed = int.from_bytes(hashlib.sha256(f"{run.workload.seed}:{name}".encode()).digest()[:8], "big") >> 1
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
+    """A fresh tensor, decided by the job's seed and its own name."""
+    seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
     return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
