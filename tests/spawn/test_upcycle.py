@@ -124,18 +124,20 @@ def go_on(
 def test_training_goes_on_without_a_jump_in_any_layout(
     data: DataSpec, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The first loss is that of the dense model going on from the same weights, and so is the way from there."""
+    """The first loss is that of the dense model going on from the same weights; from there it only falls."""
     out = upcycled(CHOICES["granular"])
     model = read_config(out)
     wanted = go_on(data, DENSE, dense, "mbs2", 1, tmp_path / "dense")
     fresh = go_on(data, DENSE, None, "mbs2", 1, tmp_path / "fresh")
     assert wanted[0] < fresh[0] - 0.1  # the weights are those that were trained
-    for number, (world_size, layout) in enumerate([(1, "mbs2"), (4, "tp2,ep4,mbs2"), (4, "pp2,ep2,zero0,mbs2")]):
+    for number, (world_size, layout) in enumerate(
+        [(1, "mbs2"), (4, "tp2,ep4,mbs2"), (4, "pp2,ep2,zero0,mbs2,layout='Et*2|tL'")]
+    ):
         found = go_on(data, model, out, layout, world_size, tmp_path / str(number))
         assert found[0] == pytest.approx(wanted[0], rel=1e-5)
         print(layout, [round(loss, 4) for loss in found], "dense", [round(loss, 4) for loss in wanted])
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert ours == pytest.approx(theirs, rel=0.02)
+        assert max(found) == found[0]  # no jump
+        assert found[-1] < found[0] - 0.5 * (wanted[0] - wanted[-1])
 
 
 def test_a_hugging_face_folder_upcycles_too(tmp_path: Path) -> None:
