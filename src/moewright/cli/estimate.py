@@ -8,11 +8,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import Dtype
 
 
 def estimate(
-    model: str,
+    model: str = "",
     /,
     *,
     on: str = "",
@@ -20,17 +21,22 @@ def estimate(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Dtype | None = None,
+    from_flags: Path | None = None,
     json: Annotated[Path | None, Parameter(name="--json")] = None,
     trace: Path | None = None,
 ) -> int:
     """Predict memory by component and module, time by component, and whether one layout fits.
 
+    With --from-flags, also what would be better.
+
     Parameters
     ----------
     model
-        A model's name, with or without organisation; a config.json or its folder; or a job .toml.
+        A model's name, with or without organisation; a config.json or its folder; or a job .toml. A launch script
+        that gives the model's sizes needs none.
     on
-        Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own.
+        Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own, and a launch script
+        the count.
     layout
         The layout, such as "tp2,ep8,pp32,vpp3,mbs1,recompute=select"; dp is derived. A job brings its own.
     seq_len
@@ -39,25 +45,40 @@ def estimate(
         Sequences a step; 16 a device when neither this nor a job says it.
     precision
         Compute precision; bf16 when neither this nor a job says it.
+    from_flags
+        A launch script of Megatron-LM: it says layout, batches and precision. Variables that it does not set are taken
+        from the environment.
     json
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
     trace
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
+    from moewright.cli.flags import plan_of_script, print_better
     from moewright.cli.jobs import as_written, job_field, option_field, read_asked
     from moewright.codec import parse_layout, write_json
     from moewright.report.console import console_for, print_estimate
     from moewright.report.trace import write_trace
     from moewright.search.search import plan_of
 
-    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    with as_written(option_field("--layout") if layout or not asked.fixed else job_field(Path(model))):
-        chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
-        result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
+    if from_flags is not None:
+        said = {"--layout": layout, "--seq-len": seq_len, "--global-batch": global_batch, "--precision": precision}
+        beside = next((name for name, value in said.items() if value), "")
+        if beside:
+            raise BadInput(Reason(field=beside, rule="the script of --from-flags says it", nearest="leave it out"))
+        result, found = plan_of_script(from_flags, model=model, on=on)
+        chosen_lines = found.notes
+    else:
+        asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+        with as_written(option_field("--layout") if layout or not asked.fixed else job_field(Path(model))):
+            chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
+            result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
+        chosen_lines = asked.chosen
     console = console_for(sys.stdout)
-    for line in asked.chosen:
+    for line in chosen_lines:
         console.print(line, soft_wrap=True)
     print_estimate(console, result)
+    if from_flags is not None:
+        print_better(console, result)
     if json is not None:
         write_json(json, result)
         console.print(f"wrote {json}", soft_wrap=True)

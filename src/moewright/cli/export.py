@@ -1,15 +1,36 @@
-"""`moewright export`: a plan as the launch file of a trainer."""
+"""`moewright export`: a plan as the launch file of a trainer; a launch script of Megatron-LM as a plan."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from moewright.spec.errors import BadInput, Reason
 
+if TYPE_CHECKING:
+    from moewright.spec.plan import Plan as PlanNoun
 
-def export(plan: Path, /, *, to: Literal["megatron", "torchrun"], job: Path | None = None) -> int:
+Target = Literal["megatron", "torchrun"]
+
+
+def export(
+    plan: Path | None = None,
+    /,
+    *,
+    to: Target | None = None,
+    job: Path | None = None,
+    from_flags: Path | None = None,
+    on: str = "",
+    model: str = "",
+    json: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
     """Print a plan as the launch file of a trainer; what the target cannot say is refused.
+
+    With --from-flags a launch script of Megatron-LM stands in the plan's place: alone it is estimated beside what would
+    be better, with --to it is written for another target.
 
     Parameters
     ----------
@@ -19,17 +40,56 @@ def export(plan: Path, /, *, to: Literal["megatron", "torchrun"], job: Path | No
         megatron: a Megatron-LM launch script. torchrun: the line that starts our own engine on every node.
     job
         The job file of the plan; torchrun needs it.
+    from_flags
+        A launch script of Megatron-LM. Variables that it does not set are taken from the environment.
+    on
+        The hardware of the script, "H800" or "256xH800".
+    model
+        The model of a script that gives no sizes: a name, a config.json or its folder.
+    json
+        Write the script's plan to this file.
     """
-    from moewright.codec import read_json
-    from moewright.export.megatron import megatron
-    from moewright.export.torchrun import torchrun
+    from moewright.codec import read_json, write_json
     from moewright.spec.plan import Plan
 
-    given = read_json(Plan, plan)
+    if (plan is None) == (from_flags is None):
+        rule = "exactly one is needed: a plan, or a launch script"
+        raise BadInput(Reason(field="PLAN or --from-flags", rule=rule))
+    if plan is not None:
+        if to is None:
+            raise BadInput(Reason(field="--to", rule="is needed with a plan: the target", nearest="--to megatron"))
+        given = read_json(Plan, plan)
+    else:
+        assert from_flags is not None  # one of the two is given
+        given = _read_back(from_flags, on=on, model=model, shown=to is None)
+        if json is not None:
+            write_json(json, given)
+    if to is not None:
+        print(_written(given, to, job=job, run_dir=plan.parent if plan else Path()), end="")
+    return 0
+
+
+def _read_back(script: Path, *, on: str, model: str, shown: bool) -> PlanNoun:
+    """The plan of a script. Its notes go to stderr where a launch file goes to stdout."""
+    from moewright.cli.flags import plan_of_script, print_better
+    from moewright.report.console import console_for, print_estimate
+
+    given, found = plan_of_script(script, model=model, on=on)
+    console = console_for(sys.stdout if shown else sys.stderr)
+    for line in found.notes:
+        console.print(line, soft_wrap=True)
+    if shown:
+        print_estimate(console, given)
+        print_better(console, given)
+    return given
+
+
+def _written(plan: PlanNoun, to: Target, *, job: Path | None, run_dir: Path) -> str:
+    from moewright.export.megatron import megatron
+    from moewright.export.torchrun import torchrun
+
     if to == "megatron":
-        print(megatron(given), end="")
-        return 0
+        return megatron(plan)
     if job is None:
         raise BadInput(Reason(field="--job", rule="is needed for torchrun: the job file of the plan"))
-    print(torchrun(given, job=str(job), run_dir=str(plan.parent)))
-    return 0
+    return torchrun(plan, job=str(job), run_dir=str(run_dir)) + "\n"

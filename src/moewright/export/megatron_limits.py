@@ -9,7 +9,7 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, PositionKind, QkNorm, ScoreFunction
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Assignment, Dtype, Workload
 
 MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)  # original positions, beta_fast, beta_slow of its MLA configuration
 LLAMA3_POSITIONS = 8192  # the original length its llama3 scaling is written for
@@ -24,6 +24,7 @@ def refusals(plan: Plan) -> tuple[Reason, ...]:
         *_router(plan.model),
         *_layout(plan.layout, plan.workload),
         *_precision(plan),
+        *_training(plan.workload, plan.layout),
     )
 
 
@@ -131,6 +132,22 @@ def _overlap(layout: Layout) -> Iterator[Reason]:
         yield _no("layout.overlap", Overlap.P2P, "overlaps p2p with virtual stages only", "vpp above 1")
     if Overlap.P2P not in over and layout.vpp > 1 and layout.pp < 3:
         yield _no("layout.overlap", "", "needs p2p overlap for virtual stages at pp2", Overlap.P2P)
+
+
+def _training(workload: Workload, layout: Layout) -> Iterator[Reason]:
+    router, loss = workload.router, workload.loss
+    if router.assignment is Assignment.SINKHORN:
+        if router.sinkhorn_iterations:
+            yield _no("workload.sinkhorn_iterations", router.sinkhorn_iterations, "scales until it converges", 0)
+        if loss.aux_coeff or loss.seq_aux_coeff or loss.global_aux_coeff:
+            yield _no("workload.assignment", Assignment.SINKHORN, "has it instead of balance losses", Assignment.TOP_K)
+        if layout.capacity:
+            yield _no("layout.capacity", layout.capacity, "drops no rows under sinkhorn", 0)
+
+    if workload.weights:
+        yield _no(
+            "workload.weights", workload.weights, "starts from checkpoints of its own; convert them first", "none"
+        )
 
 
 def _precision(plan: Plan) -> Iterator[Reason]:

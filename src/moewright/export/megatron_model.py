@@ -16,7 +16,7 @@ from moewright.spec.model import (
     RouterSpec,
     ScoreFunction,
 )
-from moewright.spec.workload import Dtype, LossSpec, RouterForce, Workload
+from moewright.spec.workload import Assignment, Dtype, LossSpec, RouterForce, Workload
 
 Flag = tuple[str, ...]  # the flag, then its values
 
@@ -108,6 +108,9 @@ def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         runs = ((int(has), len(list(run))) for has, run in groupby(model.moe_layers))
         yield "--moe-layer-freq", f"({'+'.join(f'[{has}]*{times}' for has, times in runs)})"
     yield from _router(moe.router)
+    yield "--moe-router-dtype", workload.router.router_dtype.value
+    if workload.router.jitter_eps:
+        yield "--moe-input-jitter-eps", number(workload.router.jitter_eps)
     yield from _balance(moe.router, workload)
     if moe.shared_ffn_size:
         yield "--moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
@@ -127,12 +130,12 @@ def _router(router: RouterSpec) -> Iterator[Flag]:
     if router.groups > 1:
         yield "--moe-router-num-groups", str(router.groups)
         yield "--moe-router-group-topk", str(router.top_groups)
-    yield "--moe-router-dtype", "fp32"
 
 
 def _balance(router: RouterSpec, workload: Workload) -> Iterator[Flag]:
     losses = balance_losses(workload.loss)
-    yield "--moe-router-load-balancing-type", *(name for name, _ in losses or (("none", 0.0),))
+    alone = "sinkhorn" if workload.router.assignment is Assignment.SINKHORN else "none"
+    yield "--moe-router-load-balancing-type", *(name for name, _ in losses or ((alone, 0.0),))
     if losses:
         yield "--moe-aux-loss-coeff", *(number(coeff) for _, coeff in losses)
     if workload.loss.z_coeff:

@@ -12,7 +12,7 @@ from moewright.rules.stages import chunks
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Documents, Dtype, Workload
+from moewright.spec.workload import Documents, Dtype, SaveMode, Workload
 
 DISPATCHERS = {
     Dispatcher.ALL_GATHER: (("--moe-token-dispatcher-type", "allgather"),),
@@ -132,6 +132,8 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Flag]:
         yield "--save", "checkpoints"
         yield "--load", "checkpoints"
         yield "--save-interval", str(workload.checkpoint.every_steps)
+        if workload.checkpoint.mode is SaveMode.ASYNC:
+            yield ("--async-save",)
     yield "--log-interval", "1"
     yield ("--log-throughput",)
 

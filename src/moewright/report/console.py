@@ -58,6 +58,11 @@ def print_plans(
         console.print(_rejections(rejected))
 
 
+def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[Plan]) -> None:
+    """Plans of one job as a table alone, the picked one marked."""
+    console.print(_ranking(console, plans, picked))
+
+
 def print_estimate(console: Console, plan: Plan) -> None:
     """One layout: verdict, memory of the fullest stage by component and module, time by part, what was assumed."""
     estimate = plan.estimate

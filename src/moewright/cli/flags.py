@@ -1,0 +1,99 @@
+"""What the verbs share that read a Megatron-LM launch script: the job in it, on hardware it does not name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moewright.spec.errors import BadInput, Reason
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moewright.export.flags import Read
+    from moewright.spec.plan import Plan
+
+_BESIDE = 3  # of the planner's layouts shown beside the script's
+_SPELLED = {
+    "layout.tp": "--tensor-model-parallel-size",
+    "layout.sp": "--sequence-parallel",
+    "layout.cp": "--context-parallel-size",
+    "layout.cp_comm": "--cp-comm-type",
+    "layout.pp": "--pipeline-model-parallel-size",
+    "layout.vpp": "--num-virtual-stages-per-pipeline-rank",
+    "layout.vpp_group": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "layout.ep": "--expert-model-parallel-size",
+    "layout.etp": "--expert-tensor-parallel-size",
+    "layout.mbs": "--micro-batch-size",
+    "layout.stages": "--pipeline-model-parallel-layout",
+    "layout.dispatcher": "--moe-token-dispatcher-type",
+    "layout.capacity": "--moe-expert-capacity-factor",
+    "layout.recompute": "--recompute-modules",
+    "layout.offload": "--offload-modules",
+    "layout.graphs": "--cuda-graph-modules",
+    "layout.world_size": "--on",
+    "workload.seq_len": "--seq-length",
+    "workload.global_batch": "--global-batch-size",
+    "workload.ramp_start": "--rampup-batch-size",
+    "workload.ramp_increment": "--rampup-batch-size",
+}
+
+
+def plan_of_script(script: Path, *, model: str, on: str) -> tuple[Plan, Read]:
+    """The plan that a launch script asks for, estimated on the hardware `on`; and how it was read.
+
+    `on` may leave out how many devices: the script says it. `model` stands in where the script gives no sizes.
+    """
+    from moewright.cli.jobs import as_written
+    from moewright.export.flags import launch_of, read
+    from moewright.intake import catalogue
+    from moewright.search.search import plan_of
+
+    if not on:
+        raise BadInput(Reason(field="--on", rule="is needed: a script does not name its devices", nearest="--on H100"))
+    command = launch_of(script, os.environ)
+    with as_written(lambda field: "--on" if field == "hardware" else field):
+        hardware = catalogue.hardware(on)
+    if command.world and not on.strip()[0].isdigit():
+        hardware = replace(hardware, count=command.world)
+    if command.world not in (0, hardware.count):
+        rule = f"the script starts {command.nodes} x {command.ranks_per_node} = {command.world} ranks"
+        raise BadInput(Reason(field="--on", value=on[:60], rule=rule, nearest=f"{command.world}x..."))
+    named = catalogue.model(model) if model else None
+    found = read(command, world=hardware.count, folder=script.parent, named=named)
+    with as_written(flag_field(script)):
+        return plan_of(found.model, found.workload, hardware, found.layout), found
+
+
+def flag_field(script: Path) -> Callable[[str], str]:
+    """Fields as the options of a script that say them."""
+    return lambda field: f"{script.name}: {_SPELLED.get(field, field)}"
+
+
+def print_better(console: Console, plan: Plan) -> None:
+    """The planner's best few layouts for the plan's job, the plan's own among them and marked."""
+    from moewright.codec import layout_text
+    from moewright.report.console import print_ranking
+    from moewright.search.search import search
+    from moewright.spec.plan import Verdict
+
+    free = search(plan.model, plan.workload, plan.hardware, top=_BESIDE).plans
+    console.print("What would be better", style="bold")
+    if not free:
+        console.print(f"nothing: no layout fits {plan.hardware.count} devices")
+        return
+    own = next((one for one in free if one.layout == plan.layout), plan)
+    shown = free if own in free else (*free, own)
+    print_ranking(console, shown, picked=(own,))
+    best, estimate = free[0], plan.estimate
+    if best.layout == plan.layout:
+        console.print("nothing that is planned here: the script's layout comes first")
+    elif estimate.verdict is Verdict.OOM:
+        console.print(f"{layout_text(best.layout)} fits, the script's layout does not", soft_wrap=True)
+    else:
+        gain = estimate.step_s / best.estimate.step_s - 1
+        change = f"{gain:.1%} more tokens/s" if gain > 0 else f"{-gain:.1%} fewer tokens/s, but it fits"
+        console.print(f"{layout_text(best.layout)}: {change} than the script's, by estimate", soft_wrap=True)

@@ -1,0 +1,95 @@
+"""`export` and `--from-flags` from the command line: what is printed, where, and how mistakes end."""
+
+import json
+
+import pytest
+
+from moewright.cli.main import main
+
+SCRIPT = """
+torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-size 2048 --num-attention-heads 32 \\
+  --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --normalization RMSNorm \\
+  --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --bf16 \\
+  --position-embedding-type rope --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
+  --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --lr 1e-4 \\
+  --moe-token-dispatcher-type alltoall --expert-model-parallel-size ${EP:-8} --use-distributed-optimizer \\
+  --micro-batch-size 1 --global-batch-size ${GBS:-64} $MORE
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "pretrain.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    assert main(["estimate", "--from-flags", str(script), "--on", "H200", "--json", str(plan)]) == 0
+    shown = capsys.readouterr().out
+    for wanted in (
+        "model Qwen/Qwen3-30B-A3B, by its sizes",
+        "verdict",
+        "What would be better",
+        " > ",
+        "than the script's",
+    ):
+        assert wanted in shown
+    assert shown.count("What went into it") == 1
+    written = json.loads(plan.read_text())
+    assert written["layout"]["ep"] == written["layout"]["world_size"] == 8
+    assert main(["export", str(plan), "--to", "megatron"]) == 0
+    exported = capsys.readouterr().out
+    assert "--expert-model-parallel-size 8" in exported
+    again = tmp_path / "again.sh"
+    again.write_text(exported)
+    assert main(["export", "--from-flags", str(again), "--on", "8xH200", "--json", str(tmp_path / "again.json")]) == 0
+    assert json.loads((tmp_path / "again.json").read_text())["fingerprint"] == written["fingerprint"]
+
+
+def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, monkeypatch):
+    monkeypatch.setenv("EP", "4")
+    assert main(["export", "--from-flags", str(script), "--on", "H200", "--to", "megatron"]) == 0
+    done = capsys.readouterr()
+    assert done.out.startswith("#!/bin/sh\n")
+    assert "--expert-model-parallel-size 4" in done.out
+    assert "by its sizes" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("estimate --from-flags {script}", "--on: is needed: a script does not name its devices"),
+        ("estimate --from-flags {script} --on 16xH200", "the script starts 1 x 8 = 8 ranks"),
+        ("estimate --from-flags {script} --on H200 --layout ep8", "--layout: the script of --from-flags says it"),
+        ("estimate Llama-2-7b --from-flags {script} --on H200", "--num-layers=48: meta-llama/Llama-2-7b has 32"),
+        ("estimate --on H200", "model"),
+        ("export --to megatron", "exactly one is needed"),
+        ("export {script} --from-flags {script}", "exactly one is needed"),
+        ("export plan.json", "--to: is needed with a plan"),
+        ("export --from-flags nowhere.sh --on H200", "no such file"),
+        ("export --from-flags {script} --on H900", "known: "),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments, wanted, script, capsys):
+    assert main(arguments.format(script=script).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert wanted in line
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({"EP": "7"}, "pretrain.sh: --expert-model-parallel-size=7"),
+        ({"GBS": "60"}, "--global-batch-size=60: micro-batch 1 x data-parallel 8 = 8 must divide it"),
+        ({"MORE": "--overlap-param-gather"}, "param needs grad"),
+        ({"MORE": "--context-parallel-size 2 --cp-comm-type ring"}, "--cp-comm-type"),
+    ],
+)
+def test_what_is_illegal_in_a_script_is_named_as_the_script_says_it(more, wanted, script, capsys, monkeypatch):
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    assert main(["estimate", "--from-flags", str(script), "--on", "H200"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert wanted in line
