@@ -27,6 +27,7 @@ from moewright.spec.workload import Routing, Workload
 from moewright.tune import cells as read
 from moewright.tune.open_facts import open_columns, readings
 from moewright.tune.speed import Speed, speed_of, without_mtp
+from moewright.tune.spelling import cell_of, column_of, with_layout
 from moewright.tune.stacks import fill
 
 # Every column that is read; a table may leave any but the needed ones out, and may have more.
@@ -38,7 +39,7 @@ COLUMNS = (
     *("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_memory_gb", "peak_memory_kind"),
     *("oom", "notes"),
 )
-_NEEDED = ("id", "model", "hardware", "num_gpus")
+_NEEDED = ("model", "hardware", "num_gpus")
 APART = 1.1  # rows that say the same and differ by more contradict each other
 
 
@@ -121,13 +122,14 @@ def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
 
     Raises BadInput when the file is no such table; a bad row is skipped, not raised."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             lines = list(csv.DictReader(file))
     except OSError as error:
         raise BadInput(Reason(field="table", value=str(path), rule=error.strerror or "cannot be read")) from None
     except (UnicodeDecodeError, csv.Error):
         raise BadInput(Reason(field="table", value=str(path), rule="is no CSV text in UTF-8")) from None
-    missing = [column for column in _NEEDED if not lines or column not in lines[0]]
+    titles = {title: column_of(title) for title in (lines[0] if lines else ()) if title}
+    missing = [column for column in _NEEDED if column not in titles.values()]
     if missing:
         rule = f"needs rows under a header with {', '.join(_NEEDED)}; missing: {', '.join(missing)}"
         raise BadInput(Reason(field="table", value=str(path), rule=rule))
@@ -135,11 +137,15 @@ def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
     skipped: list[Skipped] = []
     order: list[str] = []
     for place, line in enumerate(lines, 2):
-        given = {column: (line.get(column) or "").strip() for column in {*COLUMNS, *filter(None, line)}}
+        given = dict.fromkeys(COLUMNS, "")
+        # A column that stands there by its own name is not overruled by one of another name.
+        for title, column in sorted(titles.items(), key=lambda pair: pair[0] != pair[1], reverse=True):
+            given[column] = cell_of(column, line[title] or "") or given.get(column, "")
         if not given["id"] or given["id"] in order:
             given["id"] = f"{given['id']}@line{place}"
         order.append(given["id"])
         try:
+            given = with_layout(given)
             rows.append(_out_of_memory(given, own) if given["oom"] == "true" else _measured(given, own))
         except BadInput as bad:
             skipped.append(Skipped(id=given["id"], cells=given, reason=str(bad)))
@@ -185,6 +191,7 @@ def _measured(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
         model = replace(model, mtp_layers=0)
         notes.append("trained without MTP")
     unknown = list(_unknown(given, model))
+    given = _with_implied(given)
     layout = _layout(given, model, devices)
     if layout.stages and given["pp_layout"] in ("", "custom layout string"):
         unknown.append("pp_layout")
@@ -278,7 +285,7 @@ def _unknown(given: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
     """Columns that decide and are empty. What no part of this layout uses is not asked for; a switch that an
     otherwise full row leaves open is off."""
     moe = model.moe is not None
-    asked = ["recompute_granularity", "cuda_graph"]
+    asked = ["precision", "recompute_granularity", "cuda_graph"]
     if moe:
         if not _is_natural(given):
             asked.append("force_balance")
@@ -295,6 +302,12 @@ def _unknown(given: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
         yield "hardware"
     if given["cuda_graph"].startswith("on "):
         yield "cuda_graph"
+
+
+def _with_implied(given: Mapping[str, str]) -> Mapping[str, str]:
+    """With the precision that its source implies where it does not state one."""
+    implied = re.search(r"\b(bf16|fp8|mxfp8)\b[^;]* implied", given["notes"], re.IGNORECASE)
+    return given if given["precision"] or not implied else {**given, "precision": implied[1]}
 
 
 def _is_natural(given: Mapping[str, str]) -> bool:
