@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import pytest
 
+from moewright.codec import parse_layout
+from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
-from moewright.search import explain
+from moewright.search import explain, habits
 from moewright.search.search import Ranked, search
+from moewright.search.space import space_of
 from moewright.spec.layout import Graphs, Overlap, Recompute
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
@@ -103,3 +106,21 @@ def test_sums_are_overlapped_where_they_show() -> None:
     assert overlapped.estimate.step_s > many.estimate.step_s
     few = _best("OLMoE-1B-7B-0924", "64xH100", "tp1,cp1,pp1,etp1,ep8,mbs4", batch=256)
     assert Overlap.GRAD in few.layout.overlap
+
+
+def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
+    """One sentence a departure, with a layout that keeps to the habit, how much slower it is and where."""
+    ranked = _search("Qwen3-30B-A3B", "16xH100", "zero1", batch=256)
+    best, workload, hardware = ranked.plans[0], Workload(seq_len=4096, global_batch=256), catalogue.hardware("16xH100")
+    space = space_of(best.model, workload, hardware, "zero1")
+    told = [line for line in ranked.why if line.startswith("Departs from the usual")]
+    departures = habits.departed(best.layout, space)
+    assert departures
+    for habit in departures:
+        (line,) = (line for line in told if habit.said in line)
+        usual = parse_layout(line.partition("): ")[2].partition(" takes ")[0], world_size=16)
+        assert habit.kept(usual, space)
+        assert estimate(best.model, workload, hardware, usual).step_s > best.estimate.step_s
+        assert "% slower" in line
+    room = _search("OLMoE-1B-7B-0924", "8xH200", "", batch=256)
+    assert not any(line.startswith("Departs") for line in room.why)

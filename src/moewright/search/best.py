@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from moewright.search.habits import HABITS, Habit
 from moewright.search.scout import Scores, Scout
 from moewright.search.shapes import Array
 from moewright.search.space import Space, everything, groups
@@ -65,6 +66,9 @@ class Best:
         self.refused: Counter[str] = Counter()
         self.with_more: dict[float, Candidate] = {}
         self.by_overlap: dict[bool, Candidate] = {}
+        self.usual: dict[Habit, Candidate] = {}
+        self.least_parallel: dict[int, Candidate] = {}
+        self.least = 0  # ranks that the model must be cut over at least to fit; 0: nothing fits
         self._extra_bytes = extra_bytes
 
     @property
@@ -93,6 +97,22 @@ class Best:
             roomy = usable & (scores.peak_bytes < self._limit + extra - scores.spread_bytes)
             self._keep_fastest(self.with_more, extra, scores, roomy)
         self._keep_fastest(self.by_overlap, Overlap.EP in scores.base.overlap, scores, firm)
+        self._keep_usual(scores, firm)
+
+    def _keep_usual(self, scores: Scores, firm: Array) -> None:
+        """The fastest that keeps to each habit, and at the least model parallelism."""
+        fastest = np.where(firm, scores.step_s, np.inf).min(initial=np.inf)
+        for habit in HABITS:
+            if habit not in self.usual or fastest < self.usual[habit].step_s:
+                mask = habit.mask(scores.base, scores.pipes.each, self._scout.works, self._scout.keeps, self._space)
+                self._keep_fastest(self.usual, habit, scores, firm & mask)
+        cut = scores.base.tp * scores.base.cp
+        parallel = np.array([cut * pipe.pp for pipe in scores.pipes.each])
+        fits = scores.legal & (scores.peak_bytes < self._limit - scores.spread_bytes)
+        fitting = parallel[fits.any(axis=(1, 2))]
+        if len(fitting) and (not self.least or fitting.min() <= self.least):
+            self.least = int(fitting.min())
+            self._keep_fastest(self.least_parallel, self.least, scores, firm & (parallel == self.least)[:, None, None])
 
     def ranked(self) -> list[Candidate]:
         """The best of each set of degrees first, best first; then the others."""

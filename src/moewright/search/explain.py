@@ -9,6 +9,7 @@ from moewright.codec import layout_text, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.rules.legality import illegal
 from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Gain, Plan, Verdict
 from moewright.spec.units import show_bytes, show_seconds
@@ -36,6 +37,17 @@ def why_first(plans: Sequence[Plan]) -> tuple[str, ...]:
     if len(plans) > 1:
         lines.append(f"Second, {layout_text(plans[1].layout)}: {_slower(plans[1].estimate, first)}.")
     return tuple(lines)
+
+
+def departure(plan: Plan, said: str, usual: Layout | None, *, more_than_s: float = 0.0) -> str:
+    """Why the plan does not do what is usually `said` to be done: what the fastest layout that does takes instead, or
+    `more_than_s` where none was worth pricing.
+    """
+    if usual is None:
+        more = more_than_s / plan.estimate.step_s - 1
+        return f"Departs from the usual ({said}): every layout that keeps to it is more than {more:.1%} slower."
+    found = estimate(plan.model, plan.workload, plan.hardware, usual)
+    return f"Departs from the usual ({said}): {layout_text(usual)} takes {_slower(found, plan.estimate)}."
 
 
 def binding(plan: Plan) -> tuple[str, ...]:

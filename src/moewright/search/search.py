@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.legality import illegal
 from moewright.search.best import RESOLVED, Best, Candidate, cut_of
-from moewright.search.explain import why_first
+from moewright.search.explain import departure, why_first
+from moewright.search.habits import LEAST, departed, parallelism
 from moewright.search.scout import Scout
-from moewright.search.space import Allowed, everything, space_of
+from moewright.search.space import Allowed, Space, everything, space_of
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -28,7 +32,8 @@ _EXTRA_BYTES = (GIB, 8 * GIB)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Plans, best first; what was rejected, by rule; why the first is first; and how many layouts were scored.
+    """Plans, best first; what was rejected, by rule; why the first is first, and what keeping to what is usual would
+    take; and how many layouts were scored.
 
     `with_more` is the fastest candidate with so many more bytes a device, `by_overlap` the fastest without and with
     overlapped expert communication; `near` are the best candidates of many degrees, whether shown or not.
@@ -80,7 +85,7 @@ def search(
     return Ranked(
         plans=tuple(plans),
         rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
-        why=why_first(tuple(plans)),
+        why=(*why_first(tuple(plans)), *(_departures(plans[0], best, space) if plans else ())),
         scored=best.scored,
         with_more=tuple(best.with_more.items()),
         by_overlap=tuple(best.by_overlap.items()),
@@ -108,6 +113,20 @@ def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: La
         estimate=estimate(model, workload, hardware, layout),
         fingerprint=fingerprint(model, workload, hardware, layout),
     )
+
+
+def _departures(plan: Plan, best: Best, space: Space) -> Iterator[str]:
+    """What keeping to the habits that the plan departs from would take, a sentence for each layout that does."""
+    usual = [(habit.said, best.usual.get(habit)) for habit in departed(plan.layout, space)]
+    if 0 < best.least < parallelism(plan.layout):
+        said = f"{LEAST}: tp x cp x pp of {best.least}, not {parallelism(plan.layout)}"
+        usual.insert(0, (said, best.least_parallel.get(best.least)))
+    together: dict[Layout | None, list[str]] = {}
+    for said, candidate in usual:
+        if candidate is not None or np.isfinite(best.below_s):
+            together.setdefault(candidate.layout if candidate else None, []).append(said)
+    for layout, habits in together.items():
+        yield departure(plan, "; ".join(habits), layout, more_than_s=best.below_s)
 
 
 def _order(plan: Plan) -> float:
