@@ -43,6 +43,8 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
         (48, "pp3,tp2,ep8", Dtype.BF16),
         (48, "pp3,ep8,schedule=zb-h1,recompute=full", Dtype.FP32),
         (64, "cp2,cp_comm=allgather,ep8,offload=moe_act", Dtype.BF16),
+        (256, "tp2,ep8,zero3,recompute=moe", Dtype.BF16),
+        (64, "tp2,etp2,ep4,zero3,shard8,offload=optimizer", Dtype.FP32),
     ],
 )
 def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, precision: Dtype) -> None:
@@ -79,6 +81,31 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
         more = copy + 1
         del copy, more
     assert sum(meter.fullest.values()) == 4 * (32 + 32 + 64 + 64)
+
+
+def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> None:
+    """As fully_shard treats gathered weights: of two of 8 floats one at a time, beside the 16 that they come from."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from moewright.engine.books import Books
+    from moewright.engine.dryrun import Meter
+
+    def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:
+        weight.untyped_storage().resize_(32)
+        torch.ops.fsdp.split_with_sizes_copy(gathered, [8], 0, out=[weight])
+
+    with FakeTensorMode(), Meter() as meter:
+        first, second = torch.empty(8), torch.empty(8)
+        for weight in (first, second):
+            weight.untyped_storage().resize_(0)
+        meter.start(Books())
+        gathered = torch.zeros(8)
+        fill(first, gathered)
+        first.untyped_storage().resize_(0)
+        fill(second, gathered)
+        del gathered
+        torch.zeros(4)
+    assert sum(meter.fullest.values()) == 32 + 32
 
 
 @pytest.mark.parametrize("text", ["ep8,dispatcher=dedup", "ep8,capacity1"])

@@ -39,8 +39,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """What one rank held, sent and computed in a step; `beside` are the bytes of the tensors that lived beside weights,
-    gradients and optimizer state at the fullest moment, by the module that made them.
+    """What one rank held, sent and computed in a step.
+
+    `states_bytes` of weights, gradients and optimizer state live all through it; `beside` are the bytes of the tensors
+    that lived beside them at the fullest moment, by the module that made them: with zero=3 also gathered weights, and
+    the gradients, which are made in the step.
     """
 
     ledger: Ledger
@@ -52,9 +55,6 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
     """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine would refuse."""
     pp_rank = grid.coordinate(layout, rank, "pp")
     refuse_unrunnable(model, workload, layout)
-    if layout.zero == 3:
-        rule = "a dry run does not cut weights yet"
-        raise BadInput(Reason(field="layout.zero", value="3", rule=rule, nearest="1"))
     if reasons := tuple(_unforeseen(model, layout)):
         raise BadInput(*reasons)
     if layout.world_size > 1:
@@ -70,11 +70,11 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
                 device=torch.device("cpu"),
                 initial=lambda slot, run: _no_value(slot),
             )
-            states = here.optimizer.memory()
+            states = here.optimizer.memory()  # of zero=3 without gradients, which end with the step before
             meter.start(here.run.books)
             train_step(here, step=1, lr=0.0, stop_asked=False, counted=True)
             ledger = here.run.books.ledger(
-                rank=rank, pp_rank=pp_rank, state=states, time=(), notes=_differences(workload)
+                rank=rank, pp_rank=pp_rank, state=here.optimizer.memory(), time=(), notes=_differences(workload)
             )
         beside = tuple(sorted((module, nbytes) for module, nbytes in meter.fullest.items() if nbytes))
         held = sum(row.bytes for row in states if row.component is not Component.HOST)
@@ -126,7 +126,8 @@ class Meter(TorchDispatchMode):
         self.fullest: dict[Module, int] = {}
         self._books: Books | None = None
         self._live: dict[Module, int] = defaultdict(int)
-        self._known: dict[int, weakref.finalize[Any, Any]] = {}
+        self._known: dict[int, tuple[Module, int]] = {}  # by storage, while it lives
+        self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._total = self._most = 0
 
     def start(self, books: Books) -> None:
@@ -138,6 +139,9 @@ class Meter(TorchDispatchMode):
             return 1
         run = _grouped_product if func.overloadpacket is _aten._grouped_mm else func
         out = run(*args, **(kwargs or {}))
+        if func.namespace == "fsdp":
+            self._follow((kwargs or {}).get("out"))
+        self._weigh_again()
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
@@ -150,16 +154,36 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         weighed = self._books is not None and not self._books.making_on_host
         module, nbytes = (self._books.module, storage.nbytes()) if self._books and weighed else (Module.OTHER, 0)
-        self._known[key] = weakref.finalize(storage, self._forget, key, module, nbytes)
-        self._live[module] += nbytes
-        self._total += nbytes
+        weakref.finalize(storage, self._forget, key)
+        self._known[key] = module, 0
+        self._weigh(key, nbytes)
+
+    def _follow(self, filled: Any) -> None:
+        """fully_shard empties the storage of a gathered weight and fills it again: look at its size from here on."""
+        for tensor in tree_iter(filled):
+            if isinstance(tensor, torch.Tensor) and identity(tensor) in self._known:
+                self._resizable[identity(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def _weigh_again(self) -> None:
+        for key, reference in list(self._resizable.items()):
+            storage = reference()
+            nbytes = storage.nbytes() if storage is not None else 0
+            if nbytes == 0:
+                del self._resizable[key]
+            if key in self._known and self._known[key][1] != nbytes:
+                self._weigh(key, nbytes)
+
+    def _weigh(self, key: int, nbytes: int) -> None:
+        module, before = self._known[key]
+        self._known[key] = module, nbytes
+        self._live[module] += nbytes - before
+        self._total += nbytes - before
         if self._total > self._most:
             self._most, self.fullest = self._total, dict(self._live)
 
-    def _forget(self, key: int, module: Module, nbytes: int) -> None:
+    def _forget(self, key: int) -> None:
+        self._weigh(key, 0)
         del self._known[key]
-        self._live[module] -= nbytes
-        self._total -= nbytes
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

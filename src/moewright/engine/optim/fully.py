@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
@@ -97,7 +98,8 @@ class FullySharded:
         rows: list[MemoryRow] = []
         for each in self.parameters:
             owned = [(each.slot.module, each.master.numel())]
-            rows += by_module(self._kind(Component.MASTER), each.master, owned, each.master.untyped_storage().nbytes())
+            room = _local(each.parameter).untyped_storage().nbytes()
+            rows += by_module(self._kind(Component.MASTER), each.master, owned, room)
             for moment in (each.exp_avg, each.exp_avg_sq):
                 rows += by_module(self._kind(Component.MOMENTS), moment, owned, moment.nbytes)
         grads = [
@@ -160,18 +162,19 @@ def shard_fully(
     offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda") if on_host else OffloadPolicy()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     layers = [module for module in model.modules() if isinstance(module, Layer)]
-    units = []
+    units, meshes = [], dict[str, DeviceMesh]()
     for module in (*experts, *layers, model):
         mine = [places.pop(parameter) for parameter in module.parameters() if parameter in places]
         if not mine and module is not model:
             continue
         # A root without parameters of its own moves nothing, but sees the units below it through a step.
-        group = _cut_over(run, (mine or slots)[0])
-        assert group.handle is not None  # it is cut
+        group = run.mesh.group(_spread(layout, (mine or slots)[0]).cut)
+        if group.name not in meshes:
+            meshes[group.name] = _mesh(group, run.device)
         own = {slot.parameter for slot in mine}
         fully_shard(
             module,
-            mesh=DeviceMesh.from_group(group.handle, run.device.type),
+            mesh=meshes[group.name],
             reshard_after_forward=module is not model,
             mp_policy=policy,
             offload_policy=offload,
@@ -187,8 +190,11 @@ def shard_fully(
     return FullySharded(root=model, units=tuple(units), device=run.device, on_host=on_host)
 
 
-def _cut_over(run: Runtime, slot: Slot) -> Group:
-    return run.mesh.group(_spread(run.mesh.layout, slot).cut)
+def _mesh(group: Group, device: torch.device) -> DeviceMesh:
+    """torch's view of a group. It computes with rank numbers, which a dry run must not take for tensors of the job."""
+    assert group.handle is not None  # something is cut over it
+    with _disable_current_modes():
+        return DeviceMesh.from_group(group.handle, device.type)
 
 
 def _spread(layout: Layout, slot: Slot) -> Spread:
@@ -211,8 +217,8 @@ def _sharded(run: Runtime, slot: Slot, group: Group) -> ShardedParameter:
     )
 
 
+@torch.no_grad()
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    assert isinstance(detached, DTensor)
-    local: torch.Tensor = detached.to_local()
-    return local
+    assert isinstance(tensor, DTensor)
+    local: torch.Tensor = tensor.to_local()
+    return local.detach()
