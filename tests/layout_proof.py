@@ -25,6 +25,7 @@ import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
 from moewright.engine import collectives
+from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Piece
 from moewright.engine.kernels import Runs
@@ -33,7 +34,6 @@ from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.update import Update, adamw_update, sgd_update
-from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
@@ -102,11 +102,11 @@ class Packed:
     lengths: tuple[tuple[int, ...], ...]
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        inputs, targets, _ = self.fixed.micro_batch(run, step, micro_batch)
-        rows = rows_here(run, micro_batch)
+        rows, batch = rows_here(run, micro_batch), step % len(self.fixed.inputs)
         lengths = tuple(length for row in self.lengths[rows.start : rows.stop] for length in row)
         starts = torch.tensor([0, *accumulated(lengths)], dtype=torch.int32)
-        return inputs, targets, Runs(lengths=lengths, starts=starts)
+        tokens = (x[batch, rows.start : rows.stop] for x in (self.fixed.inputs, self.fixed.targets))
+        return batch_here(run, *tokens, Runs(lengths=lengths, starts=starts))
 
 
 def batches_of(work: Workload, model: ModelSpec) -> FixedBatches | Packed:

@@ -79,6 +79,11 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             MODEL, layers=8, moe_layers=(False, True) * 4, attention=_gqa(4, 4, QkNorm.NONE),
             moe=_moe(12, 3, shared_ffn_size=16, shared_gate=True),
         ),
+        # Two tokens more are predicted ahead, by depths with experts.
+        "ahead": replace(
+            MODEL, layers=4, moe_layers=_FOUR, attention=_gqa(4, 4, QkNorm.NONE), mtp_layers=2,
+            moe=_moe(8, 2, shared_ffn_size=16),
+        ),
         # No experts, one key head, biases, tied, an odd vocabulary.
         "dense": replace(
             DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True,
@@ -138,10 +143,14 @@ CORNERS = (
     _corner("documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED),
     _corner("documents, heads inside and a ring between", "deep", 8, "cp8,cp_comm=a2a+p2p,mbs2", Documents.BOUNDED),
     _corner("micro-batches of many rows with SP", "deepseek", 2, "tp2,mbs4"),
+    _corner("depths over a ring, in documents", "ahead", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
+    _corner("depths in a V, replayed in part", "ahead", 4, "pp2,ep2,schedule=zbv,mbs2,recompute=moe+core_attn"),
+    _corner("a checkpoint a depth", "ahead", 2, "ep2,mbs4,recompute=uniform2", Documents.BOUNDED),
     _corner("a rank without a valid token", "qwen", 8, "ep8,mbs1"),
     _corner("a rank without a valid token, dense", "dense", 8, "mbs1"),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),
+    _corner("copies once a rank, of experts cut in two", "deep", 4, "tp2,etp2,ep2,mbs2,dispatcher=dedup"),
     _corner("experts not a power of two", "olmoe", 4, "ep2,mbs2"),
     _corner("tied embeddings across stages", "olmoe", 2, "pp2,mbs2"),
     _corner("1F1B across EP and TP", "qwen", 8, "tp2,pp2,ep2,mbs2"),
@@ -259,8 +268,11 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
     )
     if layout.zero == 3 and dice.random() < 0.4:
         layout = replace(layout, shard=dice.choice((2, 4)))
+    if Recompute.FULL in layout.recompute:
+        block, span = dice.choice(((0, 1), (0, 1), (1, 1), (2, 1), (0, 2)))
+        layout = replace(layout, recompute_block=block, recompute_span=span)
     if pp > 1 and dice.random() < 0.4:
-        layout = replace(layout, stages=_stages(dice, model.layers, pp * vpp))
+        layout = replace(layout, stages=_stages(dice, model, pp * vpp))
     return layout
 
 
@@ -271,11 +283,11 @@ def _some(dice: random.Random, choices: list, chance: float) -> tuple:
     return tuple(sorted(dice.sample(choices, dice.choice((1, 1, 2, 3)))))
 
 
-def _stages(dice: random.Random, layers: int, count: int) -> str:
+def _stages(dice: random.Random, model: ModelSpec, count: int) -> str:
     """Layers spread over stages at random, some of them empty."""
-    cuts = sorted(dice.choices(range(layers + 1), k=count - 1))
-    parts = ["t" * (high - low) for low, high in zip((0, *cuts), (*cuts, layers), strict=True)]
-    return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "L"))
+    cuts = sorted(dice.choices(range(model.layers + 1), k=count - 1))
+    parts = ["t" * (high - low) for low, high in zip((0, *cuts), (*cuts, model.layers), strict=True)]
+    return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "m" * model.mtp_layers + "L"))
 
 
 def _choices(case: Case) -> Iterator[tuple[str, str]]:
@@ -289,6 +301,7 @@ def _choices(case: Case) -> Iterator[tuple[str, str]]:
         yield axis, getattr(layout, axis)
     yield "vpp_group", str(layout.vpp_group)
     yield "stages", str(bool(layout.stages))
+    yield "checkpoints", f"block {layout.recompute_block}, span {layout.recompute_span}"
     for axis in ("recompute", "offload", "overlap"):
         chosen = getattr(layout, axis)
         yield from ((axis, item) for item in chosen or ("none",))

@@ -10,12 +10,12 @@ import torch
 
 import tiny_jobs
 from moewright.codec import parse_layout
+from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import trainee
 from moewright.engine.collectives import Flight
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.arrivals import Arrivals
 from moewright.engine.optim.flat import FlatBucket
-from moewright.engine.pipeline.course import Batch
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Clock, accumulate
 from moewright.spec.workload import DataSpec
@@ -76,7 +76,7 @@ class _Words:
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         dice = torch.Generator().manual_seed(8 * step + micro_batch)
         words = torch.randint(0, run.model.vocab_size, (run.mesh.layout.mbs, run.workload.seq_len + 1), generator=dice)
-        return words[:, :-1], words[:, 1:], None
+        return batch_here(run, words[:, :-1], words[:, 1:], None)
 
 
 @pytest.mark.parametrize("recompute", ["", ",recompute=full"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_model_oracle import single_process_model
 
+from moewright.engine.batch import batch_here
 from moewright.engine.data.indexed import open_indexed, write_indexed
 from moewright.engine.data.sampler import attended_share, documents_end
 from moewright.engine.kernels import Runs
@@ -33,7 +34,7 @@ def runs_of(*lengths: int) -> Runs:
 def gradients(model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Runs | None) -> list[torch.Tensor]:
     """Loss of every token that has a target, in order, and every gradient of their sum."""
     model.zero_grad()
-    nll = model(ids, targets, runs).nll
+    nll = model(batch_here(model._run, ids, targets, runs)).nll
     nll.sum().backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [nll.detach()[targets.flatten() >= 0], *(grad.clone() for grad in grads)]
@@ -72,7 +73,7 @@ def test_attention_works_inside_documents_alone() -> None:
     counted = []
     for runs in (runs_of(8, 24, 16, 16), None):
         with books.counting():
-            model(ids, ids, runs).nll.sum().backward()
+            model(batch_here(model._run, ids, ids, runs)).nll.sum().backward()
         counted.append(sum(flops for (op, _), flops in books.flops.items() if op is attention))
     assert counted[0] * (32 * 32 * 2) == counted[1] * (8 * 8 + 24 * 24 + 2 * 16 * 16)
 

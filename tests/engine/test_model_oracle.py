@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from moewright.engine.batch import batch_here
 from moewright.engine.books import Books
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
@@ -115,7 +116,7 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = ours(inputs, targets)
+    out = ours(batch_here(ours._run, inputs, targets, None))
     out.nll.sum().backward()
     logits = theirs(inputs).logits
     nll = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
@@ -138,7 +139,7 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = model(inputs, targets)
+    out = model(batch_here(model._run, inputs, targets, None))
 
     def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * norm.weight

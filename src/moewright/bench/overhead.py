@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from moewright.engine import collectives
+from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import join, trainee
 from moewright.engine.launch import launch
 from moewright.engine.model.layers import slots_of
 from moewright.engine.model.transformer import initial_value
-from moewright.engine.pipeline.course import Batch
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Trainee, train_step
@@ -80,7 +80,7 @@ class _Tokens:
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         dice = torch.Generator().manual_seed((step * 1000 + micro_batch) * 1000 + run.mesh.rank)
         rows = torch.randint(0, MODEL.vocab_size, (LAYOUT.mbs, WORK.seq_len + 1), generator=dice).to(self.device)
-        return rows[:, :-1].clone(), rows[:, 1:].clone(), None
+        return batch_here(run, rows[:, :-1], rows[:, 1:], None)
 
 
 def overhead(device: torch.device) -> Overhead:
@@ -131,10 +131,10 @@ def _plain(job: Trainee) -> Callable[[int], float]:
 
     def step(number: int) -> float:
         batches = [job.train_data.micro_batch(job.run, number - 1, m) for m in range(count)]
-        targets = sum(int((wanted >= 0).sum()) for _, wanted, _ in batches)
+        targets = sum(int((batch.targets >= 0).sum()) for batch in batches)
         total = 0.0
-        for inputs, wanted, _ in batches:
-            out = job.model(inputs, wanted)
+        for batch in batches:
+            out = job.model(batch)
             nll = out.nll.sum()
             (nll / targets + out.aux.sum() / count).backward()
             total += float(nll.detach())

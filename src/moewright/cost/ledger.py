@@ -103,25 +103,26 @@ def _share(
 
 def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
     """Forward FLOPs that the recompute choices run a second time in backward. The head is never replayed."""
-    chosen = layout.recompute
-    rows = [
-        row
-        for row in flops.forward_rows(model, layout, share, seq_len=workload.seq_len)
-        if row.module is not Module.HEAD and (Recompute.FULL in chosen or _replays(row, chosen))
+    chosen, spec = layout.recompute, model.attention
+    work = [
+        one
+        for one in flops.forward_work(model, layout, share, seq_len=workload.seq_len)
+        if one.module is not Module.HEAD and (Recompute.FULL in chosen or _replays(one, chosen))
     ]
-    spec = model.attention
     if Recompute.MLA_UP_PROJ in chosen and spec.kind is AttentionKind.MLA:
         up = (spec.q_lora_rank or model.hidden_size) * spec.q_width
         up += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        work = 2 * share.tokens * up // layout.tp * len(share.layers)
-        rows.append(FlopRow(op=FlopOp.GEMM, module=Module.ATTENTION, flops=work))
-    return tuple(rows)
+        of_layer = 2 * share.tokens * up // layout.tp
+        for layers, depth in ((len(share.layers), False), (share.mtp, True)):
+            again = flops.Work(op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, depth=depth)
+            work.append(again)
+    return flops.summed(work)
 
 
-def _replays(row: FlopRow, chosen: tuple[Recompute, ...]) -> bool:
+def _replays(work: flops.Work, chosen: tuple[Recompute, ...]) -> bool:
     return (
-        (Recompute.MOE in chosen and row.module in _MOE_BLOCK)
-        or (Recompute.SHARED_EXPERTS in chosen and row.module is Module.SHARED_EXPERTS)
-        or (Recompute.MLP in chosen and row.module is Module.DENSE_MLP)
-        or (Recompute.CORE_ATTN in chosen and row.op is FlopOp.ATTENTION)
+        (Recompute.MOE in chosen and work.module in _MOE_BLOCK)
+        or (Recompute.SHARED_EXPERTS in chosen and work.module is Module.SHARED_EXPERTS)
+        or (Recompute.MLP in chosen and work.module is Module.DENSE_MLP)
+        or (Recompute.CORE_ATTN in chosen and work.op is FlopOp.ATTENTION)
     )

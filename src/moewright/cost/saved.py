@@ -114,7 +114,7 @@ def activations_away(offload: Collection[Offload]) -> int:
 
 def offloaded(row: recompute.Saved, choices: Collection[Offload]) -> bool:
     """Whether one of the choices moves the tensor to the host."""
-    return any((row.module, row.name) == _OFFLOADED.get(choice) for choice in choices)
+    return any((row.of, row.name) == _OFFLOADED.get(choice) for choice in choices)
 
 
 def quantised(model: ModelSpec, row: recompute.Saved, inputs: float | None) -> int:

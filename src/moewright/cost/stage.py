@@ -160,12 +160,15 @@ def _moved(layout: Layout, rank: int, selection: Selection, micro_batch: int, la
     """What one rank's dispatch moved, as recorded."""
     sources = _sources(layout, rank, selection)
     here = grid.coordinate(layout, rank, "ep")
-    out = coming = 0
+    out, received = 0, [0]
     if selection.copies:
         of_source = selection.copies[micro_batch][layer]
-        out, coming = sum(of_source[sources[here]]), sum(of_source[source][here] for source in sources)
+        out = sum(of_source[sources[here]])
+        peers = (rank, *grid.group_ranks(layout, "etp", rank))
+        received = [sum(of_source[source][here] for source in _sources(layout, peer, selection)) for peer in peers]
     sent = sum(selection.counts[micro_batch][layer][sources[here]])
-    return routing.Moved(sent=sent, copies_out=out, copies_in=coming)
+    gathered = layout.etp * max(received)
+    return routing.Moved(sent=sent, copies_out=out, copies_in=received[0], gathered=gathered)
 
 
 def _over(

@@ -156,7 +156,8 @@ def _copied(
     moe: MoeSpec, layout: Layout, row: int, moves: Sequence[tuple[routing.Moved, int]], forwards: int, passes: int
 ) -> Iterator[_Call]:
     """The de-duplicating dispatcher: counts; a copy's wanted experts (int32), its row and its probabilities; partial
-    sums back. Backward: gradients of the sums out, of rows and probabilities back.
+    sums back. Backward: gradients of the sums out, of rows and probabilities back. ETP ranks gather all that each other
+    receives, parts padded to the widest, and reduce-scatter the sums; in backward the transposed.
     """
     out = sum(times * moved.copies_out for moved, times in moves)
     coming = sum(times * moved.copies_in for moved, times in moves)
@@ -164,6 +165,13 @@ def _copied(
     forward = told + out * (INT32_BYTES * k + row + FP32_BYTES * k) + coming * row
     yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 5 * passes
     yield Collective.ALL_TO_ALL, "ep", out * row + coming * (row + FP32_BYTES * k), 3 * passes
+    padded = sum(times * moved.gathered for moved, times in moves)
+    widest = padded // layout.etp
+    gathered = told + widest * (INT32_BYTES * k + row + FP32_BYTES * k)
+    yield Collective.ALL_GATHER, "etp", forwards * gathered, forwards * 4 * passes
+    yield Collective.REDUCE_SCATTER, "etp", forwards * padded * row, forwards * passes
+    yield Collective.ALL_GATHER, "etp", widest * row, passes
+    yield Collective.REDUCE_SCATTER, "etp", padded * (row + FP32_BYTES * k), 2 * passes
 
 
 def _replayed(layout: Layout, *policies: Recompute) -> bool:

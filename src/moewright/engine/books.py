@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,6 +109,14 @@ class _FlopMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """The module that something is booked to, and whether it is part of an MTP depth."""
+
+    module: Module
+    depth: bool
+
+
 class Books:
     """One rank's running counts. Counting is off except inside `counting()`."""
 
@@ -118,24 +127,31 @@ class Books:
         self._peak_saved: dict[Module, int] = {}
         self._peak_alive = 0
         self.later = Later()  # not counted: whoever is handed the books, for what runs inside a step, needs it too
-        self._modules = [Module.OTHER]
+        self._places = [Where(module=Module.OTHER, depth=False)]
         self._counting = False
         self.making_on_host = False
 
     @property
     def module(self) -> Module:
-        """The module whose code runs now."""
-        return self._modules[-1]
+        """The module that what runs now is booked to."""
+        return self.where.module
+
+    @property
+    def where(self) -> Where:
+        """What runs now; `within` leads back to it."""
+        return self._places[-1]
 
     @contextmanager
-    def within(self, module: Module) -> Iterator[None]:
-        """Attribute what runs inside to `module`; all of an MTP depth but its router is the depth's."""
-        inside = self.module is Module.MTP and module is not Module.ROUTER
-        self._modules.append(Module.MTP if inside else module)
+    def within(self, place: Module | Where) -> Iterator[None]:
+        """Attribute what runs inside to a module; all of an MTP depth but its router is the depth's."""
+        if isinstance(place, Module):
+            depth = self.where.depth or place is Module.MTP
+            place = Where(module=Module.MTP if depth and place is not Module.ROUTER else place, depth=depth)
+        self._places.append(place)
         try:
             yield
         finally:
-            self._modules.pop()
+            self._places.pop()
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from moewright.engine import collectives
+from moewright.engine.batch import Batch, batch_here
 from moewright.engine.books import Books, identity
 from moewright.engine.build import trainee
 from moewright.engine.kernels import native_bf16
 from moewright.engine.model.layers import Slot
-from moewright.engine.pipeline.course import Batch
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import train_step
 from moewright.engine.support import refuse_unrunnable
@@ -114,8 +114,8 @@ class _Blank:
     """Micro-batches without content."""
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        shape = run.mesh.layout.mbs, run.workload.seq_len // run.mesh.layout.cp
-        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None
+        tokens = torch.zeros(run.mesh.layout.mbs, run.workload.seq_len, dtype=torch.int64)
+        return batch_here(run, tokens, tokens, None)
 
 
 class Meter(TorchDispatchMode):

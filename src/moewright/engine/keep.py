@@ -142,7 +142,7 @@ class _StandIn:
     """For a tensor that backward brings back when first asked for it, and drops when last."""
 
     def __init__(self, books: Books) -> None:
-        self._books, self._module = books, books.module
+        self._books, self._where = books, books.where
         self._value: torch.Tensor | None = None
         self._asking = 0
 
@@ -155,7 +155,7 @@ class _StandIn:
 
     def take(self) -> torch.Tensor:
         if self._value is None:
-            with torch.no_grad(), self._books.within(self._module):
+            with torch.no_grad(), self._books.within(self._where):
                 self._value = self.bring()
         value = self._value
         self._asking -= 1
@@ -239,7 +239,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, books: Books, block: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.books, ctx.module, ctx.block = books, books.module, block
+        ctx.books, ctx.where, ctx.block = books, books.where, block
         ctx.save_for_backward(*inputs)
         out = block(*inputs)
         ctx.mark_non_differentiable(*(x for x in out if not x.is_floating_point()))
@@ -251,7 +251,7 @@ class _Replay(torch.autograd.Function):
             x.detach().requires_grad_(needed)
             for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
-        with torch.enable_grad(), ctx.books.within(ctx.module):
+        with torch.enable_grad(), ctx.books.within(ctx.where):
             out = ctx.block(*inputs)
             used = [(x, grad) for x, grad in zip(out, grads, strict=True) if x.requires_grad and grad is not None]
             torch.autograd.backward([x for x, _ in used], [grad for _, grad in used])

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
+from moewright.engine.batch import NO_TARGET, Batch, batch_here
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import all_reduce
 from moewright.engine.data.indexed import IndexedDataset
@@ -22,7 +23,7 @@ from moewright.engine.kernels import Runs
 from moewright.engine.model.router import biases_of, coefficients_of, routers_of
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.pipeline.course import Batch, evaluate, train
+from moewright.engine.pipeline.course import evaluate, train
 from moewright.engine.pipeline.executor import Key, Made
 from moewright.engine.runtime import Runtime
 from moewright.rules.context import attended, held
@@ -86,15 +87,14 @@ class Data:
         tokens = fetch(self.dataset, ids, seq_len=work.seq_len, vocab_size=run.model.vocab_size)
         inputs, targets = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:].copy())
         runs = None if work.data.documents is Documents.JOINED else self._cut(run, ids, targets)
-        here = run.positions
-        return inputs[:, here].to(run.device), targets[:, here].to(run.device), runs
+        return batch_here(run, inputs, targets, runs)
 
     def _cut(self, run: Runtime, ids: Int64s, targets: torch.Tensor) -> Runs:
         """The documents of samples `ids`, of whose last tokens the `targets` [mbs, seq_len] are struck out."""
         length, lengths = run.workload.seq_len, list[int]()
         for row, sample in enumerate(ids.tolist()):
             ends = documents_end(self.dataset, sample, seq_len=length)
-            targets[row, [end - 1 for end in ends]] = -1
+            targets[row, [end - 1 for end in ends]] = NO_TARGET
             lengths += [stop - start for start, stop in pairwise(sorted({0, *ends, length}))]
         starts = torch.tensor([0, *accumulated(lengths)], dtype=torch.int32, device=run.device)
         return Runs(lengths=tuple(lengths), starts=starts)
@@ -206,7 +206,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
     count = micro_batches(workload_of(run.workload, step - 1), mesh.layout)
     with clock.phase(Phase.DATA):
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
-        valid = torch.tensor([sum(int((targets >= 0).sum()) for _, targets, _ in batches)], device=run.device)
+        valid = torch.tensor([sum(int((one.targets >= 0).sum()) for one in batches)], device=run.device)
         valid_targets = int(all_reduce(valid, mesh.group("dp_cp")))
     sums = _no_sums(run, count)
     job.optimizer.begin(count)
@@ -228,7 +228,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         finite=isfinite(norm) and isfinite(nll),
         stop=stops > 0,
         own_nll=sums.nll,
-        attended=sum(_attended(run, runs) for _, _, runs in batches if runs),
+        attended=sum(_attended(run, one.runs) for one in batches if one.runs),
         counts=sums.counts,
         router_losses=router_losses,
     )
@@ -244,7 +244,7 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, *, 
         chunk = job.model.chunks[number]
         with clock.phase(Phase.FORWARD), run.keeper.forward(key, job.optimizer.resident):
             first = _first_sequence(run, step, micro_batch)
-            out: Output = job.model(*batches[micro_batch], chunk=number, hidden_tH=hidden, first=first)
+            out: Output = job.model(batches[micro_batch], chunk=number, hidden_tH=hidden, first=first)
             loss = out.aux.sum() / aux_share
             if chunk.loss:
                 nll = out.nll.sum()
@@ -335,7 +335,7 @@ def heldout_loss(job: Trainee, data: Batches, batches: int, beat: Callable[[], N
         def see(key: Key, out: Output, parts: Sequence[Batch] = parts) -> None:
             if job.model.chunks[key[1]].loss and mesh.coordinate("tp") == 0:  # a TP group shares one
                 here["nll"] += float(out.nll.sum())
-                here["targets"] += int((parts[key[0]][1] >= 0).sum())
+                here["targets"] += int((parts[key[0]].targets >= 0).sum())
 
         evaluate(run, job.model, parts, see)
     shared = torch.tensor([here["nll"], float(here["targets"])], dtype=torch.float64, device=run.device)

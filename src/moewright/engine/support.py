@@ -9,9 +9,8 @@ from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
-from moewright.spec.workload import Documents, Dtype, Workload
+from moewright.spec.workload import Dtype, Workload
 
-_BESIDE_MTP = (Recompute.FULL, Recompute.LAYERNORM, Recompute.MOE_ACT)
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
 
 
@@ -60,36 +59,20 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
         rule = "the engine runs latent attention over tp with sequence parallelism alone"
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
     if model.mtp_layers:
-        yield from _beside_mtp(layout, model, workload)
+        yield from _beside_mtp(layout, model)
     if model.moe is None or layout.etp == 1:
         return
-    if layout.dispatcher is Dispatcher.DEDUP:
-        rule = "the engine's de-duplicating dispatcher moves rows of whole experts"
-        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
     step = _GROUPED_ROW_BYTES // workload.precision.nbytes
     if model.moe.ffn_size // layout.etp % step:
         rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
 
 
-def _beside_mtp(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
-    """What MTP depths do not go with: they stand with the loss, see whole sequences, and are replayed whole."""
-    if layout.recompute_block or layout.recompute_span > 1:
-        rule = "beside MTP depths the engine replays all layers, one a checkpoint"
-        yield Reason(field="layout.recompute", value="block, uniform", rule=rule, nearest="full")
-    if workload.data.documents is not Documents.JOINED:
-        rule = "the engine shifts tokens for MTP over the ends of documents"
-        yield Reason(field="data.documents", value=workload.data.documents, rule=rule, nearest=Documents.JOINED)
-    if layout.cp > 1:
-        rule = "the engine shifts tokens for MTP within one rank's part of a sequence"
-        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+def _beside_mtp(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
+    """What MTP depths do not go with: they stand with the loss."""
     if layout.tp > 1 and not layout.sp:
         rule = "the engine cuts the MTP projection with sequence parallelism alone"
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
-    partly = [choice for choice in layout.recompute if choice not in _BESIDE_MTP]
-    if partly:
-        rule = "beside MTP the engine replays whole layers, norms and activations alone"
-        yield Reason(field="layout.recompute", value="+".join(layout.recompute), rule=rule, nearest="full")
     legal = not stage_reasons(model, layout)
     if legal and not all(chunk.loss for chunk in chunks(model, layout) if chunk.mtp):
         rule = "the engine runs MTP depths in the stage of the loss"

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from moewright.engine import collectives
+from moewright.engine.batch import Batch, batch_here
 from moewright.engine.batch_file import NAMES, workload_of
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Coordinator, Piece, alone, load, read_index, save
@@ -29,7 +30,7 @@ from moewright.engine.model.layers import Slot
 from moewright.engine.model.router import routers_of
 from moewright.engine.model.transformer import Output
 from moewright.engine.optim.update import adamw_update, sgd_update
-from moewright.engine.pipeline.course import Batch, evaluate
+from moewright.engine.pipeline.course import evaluate
 from moewright.engine.pipeline.executor import Key
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import finite
@@ -78,9 +79,8 @@ class FixedBatches:
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         rows = rows_here(run, micro_batch)
         batch = step % len(self.inputs)
-        here = run.positions
-        inputs, targets = (x[batch, rows.start : rows.stop, here].to(run.device) for x in (self.inputs, self.targets))
-        return inputs, targets, None
+        inputs, targets = (x[batch, rows.start : rows.stop] for x in (self.inputs, self.targets))
+        return batch_here(run, inputs, targets, None)
 
 
 def rows_here(run: Runtime, micro_batch: int) -> range:

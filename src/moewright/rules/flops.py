@@ -7,7 +7,7 @@ counted: input embedding, router, recomputation, elementwise work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moewright.rules.context import factors
@@ -17,6 +17,20 @@ from moewright.spec.ledger import FlopOp, FlopRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
 
 TRAIN_OVER_FORWARD = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """FLOPs of one part of a forward; `depth`: of an MTP depth, which they are booked to, but its router's."""
+
+    op: FlopOp
+    module: Module
+    flops: int
+    depth: bool = False
+
+    @property
+    def booked(self) -> Module:
+        return Module.MTP if self.depth and self.module is not Module.ROUTER else self.module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +89,14 @@ def flop_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -
 
 def forward_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> tuple[FlopRow, ...]:
     """The forward part of `flop_rows`; what a recomputation of these layers adds."""
+    return summed(forward_work(model, layout, share, seq_len=seq_len))
+
+
+def summed(work: Iterable[Work]) -> tuple[FlopRow, ...]:
+    """By (op, module), sorted."""
     sums: dict[tuple[FlopOp, Module], int] = {}
-    for op, module, flops in _forward(model, layout, share, seq_len):
-        sums[op, module] = sums.get((op, module), 0) + flops
+    for one in work:
+        sums[one.op, one.booked] = sums.get((one.op, one.booked), 0) + one.flops
     return tuple(FlopRow(op=op, module=module, flops=flops) for (op, module), flops in sorted(sums.items()) if flops)
 
 
@@ -112,22 +131,26 @@ def attention_weights(model: ModelSpec) -> tuple[int, int]:
     return spec.q_lora_rank * spec.q_width + kv_up + spec.out_width * h, down + h * spec.q_lora_rank
 
 
-def _forward(model: ModelSpec, layout: Layout, share: Share, seq_len: int) -> Iterator[tuple[FlopOp, Module, int]]:
+def forward_work(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> Iterator[Work]:
+    """The parts of `forward_rows`."""
     h, tp = model.hidden_size, layout.tp
     tokens = share.tokens
     for layer in share.layers:
-        yield from _layer(model, layout, layer, model.moe_layers[layer], share, seq_len)
+        for op, module, flops in _layer(model, layout, layer, model.moe_layers[layer], share, seq_len):
+            yield Work(op=op, module=module, flops=flops)
     for depth in range(share.mtp):
-        yield FlopOp.GEMM, Module.MTP, 2 * tokens * 2 * h * h // tp
+        yield Work(op=FlopOp.GEMM, module=Module.MTP, flops=2 * tokens * 2 * h * h // tp)
         for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], share, seq_len):
-            yield op, module if module is Module.ROUTER else Module.MTP, flops
+            yield Work(op=op, module=module, flops=flops, depth=True)
     passes = share.mtp + (1 if share.head else 0)
-    yield FlopOp.GEMM, Module.HEAD, passes * 2 * tokens * h * even_part(model.vocab_size, tp)
+    head = passes * 2 * tokens * h * even_part(model.vocab_size, tp)
+    yield Work(op=FlopOp.GEMM, module=Module.HEAD, flops=head)
     if model.moe and share.routed_rows:
         matrices = 3 if model.gated else 2
         per_row = 2 * matrices * h * model.moe.ffn_size // layout.etp
-        yield FlopOp.GROUPED_GEMM, Module.EXPERTS, (share.routed_rows - share.mtp_rows) * per_row
-        yield FlopOp.GROUPED_GEMM, Module.MTP, share.mtp_rows * per_row
+        grouped, experts = FlopOp.GROUPED_GEMM, Module.EXPERTS
+        yield Work(op=grouped, module=experts, flops=(share.routed_rows - share.mtp_rows) * per_row)
+        yield Work(op=grouped, module=experts, flops=share.mtp_rows * per_row, depth=True)
 
 
 def _layer(

@@ -38,6 +38,7 @@ class Saved:
     name: str
     bytes: int
     freed_by: tuple[Recompute, ...]
+    of: Module  # the module that it is part of, also where all is booked to an MTP depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +103,10 @@ def replayed(layout: Layout, place: int) -> tuple[Recompute, ...]:
 
 def kept_at(rows: Collection[Saved], layout: Layout, place: int) -> tuple[Saved, ...]:
     """The rows that the layer at `place` of its chunk keeps. A checkpoint over several layers keeps the first's input
-    alone of what any of them reads from the one before."""
+    alone of what any of them reads from the one before; an MTP depth has one of its own."""
     left = kept(rows, replayed(layout, place))
-    if place % layout.recompute_span:
+    depth = any(row.module is Module.MTP for row in rows)
+    if place % layout.recompute_span and not depth:
         left = tuple(row for row in left if row.name != "layer_input")
     return left
 
@@ -205,7 +207,7 @@ def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved)
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         return slots * layout.ep * layout.etp + 2 * R
     if layout.dispatcher is Dispatcher.DEDUP:
-        return slots + moved.copies_out + moved.copies_in * moe.router.top_k + 2 * R
+        return slots + moved.copies_out + moved.gathered * moe.router.top_k + 2 * R
     mixed = 2 * R if layout.ep > 1 and moe.experts > layout.ep else 0
     return slots + moved.sent * (2 if layout.capacity else 1) + (R if layout.etp > 1 else mixed)
 
@@ -255,4 +257,5 @@ def _norm_statistics(model: ModelSpec, rows: int) -> int:
 
 
 def _row(module: Module, name: str, size_bytes: int, *freed_by: Recompute, full: bool = True) -> Saved:
-    return Saved(module=module, name=name, bytes=size_bytes, freed_by=(Recompute.FULL, *freed_by) if full else freed_by)
+    freed = (Recompute.FULL, *freed_by) if full else freed_by
+    return Saved(module=module, name=name, bytes=size_bytes, freed_by=freed, of=module)

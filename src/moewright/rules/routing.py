@@ -66,22 +66,25 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
     """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends, and under dedup the
-    copies of tokens, one a rank, that it sends and receives.
+    copies of tokens, one a rank, that it sends and receives. `gathered` are the copies that the ranks of its ETP group
+    have received together, each part padded to the largest.
     """
 
     sent: int
     copies_out: int
     copies_in: int
+    gathered: int
 
 
 def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Moved:
     """Under even routing, as many copies out as in: docs/formulas.md 3."""
     if model.moe is None:
-        return Moved(sent=0, copies_out=0, copies_in=0)
+        return Moved(sent=0, copies_out=0, copies_in=0, gathered=0)
     tokens, top_k = micro_batch_tokens(workload, layout), model.moe.router.top_k
     rows = capacity_rows(tokens, top_k, model.moe.experts, layout.capacity)
     copies = round(tokens * expected_distinct(layout.ep, top_k))
-    return Moved(sent=min(tokens * top_k, rows * model.moe.experts), copies_out=copies, copies_in=copies)
+    sent = min(tokens * top_k, rows * model.moe.experts)
+    return Moved(sent=sent, copies_out=copies, copies_in=copies, gathered=copies * layout.etp)
 
 
 def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float:

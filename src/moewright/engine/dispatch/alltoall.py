@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows
+from moewright.engine.dispatch.seam import Routed, Rows, on_host, padded, sorted_rows
 from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots, count_rows
 
 
@@ -102,7 +102,7 @@ class AllToAll:
         rows = all_to_all(routed.rows, self._group, send=route.send, receive=route.receive)
         weights = all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
         if route.places is not None:
-            rows, weights = (Gather.apply(_padded(x, route.widest), self._slices) for x in (rows, weights))
+            rows, weights = (Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights))
         return Routed(rows=rows, weights=weights)
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
@@ -143,8 +143,3 @@ def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:
     experts = torch.cat((torch.arange(local, device=held.device).repeat(sources), held.new_full((1,), local)))
     expert_of_row = experts.repeat(parts).repeat_interleave(lengths.flatten(), output_size=parts * widest)
     return torch.argsort(expert_of_row, stable=True)[:rows_here].clone()
-
-
-def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with rows of zeros after it."""
-    return torch.cat((x, x.new_zeros((rows - len(x), *x.shape[1:]))))

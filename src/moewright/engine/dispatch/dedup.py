@@ -1,5 +1,6 @@
 """The de-duplicating all-to-all: a token crosses to a rank once, with the list of its experts there, and one weighted
-partial sum comes back (docs/formulas.md 3). It pays where a token has several experts on a rank.
+partial sum comes back (docs/formulas.md 3). It pays where a token has several experts on a rank. Ranks that hold parts
+of the same experts gather each other's copies.
 """
 
 from __future__ import annotations
@@ -8,30 +9,33 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.collectives import Group, all_to_all
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
+from moewright.engine.dispatch.seam import Routed, Rows, on_host, padded, sorted_rows, wanted_rows
 from moewright.engine.model.functions import Spread, SumSlots, count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     """`copies` are the rows sent, one a token and rank; `slots` the rows of the local experts among the slots of the
-    received copies; `send` and `receive` count copies a rank; `ends` and `sent` as in the seam.
+    received copies, or of those that ETP ranks gathered, each part padded to `widest` copies; `send` and `receive`
+    count copies a rank; `ends` and `sent` as in the seam.
     """
 
     copies: Rows
     slots: Rows
     send: tuple[int, ...]
     receive: tuple[int, ...]
+    widest: int
     ends: torch.Tensor
     sent: torch.Tensor
 
 
 class Dedup:
-    """Dispatch over an expert-parallel group of whole experts."""
+    """Dispatch over an expert-parallel group, whose experts may be cut over the ranks of `slices`."""
 
-    def __init__(self, group: Group, experts: int) -> None:
+    def __init__(self, group: Group, slices: Group, experts: int) -> None:
         self._group = group
+        self._slices = slices
         self._experts = experts
 
     def preprocess(
@@ -44,18 +48,22 @@ class Dedup:
         first_Tk = first_of_each(rank_Tk, size)
         sent = count_rows(first_Tk, size + 1)[:-1]
         told = all_to_all(torch.cat((counts, sent[:, None]), 1), group, send=[1] * size, receive=[1] * size)
-        per_expert = told[:, :local].sum(0)
-        send, receive, rows = on_host(sent, told[:, local], per_expert.sum()[None])
+        held = gather(told, self._slices).view(-1, size, local + 1)
+        per_expert = held[:, :, :local].sum((0, 1))
+        send, receive, parts, rows = on_host(sent, told[:, local], held[:, :, local].sum(1), per_expert.sum()[None])
         copies = sorted_rows(first_Tk, sum(send))
         rank_of_copy = first_Tk.flatten()[copies.places]
         wanted = experts_Tk[copies.tokens] - rank_of_copy[:, None] * local
         wanted = wanted.masked_fill((wanted < 0) | (wanted >= local), local).to(torch.int32)
-        wanted = all_to_all(wanted, group, send=send, receive=receive)
+        wanted, widest = all_to_all(wanted, group, send=send, receive=receive), max(parts)
+        if self._slices.size > 1:
+            wanted = gather(padded(wanted, widest, local), self._slices)
         route = Route(
             copies=copies,
             slots=sorted_rows(wanted, rows[0]),
             send=send,
             receive=receive,
+            widest=widest,
             ends=per_expert.cumsum(0).to(torch.int32),
             sent=torch.cat((counts.flatten(), sent)),
         )
@@ -71,9 +79,10 @@ class Dedup:
     def dispatch(self, routed: Routed, route: Route) -> Routed:
         """Copies and weights to the ranks of their experts."""
         rows = all_to_all(routed.rows, self._group, send=route.send, receive=route.receive)
-        return Routed(
-            rows=rows, weights=all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
-        )
+        weights = all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
+        if self._slices.size > 1:
+            rows, weights = (Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights))
+        return Routed(rows=rows, weights=weights)
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
         """A row for each expert here that a copy wants, by expert."""
@@ -84,7 +93,9 @@ class Dedup:
         return SumSlots.apply(rows, route.slots.tokens, route.slots.rows)
 
     def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        """Partial sums back to the ranks of their tokens."""
+        """Partial sums back to the ranks of their tokens, the parts of cut experts summed."""
+        if self._slices.size > 1:
+            rows = ScatterSum.apply(rows, self._slices)[: sum(route.receive)]
         return all_to_all(rows, self._group, send=route.receive, receive=route.send)
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:

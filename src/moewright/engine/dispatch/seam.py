@@ -55,6 +55,11 @@ def wanted_rows(routed: Routed, slots: Rows) -> Routed:
     return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
 
 
+def padded(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
+    """x with rows of zeros, or of another number, after it."""
+    return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), filling)))
+
+
 class Dispatcher(Protocol):
     """One way to bring tokens to their experts and the results back. A slot whose expert is E was dropped.
 

@@ -165,7 +165,7 @@ class RingAttention(Booked):
         q, k, v, out, *rest = ctx.saved_tensors
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
         following: Shift | None = None
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             kv = torch.cat((k, v), -1)
             sums = torch.zeros_like(kv, dtype=torch.float32)
             for meeting, block in _round(kv, ctx.met, ctx.group):
@@ -209,7 +209,7 @@ class GatheredAttention(Booked):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
         q, k, v, out, *rest = ctx.saved_tensors
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             blocks = _gathered(torch.cat((k, v), -1), ctx.group)
             sums = torch.zeros_like(blocks, dtype=torch.float32)
             for meeting in ctx.met:

@@ -30,7 +30,7 @@ class Booked(torch.autograd.Function):
 
     @staticmethod
     def remember(ctx: Any, books: Books) -> None:
-        ctx.books, ctx.module = books, books.module
+        ctx.books, ctx.where = books, books.where
 
     @staticmethod
     def weight_gradients(
@@ -41,7 +41,7 @@ class Booked(torch.autograd.Function):
         """
 
         def booked() -> Sequence[torch.Tensor]:
-            with ctx.books.within(ctx.module):
+            with ctx.books.within(ctx.where):
                 return make()
 
         return ctx.books.later.gradients([GradientEdge(*edge) for edge in ctx.next_functions[inputs]], booked)
@@ -138,7 +138,7 @@ class CausalAttention(Booked):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, out, *rest = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             if ctx.runs is None:
                 return (*attention_backward(grad, q, k, v, out, tuple(rest)), None, None)
             return (*attention_of_runs_backward(grad, q, k, v, out, tuple(rest), ctx.runs), None, None)

@@ -41,7 +41,7 @@ class ColumnLinear(Booked):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_tK, *weights = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
             grad_TK = parts.pop()
             while parts:
@@ -68,7 +68,7 @@ class RowLinear(Booked):
     @staticmethod
     def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_NK = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             g_TN = ctx.tp.whole(g_tN)
             grad_TK = matmul(g_TN, w_NK)
         return grad_TK, *Booked.weight_gradients(ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]), None, None
@@ -92,7 +92,7 @@ class RouterLinear(Booked):
     @staticmethod
     def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_TK, w_EK = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             grad_x = _shaken(torch.mm(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
             grad_w = torch.mm(g_TE.T, _shaken(x_TK.to(g_TE.dtype), ctx.noise))
         return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
@@ -114,7 +114,7 @@ class GateLinear(Booked):
     @staticmethod
     def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x_TK, w_NK = ctx.saved_tensors
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None
 
 
@@ -131,7 +131,7 @@ class GroupedLinear(Booked):
     def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_RK, w_ENK, ends_E = ctx.saved_tensors
         g_RN = g_RN.contiguous()
-        with ctx.books.within(ctx.module):
+        with ctx.books.within(ctx.where):
             grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
         of_weight = Booked.weight_gradients(ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)])
         return grad_RK, *of_weight, None, None

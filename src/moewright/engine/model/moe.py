@@ -102,6 +102,6 @@ def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
         here = experts_of(run.model, layout, mesh.coordinate("ep"))
         return AllGather(mesh.group("etp_ep"), spec.experts, here=here)
     if layout.dispatcher is Dispatcher.DEDUP:
-        return Dedup(mesh.group("ep"), spec.experts)
+        return Dedup(mesh.group("ep"), mesh.group("etp"), spec.experts)
     even = run.workload.router.force is RouterForce.BALANCED
     return AllToAll(mesh.group("ep"), mesh.group("etp"), spec.experts, even=even, drops=layout.capacity > 0)

@@ -17,7 +17,6 @@ from moewright.engine.keep import Decided, replayed
 from moewright.engine.model.layers import Norm, Sequences, Weight
 from moewright.engine.model.linears import ColumnLinear
 from moewright.engine.runtime import Runtime
-from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 
 if TYPE_CHECKING:
@@ -41,9 +40,12 @@ class Depth(nn.Module):
         self.layer = layer
         self.final_norm = Norm(run, hidden, of_hidden=True)
 
-    def forward(self, embedded_tH: torch.Tensor, hidden_tH: torch.Tensor, batch: Sequences) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, embedded_tH: torch.Tensor, hidden_tH: torch.Tensor, batch: Sequences, again: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """`again`: a checkpoint of full recompute covers the depth, and nothing beside it."""
         with self._run.books.within(Module.MTP):
-            if not self._run.replays(Recompute.FULL):
+            if not again:
                 return self._block(None, batch, embedded_tH, hidden_tH)
             block = partial(self._block, Decided(), batch)
             out: tuple[torch.Tensor, ...] = replayed(self._run.books, block, embedded_tH, hidden_tH)
@@ -65,8 +67,3 @@ class Depth(nn.Module):
         tokens = len(joined_tH2)
         traded = all_to_all(columns, tp, send=[tokens] * tp.size, receive=[tokens] * tp.size)
         return traded.view(tp.size, tokens, -1).transpose(0, 1).flatten(1)
-
-
-def ahead(x_BS: torch.Tensor, last: int) -> torch.Tensor:
-    """One token to the left in every sequence, `last` at the end."""
-    return torch.cat((x_BS[:, 1:], x_BS.new_full((len(x_BS), 1), last)), 1)

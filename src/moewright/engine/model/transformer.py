@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from moewright.engine.batch import Batch
 from moewright.engine.keep import Decided, replayed
-from moewright.engine.kernels import Runs
 from moewright.engine.model.latent import LatentAttention
 from moewright.engine.model.layers import (
     Attention,
@@ -26,7 +26,7 @@ from moewright.engine.model.layers import (
     token_loss,
 )
 from moewright.engine.model.moe import Moe
-from moewright.engine.model.mtp import Depth, ahead
+from moewright.engine.model.mtp import Depth
 from moewright.engine.model.router import coefficients_of
 from moewright.engine.runtime import Runtime
 from moewright.rules import recompute
@@ -34,8 +34,6 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind
-
-NO_TARGET = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +113,7 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        ids_BS: torch.Tensor,
-        targets_BS: torch.Tensor,
-        runs: Runs | None = None,
+        batch: Batch,
         *,
         chunk: int = 0,
         hidden_tH: torch.Tensor | None = None,
@@ -125,30 +121,30 @@ class Transformer(nn.Module):
     ) -> Output:
         """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding.
 
-        `runs`: of the micro-batch's tokens that attend only each other, if not whole sequences. `first` as in
-        Sequences.
+        `first` as in Sequences.
         """
         here = self.chunks[chunk]
         x_tH = hidden_tH
         if here.embedding:
             assert self.embedding is not None  # made with the chunk
-            x_tH = self.embedding(ids_BS.flatten())
+            x_tH = self.embedding(batch.inputs.flatten())
         assert x_tH is not None  # only the first chunk starts from ids
-        losses, counts, batch = [], [], self._rotary.sequences(ids_BS.shape[0], runs, first)
+        losses, counts, lie = [], [], self._rotary.sequences(len(batch.inputs), batch.runs, first)
         for layers, again in self._checkpoints(here.layers):
-            x_tH, *routed = self._through(layers, again, batch, x_tH)
+            x_tH, *routed = self._through(layers, again, lie, x_tH)
             losses += routed[::2]
             counts += routed[1::2]
         nll, logits = x_tH.new_zeros(0, dtype=torch.float32), x_tH.new_zeros(0)
         if here.loss:
             assert self.final_norm is not None  # made with the chunk
-            nll, logits = self._loss(self.final_norm, x_tH, targets_BS)
+            nll, logits = self._loss(self.final_norm, x_tH, batch.targets)
         ahead_nll, hidden_tH = nll.new_zeros(()), x_tH
-        for depth in self._depths if here.mtp else ():
-            ids_BS, targets_BS = ahead(ids_BS, 0), ahead(targets_BS, NO_TARGET)
+        for place, depth in enumerate(self._depths if here.mtp else (), len(here.layers)):
+            ids_BS, targets_BS = batch.ahead[place - len(here.layers)]
             assert self.embedding is not None  # made with the chunk
             embedded_tH = self.embedding(ids_BS.flatten())
-            hidden_tH, *routed = depth(embedded_tH, hidden_tH, batch)
+            again = Recompute.FULL in recompute.replayed(self._run.mesh.layout, place)
+            hidden_tH, *routed = depth(embedded_tH, hidden_tH, lie, again)
             losses += routed[::2]
             counts += routed[1::2]
             ahead_nll = ahead_nll + self._loss(depth.final_norm, hidden_tH, targets_BS)[0].sum()

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from moewright.engine.kernels import Runs
+from moewright.engine.batch import Batch
 from moewright.engine.model.transformer import Output, Transformer
 from moewright.engine.pipeline.executor import Backward, Forward, Key, Made, Weights, execute
 from moewright.engine.pipeline.wires import Wires
@@ -16,10 +16,6 @@ from moewright.rules.rows import Kind
 from moewright.rules.schedule import timetable
 from moewright.rules.transfers import Stop, itinerary
 from moewright.spec.layout import Layout
-
-# Inputs and targets [mbs, seq_len / cp], targets < 0 being none; runs of the micro-batch's tokens, before CP cuts them,
-# that attend only each other, if not whole sequences.
-Batch = tuple[torch.Tensor, torch.Tensor, Runs | None]
 
 
 def train(run: Runtime, batches: Sequence[Batch], *, forward: Forward, backward: Backward, weights: Weights) -> None:
@@ -34,7 +30,7 @@ def evaluate(run: Runtime, model: Transformer, batches: Sequence[Batch], see: Ca
     stops = _forward_stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
 
     def forward(key: Key, hidden: torch.Tensor | None) -> Made:
-        out = model(*batches[key[0]], chunk=key[1], hidden_tH=hidden)
+        out = model(batches[key[0]], chunk=key[1], hidden_tH=hidden)
         see(key, out)
         return Made(hidden=None if model.chunks[key[1]].loss else out.hidden_tH, loss=None)
 
@@ -49,7 +45,7 @@ def _wires(run: Runtime, stops: Sequence[Stop], batches: Sequence[Batch]) -> Wir
     layout, mesh = run.mesh.layout, run.mesh
 
     def like(micro_batch: int) -> torch.Tensor:
-        tokens = batches[micro_batch][0].numel() // (layout.tp if layout.sp else 1)
+        tokens = batches[micro_batch].inputs.numel() // (layout.tp if layout.sp else 1)
         return torch.empty(tokens, run.model.hidden_size, dtype=run.dtype, device=run.device)
 
     return Wires(layout, stops, mesh.group("pp"), mesh.upstream, like)
