@@ -150,7 +150,7 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     joined = torch.cat((normed(ahead, depth.embed_norm), normed(hidden, depth.hidden_norm)), -1)
     x = (joined @ depth.proj.weight.T).flatten(0, 1)
     for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(0, 1)  # the model's length
-    x = depth.layer(None, model._rotary.sequences(3, None), for_layer)[0].unflatten(0, (3, 32))[:, :-1]
+    x = depth.layer(None, model._rotary.sequences(3, None, None), for_layer)[0].unflatten(0, (3, 32))[:, :-1]
     logits = normed(x, depth.final_norm) @ model.head.weight.T
     wanted = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1, reduction="sum"

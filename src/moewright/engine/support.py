@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout, Recompute
+from moewright.spec.layout import Dispatcher, Layout
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
