@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, asked, hidden, take_turns, tokens
+from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import trainee
 from moewright.engine.model.transformer import initial_value
-from moewright.engine.pipeline.course import Batch
 from moewright.engine.runtime import Runtime
 from moewright.engine.step import Trainee, train_step
 from moewright.spec.layout import Layout
@@ -27,7 +27,7 @@ class _Tokens:
     """The contest's tokens as the engine asks for them."""
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        return (*tokens(step - 1), None)
+        return batch_here(run, *tokens(step - 1), None)
 
 
 def job(how: Asked) -> Trainee:
