@@ -1,0 +1,202 @@
+"""What happens to a run whose saves are killed, fail or are damaged, with training waiting for them or not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_train_run import losses, start
+
+import tiny_jobs
+from moewright.engine.checkpoint import Piece, commit, committed, latest
+from moewright.engine.rank import Exit
+from moewright.engine.train import run
+from moewright.spec.errors import BadInput
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
+from moewright.spec.workload import DataSpec, Dtype, SaveMode
+from sharded import whole_state
+
+pytestmark = pytest.mark.spawn
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def make_plan(data: DataSpec, mode: SaveMode, *, steps: int = 12, keep: int = 2) -> Plan:
+    """Two ranks that save after every step."""
+    work = tiny_jobs.workload(data, steps=steps)
+    work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=keep, mode=mode))
+    return tiny_jobs.plan(work, "ep2,mbs2", world_size=2)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    assert run(make_plan(data, SaveMode.SYNC, keep=12), run_dir) is Exit.DONE
+    return run_dir
+
+
+def test_saves_beside_training_store_what_saves_in_line_do(data: DataSpec, uninterrupted: Path, tmp_path: Path) -> None:
+    """Every checkpoint of twelve, while the next steps change the state under it."""
+    assert run(make_plan(data, SaveMode.ASYNC, keep=12), tmp_path) is Exit.DONE
+    assert losses(tmp_path) == losses(uninterrupted)
+    pairs = zip(committed(tmp_path / "checkpoints"), committed(uninterrupted / "checkpoints"), strict=True)
+    before = None
+    for ours, theirs in pairs:
+        assert ours.name == theirs.name
+        found, wanted = whole_state(ours), whole_state(theirs)
+        assert all(found[name].equal(wanted[name]) for name in wanted)
+        assert before is None or not found["head.weight"].equal(before)
+        before = found["head.weight"]
+
+
+def kill_and_resume(plan: Plan, run_dir: Path, kills: int, dice: random.Random) -> None:
+    """Kill the whole job `kills` times, each a moment after it has committed something new; then let it finish."""
+    checkpoints, done = run_dir / "checkpoints", -1
+    for kill in range(kills):
+        process = start(plan, run_dir, run_dir.with_suffix(f".{kill}.log"))
+        deadline = time.monotonic() + PATIENCE_S
+        while step_of(checkpoints) <= done and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(dice.uniform(0, 0.06))
+        assert process.pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)  # the ranks go with it
+        process.join()
+        now = step_of(checkpoints)
+        assert now > done
+        newest = latest(checkpoints)
+        assert newest is not None
+        assert int(whole_state(newest)["optim/updates"]) == now  # every checksum holds
+        done = now
+    assert run(plan, run_dir) is Exit.DONE
+    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")]
+
+
+def unsaved(plan: Plan) -> Plan:
+    work = plan.workload
+    return replace(plan, workload=replace(work, checkpoint=replace(work.checkpoint, every_steps=0)))
+
+
+def step_of(checkpoints: Path) -> int:
+    with suppress(FileNotFoundError):  # purged while it was looked for
+        newest = latest(checkpoints)
+        return -1 if newest is None else int(newest.name.removeprefix("step-"))
+    return -1
+
+
+@pytest.mark.parametrize("mode", list(SaveMode))
+def test_killed_in_the_midst_of_saves_a_run_goes_on_from_the_last_good_one(
+    mode: SaveMode, data: DataSpec, tmp_path: Path
+) -> None:
+    plan, whole = make_plan(data, mode, steps=30), tmp_path / "whole"
+    assert run(unsaved(plan), whole) is Exit.DONE
+    kill_and_resume(plan, tmp_path / "killed", 2, random.Random(5))
+    assert losses(tmp_path / "killed") == losses(whole)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", list(SaveMode))
+def test_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
+    plan, whole = make_plan(data, mode, steps=1500), tmp_path / "whole"
+    assert run(unsaved(plan), whole) is Exit.DONE
+    kill_and_resume(plan, tmp_path / "killed", 50, random.Random(6))
+    assert losses(tmp_path / "killed") == losses(whole)
+
+
+@pytest.mark.parametrize("mode", list(SaveMode))
+def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
+    mode: SaveMode, data: DataSpec, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has no room for its part of the fourth checkpoint: nobody commits it."""
+    plan, write = make_plan(data, mode), commit.write_payload
+
+    def full(path: Path, pieces: Sequence[Piece]) -> object:
+        if "step-00000004" in str(path) and path.name == "rank-00001.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "write_payload", full)
+        with pytest.raises(BadInput, match="checkpoints: no room: a checkpoint needs"):
+            run(plan, tmp_path)
+    assert 4 <= len(losses(tmp_path)) < 12
+    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step-00000002", "step-00000003"]
+    assert run(plan, tmp_path) is Exit.DONE
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_a_flipped_byte_is_refused_by_the_name_of_its_file(data: DataSpec, uninterrupted: Path, tmp_path: Path) -> None:
+    plan = make_plan(data, SaveMode.SYNC, steps=14)
+    optimizer = replace(plan.workload.optimizer, decay_steps=12)
+    plan = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
+    newest = latest(uninterrupted / "checkpoints")
+    assert newest is not None
+    files = sorted(path.name for path in newest.iterdir())
+    assert files == ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    for number, name in enumerate(files):
+        copy = tmp_path / str(number) / "checkpoints" / newest.name
+        copy.mkdir(parents=True)
+        for path in newest.iterdir():
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1 if path.name == name else 0
+            (copy / path.name).write_bytes(content)
+        with pytest.raises(BadInput, match=f"{newest.name}/{name}: .*nearest legal value: an older checkpoint"):
+            run(plan, tmp_path / str(number))
+
+
+def wider(model: ModelSpec) -> ModelSpec:
+    assert model.moe is not None
+    return replace(model, moe=replace(model.moe, ffn_size=32))
+
+
+@pytest.mark.parametrize(
+    ("field", "was", "now"),
+    [
+        ("model.moe.ffn_size", "16", "32"),
+        ("data.fingerprint", "", ""),
+        ("train.precision", "fp32", "bf16"),
+        ("train.decay_steps", "12", "20"),
+        ("train.optimizer.warmup_steps", "2", "3"),
+        ("train.seed", "1234", "99"),
+    ],
+)
+def test_what_decides_the_next_update_must_be_the_same(
+    field: str, was: str, now: str, data: DataSpec, uninterrupted: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(data, SaveMode.SYNC)
+    work = plan.workload
+    changed = {
+        "model.moe.ffn_size": replace(plan, model=wider(plan.model)),
+        "data.fingerprint": replace(
+            plan,
+            workload=replace(work, data=tiny_jobs.corpus(tmp_path / "other", words=50)) if "data" in field else work,
+        ),
+        "train.precision": replace(plan, workload=replace(work, precision=Dtype.BF16)),
+        "train.decay_steps": replace(plan, workload=replace(work, steps=20)),
+        "train.optimizer.warmup_steps": replace(
+            plan, workload=replace(work, optimizer=replace(work.optimizer, warmup_steps=3))
+        ),
+        "train.seed": replace(plan, workload=replace(work, seed=99)),
+    }[field]
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    newest = latest(uninterrupted / "checkpoints")
+    assert newest is not None
+    (run_dir / "checkpoints" / newest.name).symlink_to(newest)
+    with pytest.raises(BadInput, match=f"resume: {field} is {was}.* in the checkpoint and {now}.* in the job"):
+        run(changed, run_dir)
