@@ -13,7 +13,7 @@ from moewright.spec.errors import BadInput, Reason
 if TYPE_CHECKING:
     from moewright.spec.plan import Plan as PlanNoun
 
-Target = Literal["megatron", "torchrun"]
+Target = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
 
 
 def export(
@@ -22,6 +22,7 @@ def export(
     *,
     to: Target | None = None,
     job: Path | None = None,
+    image: str = "",
     from_flags: Path | None = None,
     on: str = "",
     model: str = "",
@@ -37,9 +38,12 @@ def export(
     plan
         A plan, as `plan --json`, `estimate --json` or a run folder holds it.
     to
-        megatron: a Megatron-LM launch script. torchrun: the line that starts our own engine on every node.
+        megatron: a Megatron-LM launch script. bridge: a Megatron Bridge recipe. torchtitan: its configuration.
+        slurm: a batch script. k8s: a TrainJob of Kubeflow Trainer. torchrun: the line that starts our own engine.
     job
-        The job file of the plan; torchrun needs it.
+        The job file of the plan; torchrun needs it, slurm and k8s start our own engine with it and Megatron-LM without.
+    image
+        The container image of k8s.
     from_flags
         A launch script of Megatron-LM. Variables that it does not set are taken from the environment.
     on
@@ -65,7 +69,8 @@ def export(
         if json is not None:
             write_json(json, given)
     if to is not None:
-        print(_written(given, to, job=job, run_dir=plan.parent if plan else Path()), end="")
+        run_dir = str(plan.parent if plan else Path())
+        print(_written(given, to, job=str(job) if job else "", image=image, run_dir=run_dir), end="")
     return 0
 
 
@@ -84,12 +89,26 @@ def _read_back(script: Path, *, on: str, model: str, shown: bool) -> PlanNoun:
     return given
 
 
-def _written(plan: PlanNoun, to: Target, *, job: Path | None, run_dir: Path) -> str:
+def _written(plan: PlanNoun, to: Target, *, job: str, image: str, run_dir: str) -> str:
+    from moewright.export.bridge import bridge
+    from moewright.export.kubernetes import kubernetes
     from moewright.export.megatron import megatron
+    from moewright.export.slurm import slurm
     from moewright.export.torchrun import torchrun
+    from moewright.export.torchtitan import torchtitan
 
+    if job and to in ("megatron", "bridge", "torchtitan"):
+        raise BadInput(Reason(field="--job", value=job, rule=f"says nothing to {to}", nearest="leave it out"))
     if to == "megatron":
         return megatron(plan)
-    if job is None:
+    if to == "bridge":
+        return bridge(plan)
+    if to == "torchtitan":
+        return torchtitan(plan)
+    if to == "slurm":
+        return slurm(plan, job=job, run_dir=run_dir)
+    if to == "k8s":
+        return kubernetes(plan, job=job, run_dir=run_dir, image=image)
+    if not job:
         raise BadInput(Reason(field="--job", rule="is needed for torchrun: the job file of the plan"))
-    return torchrun(plan, job=str(job), run_dir=str(run_dir)) + "\n"
+    return torchrun(plan, job=job, run_dir=run_dir) + "\n"

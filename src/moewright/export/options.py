@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from moewright.codec import nearest
-from moewright.export.megatron_old import OLD, Old
+from moewright.export.megatron_old import OLD
 from moewright.export.shell import MISSING, Command
 from moewright.spec.errors import BadInput, Reason
 
@@ -194,6 +194,3 @@ def _ranks(ranks: Mapping[str, str], exported: Mapping[str, str]) -> tuple[int, 
             raise BadInput(Reason(field=f"--{name}", value=value[:60], rule=rule))
         found.append(int(value) if value.isdigit() else 0)
     return found[0], found[1]
-
-
-__all__ = ["Launch", "Old", "Option", "launch", "table"]

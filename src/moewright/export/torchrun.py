@@ -18,14 +18,22 @@ def launcher(plan: Plan) -> str:
 
     Raises BadInput when the ranks do not fill whole nodes.
     """
+    nodes, ranks = nodes_of(plan)
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {ranks}"
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {ranks} --node-rank $NODE_RANK "
+        "--master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500}"
+    )
+
+
+def nodes_of(plan: Plan) -> tuple[int, int]:
+    """Nodes, and ranks on each. Raises BadInput when the ranks do not fill whole nodes."""
     world, per_node = plan.layout.world_size, plan.hardware.fabric.devices_per_node
     if world <= per_node:
-        return f"torchrun --standalone --nproc-per-node {world}"
+        return 1, world
     nodes, rest = divmod(world, per_node)
     if rest:
         rule = f"must fill whole nodes of {per_node} devices"
         raise BadInput(Reason(field="layout.world_size", value=str(world), rule=rule, nearest=str(nodes * per_node)))
-    return (
-        f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank $NODE_RANK "
-        "--master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500}"
-    )
+    return nodes, per_node
