@@ -45,8 +45,8 @@ def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first()
     first = diagnose(paced(record(), grad_reduce=2.0))[0]
     assert first.wall is Wall.COMMUNICATION
     assert first.share > 0.5
-    assert "gradient reduction 2 s" in first.evidence[0]
-    assert "predicted; not timed apart" in first.evidence[2]
+    assert "gradient reduction 2 s" in first.evidence[1]
+    assert "predicted where phases do not tell it" in first.evidence[0]
     assert "overlap the reduction" in first.fixes[0].text
 
 

@@ -13,9 +13,10 @@ from moewright.codec.files import (
     write_toml,
 )
 from moewright.codec.layout_text import given_fields, layout_text, parse_layout
-from moewright.codec.run_files import read_run, record_line
+from moewright.codec.run_files import PACES_FILE, read_run, record_line
 
 __all__ = [
+    "PACES_FILE",
     "Numbers",
     "fingerprint",
     "from_data",

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 from moewright.codec.data import Numbers, fingerprint, from_data, to_data
-from moewright.codec.files import parse_json, read_json, read_text
+from moewright.codec.files import json_data, parse_json, read_json, read_text
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, RunRecord, Session, StepRecord
+from moewright.spec.run import EvalRecord, RankPace, RunRecord, Session, StepRecord
+
+PACES_FILE = "paces.json"
 
 _KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
     ("session", Session),
@@ -58,8 +60,18 @@ def read_run(directory: Path) -> RunRecord:
         evals=tuple(evals[step] for step in sorted(evals)),
         ledgers=tuple(read_json(Ledger, path) for path in sorted((directory / "ledger").glob("rank*.json"))),
         selection=read_json(Selection, selection) if selection.exists() else None,
+        paces=_paces(directory / PACES_FILE),
         notes=notes,
     )
+
+
+def _paces(path: Path) -> tuple[RankPace, ...]:
+    """() for a run that has not ended by itself yet."""
+    if not path.exists():
+        return ()
+    data = json_data(path)
+    listed = data.get("paces") if isinstance(data, dict) else None
+    return tuple(from_data(RankPace, pace, where=str(path)) for pace in listed or ())
 
 
 def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], tuple[str, ...]]:

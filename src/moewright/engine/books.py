@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moewright.engine.later import Later
+from moewright.engine.pace import Waits
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import CommRow, Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, TimeRow
 
@@ -120,7 +121,8 @@ class Where:
 class Books:
     """One rank's running counts. Counting is off except inside `counting()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocking: bool = True) -> None:
+        self.waits = Waits(blocking=blocking)  # kept whether counting or not
         self.comm: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
         self._alive: dict[tuple[int, int], dict[Module, int]] = {}  # kept by each (micro-batch, chunk) in flight

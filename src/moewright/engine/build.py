@@ -59,7 +59,7 @@ def trainee(
     rule: Update = adamw_update,
 ) -> Trainee:
     """This rank's mesh, part of the model with its `initial` weights, and optimizer."""
-    books = Books()
+    books = Books(blocking=device.type == "cpu")
     run = Runtime(
         model=model,
         workload=workload,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,10 @@ class Group:
     def book(self, op: Collective, tensor: torch.Tensor) -> None:
         self.books.payload(op, self.name, tensor.numel() * tensor.element_size())
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a call that blocks until the group's other ranks have come."""
+        return self.books.waits.on(self.name)
+
 
 def start(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
     """Join the world: one process group over all ranks, its timeout the policy for every group made of it."""
@@ -76,13 +81,25 @@ def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGro
     return mine
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A call under way over a group; the wait for it goes to the group's account."""
+
+    work: dist.Work
+    group: Group
+
+    def wait(self) -> bool:
+        with self.group.waiting():
+            return bool(self.work.wait())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flight:
     """A collective under way: `out` is not to be touched, nor `tensor` to be written, before `land`."""
 
     out: torch.Tensor
     tensor: torch.Tensor
-    work: dist.Work | None
+    work: Transfer | None
 
     def land(self) -> torch.Tensor:
         """Wait for it, and for good: `out` holds the result."""
@@ -97,7 +114,7 @@ def start_all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = Fals
     if group.size > 1:
         group.book(Collective.ALL_REDUCE, tensor)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
+        work = Transfer(dist.all_reduce(tensor, op=op, group=group.handle, async_op=True), group)
     return Flight(out=tensor, tensor=tensor, work=work)
 
 
@@ -106,7 +123,8 @@ def start_reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: Group) 
     if group.size == 1:
         return Flight(out=out.copy_(tensor), tensor=tensor, work=None)
     group.book(Collective.REDUCE_SCATTER, tensor)
-    return Flight(out=out, tensor=tensor, work=_scatter_single(out, tensor, group=group.handle, async_op=True))
+    work = _scatter_single(out, tensor, group=group.handle, async_op=True)
+    return Flight(out=out, tensor=tensor, work=Transfer(work, group))
 
 
 def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Flight:
@@ -114,7 +132,8 @@ def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> F
     if group.size == 1:
         return Flight(out=out.copy_(tensor), tensor=tensor, work=None)
     group.book(Collective.ALL_GATHER, tensor)
-    return Flight(out=out, tensor=tensor, work=_gather_single(out, tensor, group=group.handle, async_op=True))
+    work = _gather_single(out, tensor, group=group.handle, async_op=True)
+    return Flight(out=out, tensor=tensor, work=Transfer(work, group))
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:
@@ -201,7 +220,8 @@ def all_to_all(tensor: torch.Tensor, group: Group, *, send: Sequence[int], recei
 def _exchange(tensor: torch.Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
     group.book(Collective.ALL_TO_ALL, tensor)
     out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    dist.all_to_all_single(out, tensor.contiguous(), list(receive), list(send), group=group.handle)
+    with group.waiting():
+        dist.all_to_all_single(out, tensor.contiguous(), list(receive), list(send), group=group.handle)
     return out
 
 
@@ -229,12 +249,13 @@ class Shift:
         )
         after, before = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
         # One batch: NCCL runs what a pair of ranks exchanges in order, and two sends first would wait for each other.
-        self._works = dist.batch_isend_irecv(
+        works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, after, group.handle),
                 dist.P2POp(dist.irecv, self._received, before, group.handle),
             ]
         )
+        self._works = [Transfer(work, group) for work in works]
 
     def wait(self) -> torch.Tensor:
         """What the rank before sent, once it is here."""
@@ -243,19 +264,21 @@ class Shift:
         return self._received
 
 
-def send(tensor: torch.Tensor, group: Group, *, to: int) -> dist.Work:
+def send(tensor: torch.Tensor, group: Group, *, to: int) -> Transfer:
     """Start sending to rank `to` of the group. The tensor must live, unchanged, until the work has been waited for."""
     group.book(Collective.P2P, tensor)
-    work = dist.isend(tensor, group.ranks[to], group=group.handle)
+    with group.waiting():  # the call itself may block, on gloo, until the message has room
+        work = dist.isend(tensor, group.ranks[to], group=group.handle)
     assert work is not None  # this rank is in the group
-    return work
+    return Transfer(work, group)
 
 
-def receive(out: torch.Tensor, group: Group, *, source: int) -> dist.Work:
+def receive(out: torch.Tensor, group: Group, *, source: int) -> Transfer:
     """Start receiving into `out` what rank `source` of the group sends next; waiting for the work brings it there."""
-    work = dist.irecv(out, group.ranks[source], group=group.handle)
+    with group.waiting():
+        work = dist.irecv(out, group.ranks[source], group=group.handle)
     assert work is not None  # this rank is in the group
-    return work
+    return Transfer(work, group)
 
 
 def aside() -> dist.ProcessGroup | None:

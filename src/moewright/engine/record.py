@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moewright.codec import Numbers, parse_json, read_text, to_data, write_json
+from moewright.codec import PACES_FILE, Numbers, parse_json, read_text, to_data, write_json, write_text
 from moewright.rules.routing import load_of_counts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
@@ -130,6 +130,7 @@ class Screen:
             self._bar.start()
 
     def session(self, record: Session) -> None:
+        self._line("MFU: model FLOPs, causal attention counted half, over the peak; HFU: replays counted too")
         if record.first_step > 1:
             self._line(f"continuing from step {record.first_step - 1}")
         if record.routing is not RouterForce.NONE:
@@ -140,7 +141,7 @@ class Screen:
         text = (
             f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {norm}  "
             f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank  {record.tflops_per_rank:.4f} TFLOP/s  "
-            f"MFU {record.mfu:.1%}{'  SKIPPED: gradient not finite' if record.skipped else ''}"
+            f"MFU {record.mfu:.1%}{_beside(record)}{'  SKIPPED: gradient not finite' if record.skipped else ''}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, description=text)
@@ -159,6 +160,13 @@ class Screen:
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _beside(record: StepRecord) -> str:
+    """HFU where replays make it another figure, and the share of the step that this rank waited for others."""
+    hfu = f"  HFU {record.hfu:.1%}" if record.hfu > record.mfu else ""
+    waited = sum(wait.seconds for wait in record.waits) / record.step_s if record.step_s else 0.0
+    return f"{hfu}  waits {waited:.0%}" if record.waits else hfu
 
 
 class TensorBoard:
@@ -237,6 +245,11 @@ def loads_of(loads: torch.Tensor, moe_layers: Sequence[int]) -> tuple[LayerLoad,
 def finite(value: float) -> float:
     """JSON has no NaN or infinity: a loss that is not finite is recorded as the largest float."""
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
+
+
+def write_paces(run_dir: Path, paces: Sequence[Any]) -> None:
+    """paces.json: plain data of every rank's RankPace."""
+    write_text(run_dir / PACES_FILE, json.dumps({"paces": paces}, indent=1) + "\n")
 
 
 def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:

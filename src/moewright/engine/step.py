@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,9 @@ from math import isfinite
 from typing import Protocol
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.graph import GradientEdge
+from torch.profiler import record_function
 
 from moewright.engine.batch import NO_TARGET, Batch, batch_here
 from moewright.engine.checkpoint import Piece
@@ -46,7 +49,8 @@ class Clock:
     def phase(self, phase: Phase) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with record_function(phase) if profiler._is_profiler_enabled else nullcontext():
+                yield
         finally:
             self._spent[phase] += time.perf_counter() - started
 
@@ -185,6 +189,9 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
     if found.finite:
         for router in routers_of(job.model):
             router.rebalance(loads[job.run.model.routed_layers.index(router.number)])
+    every = job.run.workload.gc_every_steps
+    if every and step % every == 0:
+        gc.collect()
     return StepResult(
         loss=found.loss,
         aux_loss=found.aux_loss,

@@ -7,9 +7,11 @@ torchrun); each calls `_train_rank`, which builds its part of the model, restore
 from __future__ import annotations
 
 import datetime
+import gc
 import shutil
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 import moewright
-from moewright.codec import read_json, write_json
+from moewright.codec import read_json, to_data, write_json
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import (
@@ -35,8 +37,20 @@ from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.schedule import learning_rate
+from moewright.engine.pace import Pace, sample
+from moewright.engine.profile import Window, merge
 from moewright.engine.rank import Exit, Outcome, RankContext
-from moewright.engine.record import JsonLines, Recorder, Screen, Sink, TensorBoard, finite, loads_of, write_ledger
+from moewright.engine.record import (
+    JsonLines,
+    Recorder,
+    Screen,
+    Sink,
+    TensorBoard,
+    finite,
+    loads_of,
+    write_ledger,
+    write_paces,
+)
 from moewright.engine.start import identity_of, restore, steps_done
 from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
 from moewright.engine.support import refuse_unrunnable
@@ -48,7 +62,7 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, Session, StepRecord
+from moewright.spec.run import WARM_STEPS, EvalRecord, Session, StepRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -125,14 +139,25 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     saver = Saver(run_dir / "checkpoints", spec=work.checkpoint, extra=identity, comm=comm, aside=partial(_aside, seat))
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
+    pace = Pace(rank=seat.rank)
+    window = Window(work.profile, run_dir, rank=seat.rank, device=device, module=job.model)
+    if work.gc_every_steps:
+        gc.disable()
     counted_step = min(first_step + work.ledger_step, last_step)
     stopped, skips = False, 0
     for step in range(first_step, last_step + 1):
         seat.beat(step)
         saver.check()
         lr = learning_rate(work.optimizer, steps=work.steps, step=step)
-        result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
-        recorder.step(_step_record(plan, step, lr, result))
+        pace.begin(job.run.books.waits)
+        with window.step(step):
+            result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
+        waits = job.run.books.waits.take()
+        host = pace.end(result.phases, waits)
+        if step >= first_step + WARM_STEPS and step != counted_step:
+            pace.settled(result.phases, waits, host)
+        record = _step_record(plan, step, lr, result)
+        recorder.step(replace(record, waits=waits, host=host, device=sample(device)))
         skips = skips + 1 if result.skipped else 0
         if skips:
             look_into(job, result, step=step, rank=seat.rank, skips=skips)
@@ -147,6 +172,12 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
             break
     saver.finish()
     recorder.close()
+    window.close()
+    pace.close()
+    paces = collectives.gather_json(to_data(pace.typical()))
+    if seat.rank == 0:
+        write_paces(run_dir, paces)
+        merge(run_dir)
     job.optimizer.settle()
     collectives.stop()
     return Outcome.STOPPED if stopped else Outcome.DONE
@@ -244,10 +275,17 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
         tokens_per_s_per_rank=rank_tokens_per_s,
         tflops_per_rank=flops_per_s / TERA,
         mfu=flops_per_s / peak if peak else 0.0,
+        samples_per_s=tokens / plan.workload.seq_len / step_s,
+        hfu=flops_per_s / peak * _replays(plan) if peak else 0.0,
         skipped=result.skipped,
         phases=result.phases,
         loads=loads_of(result.loads, plan.model.routed_layers),
     )
+
+
+def _replays(plan: Plan) -> float:
+    """FLOPs with the planned replays over those without."""
+    return plan.estimate.hfu / plan.estimate.mfu if plan.estimate.mfu else 1.0
 
 
 def _tuples(value: Any) -> Any:

@@ -27,6 +27,7 @@ from moewright.spec.workload import (
     Dtype,
     LossSpec,
     OptimizerSpec,
+    ProfileSpec,
     RampSpec,
     RouterTraining,
     ScalingSpec,
@@ -39,7 +40,7 @@ MAX_BATCH = 2**24
 MAX_STEPS = 10**9
 
 _SECTIONS = ("model", "data", "layout", "train", "checkpoint")
-_NESTED = ("optimizer", "loss", "router", "scaling", "ramp", "data", "checkpoint")
+_NESTED = ("optimizer", "loss", "router", "scaling", "ramp", "data", "checkpoint", "profile")
 _OWN = ("nproc", "hardware")
 
 
@@ -91,7 +92,11 @@ def _override(data: dict[str, Any], text: str) -> None:
     table = data.setdefault(section, {})
     if not isinstance(table, dict):
         raise BadInput(Reason(field=f"--set {section}", rule="is no section", nearest=nearest(section, _SECTIONS)))
-    table[name] = read
+    inner, dot, leaf = name.partition(".")
+    if dot and isinstance(table.setdefault(inner, {}), dict):
+        table[inner][leaf] = read
+    else:
+        table[name] = read
 
 
 def _sections(data: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
@@ -144,7 +149,7 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
         "ramp": RampSpec,
     }
     groups |= {name: [f.name for f in fields(nested)] for name, nested in flat.items()}
-    legal = [*(name for names in groups.values() for name in names), *_OWN]
+    legal = [*(name for names in groups.values() for name in names), *_OWN, "profile"]
     for key in train:
         if key not in legal:
             close = nearest(key, legal)
@@ -156,6 +161,7 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
             raise BadInput(Reason(field=f"{here}.{key}", rule="is missing"))
     picked = {group: {k: train[k] for k in names if k in train} for group, names in groups.items()}
     data = from_data(DataSpec, tables["data"], where=f"{where}: data")
+    profile = from_data(ProfileSpec, train.get("profile", {}), where=f"{here}.profile")
     workload = from_data(
         Workload,
         picked[""]
@@ -165,6 +171,7 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
             | {name: _beside(path, getattr(data, name)) for name in ("train", "heldout", "tokenizer")}
         }
         | {"weights": _weights(tables["model"], path, where)}
+        | {"profile": _plain(profile)}
         | {"checkpoint": _plain(from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint"))},
         where=here,
     )
@@ -191,6 +198,15 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.eval_every_steps", workload.eval_every_steps, 0, MAX_STEPS),
         ("train.eval_batches", workload.eval_batches, 0, MAX_STEPS),
         ("train.ledger_step", workload.ledger_step, 0, MAX_STEPS),
+        ("train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS),
+        ("train.profile.start", workload.profile.start, 1 if workload.profile.end else 0, MAX_STEPS),
+        (
+            "train.profile.end",
+            workload.profile.end,
+            workload.profile.start + 1 if workload.profile.start else 0,
+            MAX_STEPS,
+        ),
+        ("train.profile.ranks", min(workload.profile.ranks, default=-1), 0, parts.MAX_DEVICES),
         ("train.lr", optimizer.lr, 0, 1e3),
         ("train.min_lr_fraction", optimizer.min_lr_fraction, 0, 1),
         ("train.warmup_steps", optimizer.warmup_steps, 0, MAX_STEPS),

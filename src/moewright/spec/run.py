@@ -8,6 +8,8 @@ from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
 from moewright.spec.workload import RouterForce
 
+WARM_STEPS = 2  # first steps of a session, which are not settled: allocations, thread pools, autotuning
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLoad:
@@ -18,6 +20,56 @@ class LayerLoad:
     dead_experts: int  # experts that got no token
     entropy: float  # of the load, in units of log(experts): 1 is even
     counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupWait:
+    """Seconds in which this rank did nothing but wait for a collective or a message of one named group: for its peers
+    to come, and for the bytes. Work that runs under a collective is not in it. Known where collectives run on the
+    host's thread (gloo); on a GPU a trace tells it.
+    """
+
+    group: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostTime:
+    """Of a step on this rank's main thread: on a core, ready but without one, in Python's garbage collection.
+
+    Asleep is what is left of the step beyond these and the waits: a lock, a disk, a device.
+    """
+
+    running_s: float = 0.0
+    queued_s: float = 0.0
+    collecting_s: float = 0.0
+    asleep_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSample:
+    """What the driver of a GPU says at the end of a step. `resident_share` is the share of recent time in which any
+    kernel was resident, spinning communication included: it says nothing of how busy the tensor cores are.
+    """
+
+    resident_share: float
+    used_bytes: int  # of the whole device, by every process
+    peak_allocated_bytes: int  # by torch in this process since its start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPace:
+    """Medians over the steps of a session on one rank, warm-up and the counted step left out; seconds a step."""
+
+    rank: int
+    steps: int
+    phases: tuple[TimeRow, ...]
+    waits: tuple[GroupWait, ...]
+    host: HostTime
+
+    @property
+    def step_s(self) -> float:
+        return sum(row.seconds for row in self.phases)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +89,11 @@ class StepRecord:
     skipped: bool
     phases: tuple[TimeRow, ...]
     loads: tuple[LayerLoad, ...]
+    samples_per_s: float = 0.0  # sequences, of the whole job
+    hfu: float = 0.0  # MFU with the planned replays counted too
+    waits: tuple[GroupWait, ...] = ()
+    host: HostTime = HostTime()
+    device: DeviceSample | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,4 +129,5 @@ class RunRecord:
     evals: tuple[EvalRecord, ...]
     ledgers: tuple[Ledger, ...]
     selection: Selection | None
+    paces: tuple[RankPace, ...] = ()  # of the last session that ended by itself, one a rank
     notes: tuple[str, ...] = ()  # what had to be left out when reading

@@ -172,6 +172,17 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSpec:
+    """A window of steps that `ranks` write down kernel by kernel: steps start <= step < end, counted from 1; end 0:
+    none. On a GPU a snapshot of the allocator's history goes with it.
+    """
+
+    start: int = 0
+    end: int = 0
+    ranks: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """One training job on a model. Batch sizes count sequences of `seq_len` tokens; plans are for the whole
     `global_batch`, whatever the ramp.
@@ -190,6 +201,10 @@ class Workload:
     eval_every_steps: int = 0  # 0: only at the end
     eval_batches: int = 8  # global batches of held-out data
     ledger_step: int = 2  # the step, counted in a session from 0, on which every op is counted
+    gc_every_steps: int = (
+        0  # collect garbage after every so many steps, on all ranks at once, and never between; 0: Python's own way
+    )
+    profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     router: RouterTraining = RouterTraining()

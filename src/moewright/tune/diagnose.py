@@ -1,13 +1,23 @@
-"""Which wall holds one of our runs back: shares of the step, load of the experts, room in memory."""
+"""Which wall holds one of our runs back: waits by group, time without a core, phases, load of the experts, memory.
+
+Everything is judged on the critical rank, the one that waits least for the others: what it does sets the step, and
+what it waits for nobody was late to.
+"""
 
 from __future__ import annotations
 
-from statistics import median
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median
 
+from moewright.cost.compute import interpolate
+from moewright.rules.legality import micro_batches
 from moewright.rules.routing import rank_load_factor
 from moewright.spec.finding import Cause, Finding, Wall
+from moewright.spec.hardware import Op
 from moewright.spec.ledger import Component, Ledger, Phase
-from moewright.spec.plan import TimePart
+from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import RunRecord
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.advise import fixes_for
@@ -15,100 +25,232 @@ from moewright.tune.steps import median_phases, median_step_s, settled
 from moewright.tune.walls import MEMORY_SHARE, ordered
 
 LOAD_FACTOR = 1.20  # hottest expert rank over the mean
+_SAID = 0.03  # of the step: smaller causes go unsaid
+_REPLAYED = 0.10
+_SLOW_RATE = 0.33  # of the best rate of the curve: a call is too small
+_CROWDED = 0.10
+
+_GROUPS: Mapping[str, Cause] = {
+    **dict.fromkeys(("tp", "etp", "tp_cp"), Cause.TP),
+    **dict.fromkeys(("cp", "cp_a2a", "cp_kv"), Cause.CP),
+    **dict.fromkeys(("ep", "etp_ep"), Cause.EP),
+    "pp": Cause.PP,
+    **dict.fromkeys(("dp", "dp_cp", "edp", "tp_cp_dp", "world"), Cause.DP),
+}
+_PREDICTED: Mapping[TimePart, Cause] = {
+    TimePart.TP_COMM: Cause.TP,
+    TimePart.CP_COMM: Cause.CP,
+    TimePart.EP_COMM: Cause.EP,
+    TimePart.PP_COMM: Cause.PP,
+    TimePart.BUBBLE: Cause.PP,
+    TimePart.DP_COMM: Cause.DP,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Seconds a step of the critical rank. `waits` is empty where nobody timed them (on a GPU).
+
+    Where other programs take the cores, a rank stands ready without one, and its peers wait for it: both are taken out
+    of the step and of the waits, as far as the scheduler told them.
+    """
+
+    rank: int
+    step_s: float
+    phases: Mapping[Phase, float]
+    waits: Mapping[Cause, float]
+    crowded_s: float  # taken out
+    collecting_s: float
+    stalled_s: float  # neither working, nor ready, nor waiting for a peer, outside the loading of data; or in no phase
+    running_s: float
+    late_s: float  # mean over ranks of what they wait more than this one
 
 
 def diagnose(record: RunRecord) -> tuple[Finding, ...]:
-    """Findings, the wall to work on first in front; never empty for a run that has steps.
-
-    Shares are medians over settled steps. Forward and backward contain the expert all-to-all, which the engine does
-    not time apart: its predicted time is moved from compute to communication, and the evidence says so.
-    """
-    step_s = median_step_s(record)
-    if not step_s:
+    """Findings, the wall to work on first in front; never empty for a run that has steps."""
+    if not median_step_s(record):
         return ()
-    walls = (_communication(record, step_s), _host(record, step_s), _compute(record, step_s))
-    found = (_memory(record), *walls, _imbalance(record, step_s))
-    return ordered(each for each in found if each is not None)
+    pace = pace_of(record)
+    found = (
+        *_memory(record),
+        *_communication(record, pace),
+        *_host(pace),
+        *_imbalance(record, pace),
+        *_compute(record, pace),
+    )
+    return ordered(found)
 
 
-def _expert_comm_s(record: RunRecord) -> float:
-    return sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EP_COMM)
-
-
-def _communication(record: RunRecord, step_s: float) -> Finding:
-    phases = dict(median_phases(record))
-    reduce_s, gather_s = phases.get(Phase.GRAD_REDUCE, 0.0), phases.get(Phase.PARAM_GATHER, 0.0)
-    experts_s = _expert_comm_s(record)
-    first = Cause.EP if experts_s > reduce_s + gather_s else Cause.DP
-    share = (reduce_s + gather_s + experts_s) / step_s
-    return Finding(
-        wall=Wall.COMMUNICATION,
-        cause=first,
-        title=f"Communication takes {share:.0%} of the step",
-        share=share,
-        evidence=(
-            f"gradient reduction {show_seconds(reduce_s)}, {reduce_s / step_s:.1%} of the step",
-            f"weight gather {show_seconds(gather_s)}, {gather_s / step_s:.1%}",
-            f"expert all-to-all inside forward and backward {show_seconds(experts_s)}, {experts_s / step_s:.1%} "
-            "(predicted; not timed apart)",
-        ),
-        fixes=fixes_for(first),
+def pace_of(record: RunRecord) -> Pace:
+    """From the means of all ranks; from rank 0's settled steps for a run that has not ended by itself."""
+    if record.paces and all(pace.steps for pace in record.paces):
+        totals = {pace.rank: sum(wait.seconds for wait in pace.waits) for pace in record.paces}
+        chosen = min(record.paces, key=lambda pace: totals[pace.rank])
+        late = fmean(totals.values()) - totals[chosen.rank]
+        phases = {row.phase: row.seconds for row in chosen.phases}
+        waits, host, rank = chosen.waits, chosen.host, chosen.rank
+        running, queued, collecting = host.running_s, host.queued_s, host.collecting_s
+        asleep = host.asleep_s
+        by_group = {wait.group: wait.seconds for wait in waits}
+        others = max((pace.host.queued_s / pace.step_s for pace in record.paces if pace is not chosen), default=0.0)
+    else:
+        steps, rank, late, others = settled(record), 0, 0.0, 0.0
+        phases = dict(median_phases(record))
+        running, queued, collecting, asleep = (
+            median(getattr(step.host, name) for step in steps)
+            for name in ("running_s", "queued_s", "collecting_s", "asleep_s")
+        )
+        groups = {wait.group for step in steps for wait in step.waits}
+        by_group = {
+            group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps) for group in groups
+        }
+    step_s, waited = sum(phases.values()), sum(by_group.values())
+    kept = max(0.0, 1 - others)  # peers without a core so much of the time come so much later
+    of_cause: dict[Cause, float] = defaultdict(float)
+    for group, seconds in by_group.items():
+        drains = group == "world" and record.plan.layout.pp > 1  # who has done its last row waits for the others' last
+        cause = Cause.CP if group == "tp_cp" and record.plan.layout.tp == 1 else _GROUPS[group]
+        of_cause[Cause.PP if drains else cause] += kept * seconds
+    timed = running > 0 and (bool(by_group) or record.plan.layout.world_size == 1)
+    apart = running + kept * waited + asleep  # the step as it were with a core for every rank
+    return Pace(
+        rank=rank,
+        step_s=min(step_s, apart) if timed else step_s,
+        phases=phases,
+        waits=of_cause,
+        crowded_s=max(0.0, step_s - apart) if timed else 0.0,
+        collecting_s=collecting,
+        running_s=running if timed else 0.0,
+        stalled_s=max(0.0, (asleep if timed else phases.get(Phase.OTHER, 0.0)) - phases.get(Phase.DATA, 0.0) * timed),
+        late_s=max(0.0, late - queued),
     )
 
 
-def _host(record: RunRecord, step_s: float) -> Finding:
-    phases = dict(median_phases(record))
-    data_s, other_s = phases.get(Phase.DATA, 0.0), phases.get(Phase.OTHER, 0.0)
-    share = (data_s + other_s) / step_s
-    cause = Cause.DATA if data_s > other_s else Cause.HOST_OTHER
-    return Finding(
-        wall=Wall.HOST,
-        cause=cause,
-        title=f"Host work outside the model takes {share:.0%} of the step",
-        share=share,
-        evidence=(
-            f"data {show_seconds(data_s)}, {data_s / step_s:.1%} of the step",
-            f"unnamed work between phases {show_seconds(other_s)}, {other_s / step_s:.1%}",
-        ),
-        fixes=fixes_for(cause),
+def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:
+    return Finding(wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=fixes_for(cause))
+
+
+def _communication(record: RunRecord, pace: Pace) -> Iterator[Finding]:
+    """What the critical rank waits for is the link or, in a pipeline, the bubble: no rank comes later than it."""
+    if pace.waits:
+        spent, basis = dict(pace.waits), f"measured on rank {pace.rank}, which waits least"
+    else:
+        spent, basis = _unwatched(record, pace), "predicted where phases do not tell it"
+    bubble = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.BUBBLE)
+    for cause, seconds in spent.items():
+        share = seconds / pace.step_s
+        if share < _SAID:
+            continue
+        evidence = [f"{show_seconds(seconds)} a step blocked on {cause} ({basis})"]
+        if cause is Cause.PP and bubble:
+            evidence.append(f"{show_seconds(bubble)} of bubble expected of the timetable (predicted)")
+        if cause is Cause.DP:
+            reduce_s, gather_s = (pace.phases.get(phase, 0.0) for phase in (Phase.GRAD_REDUCE, Phase.PARAM_GATHER))
+            text = f"gradient reduction {show_seconds(reduce_s)}, weight gather {show_seconds(gather_s)} (measured)"
+            evidence.append(text)
+        title = f"{cause} is waited for during {share:.0%} of the step"
+        yield _finding(Wall.COMMUNICATION, cause, title, share, *evidence)
+
+
+def _unwatched(record: RunRecord, pace: Pace) -> dict[Cause, float]:
+    """Without timed waits: the phases of reduction and gather, and what is predicted inside forward and backward."""
+    found: dict[Cause, float] = defaultdict(float)
+    for share in record.plan.estimate.shares:
+        if share.part in _PREDICTED:
+            found[_PREDICTED[share.part]] += share.seconds
+    found[Cause.DP] = pace.phases.get(Phase.GRAD_REDUCE, 0.0) + pace.phases.get(Phase.PARAM_GATHER, 0.0)
+    return found
+
+
+def _host(pace: Pace) -> Iterator[Finding]:
+    parts = (
+        (Cause.DATA, pace.phases.get(Phase.DATA, 0.0), "loading the step's batches"),
+        (Cause.COLLECTING, pace.collecting_s, "inside Python's garbage collection"),
+        (Cause.HOST_OTHER, pace.stalled_s - pace.collecting_s, "asleep, or in no phase"),
     )
+    for cause, seconds, what in parts:
+        if seconds < _SAID * pace.step_s:
+            continue
+        share = seconds / pace.step_s
+        seen = f"{show_seconds(seconds)} a step {what} (measured on rank {pace.rank})"
+        title = f"{cause.capitalize()} holds the step up for {share:.0%} of it"
+        yield _finding(Wall.HOST, cause, title, share, seen)
 
 
-def _compute(record: RunRecord, step_s: float) -> Finding:
-    phases = dict(median_phases(record))
+def _compute(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     working = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-    model_s = sum(phases.get(phase, 0.0) for phase in working) - _expert_comm_s(record)
-    share = max(0.0, model_s / step_s)
-    parts = ", ".join(f"{phase} {show_seconds(phases.get(phase, 0.0))}" for phase in working)
+    inside = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EP_COMM)
+    busy = max(0.0, sum(pace.phases.get(phase, 0.0) for phase in working) - inside)
+    model_s = max(0.0, pace.running_s - pace.collecting_s) if pace.running_s else busy
+    share = model_s / pace.step_s
+    found = record.plan.estimate
+    replayed = share * (1 - found.mfu / found.hfu) if found.hfu else 0.0
+    if replayed > _REPLAYED:
+        seen = f"{found.hfu / found.mfu - 1:.0%} more FLOPs than the model has (counted), of {show_seconds(model_s)}"
+        yield _finding(
+            Wall.COMPUTE, Cause.RECOMPUTE, f"Recompute takes about {replayed:.0%} of the step", replayed, seen
+        )
+    yield from _small_calls(record, share)
+    parts = ", ".join(f"{phase} {show_seconds(pace.phases.get(phase, 0.0))}" for phase in working)
     mfu = median([step.mfu for step in settled(record)])
-    return Finding(
-        wall=Wall.COMPUTE,
-        cause=Cause.RATES,
-        title=f"Compute takes {share:.0%} of the step",
-        share=share,
-        evidence=(parts, f"MFU {mfu:.1%} of the device's measured or stated peak"),
-        fixes=fixes_for(Cause.RATES),
+    evidence = [parts, f"MFU {mfu:.1%} of the device's measured or stated peak"]
+    if pace.crowded_s > _CROWDED * pace.step_s:
+        crowd = f"left out: {show_seconds(pace.crowded_s)} a step without a core, the machine is crowded (measured)"
+        evidence.append(crowd)
+    yield _finding(Wall.COMPUTE, Cause.RATES, f"Compute takes {share:.0%} of the step", share, *evidence)
+
+
+def _small_calls(record: RunRecord, share: float) -> Iterator[Finding]:
+    """Rows and FLOPs of one expert's product against the curves of the hardware file."""
+    plan = record.plan
+    moe, layout = plan.model.moe, plan.layout
+    counts = [sum(load.counts) for step in settled(record) for load in step.loads]
+    if moe is None or not counts:
+        return
+    calls = moe.experts * micro_batches(plan.workload, layout) * max(1, layout.edp)
+    rows = median(counts) / calls
+    width = moe.ffn_size // layout.etp
+    by_rows = _of_best(plan, Op.GROUPED_GEMM, rows)
+    by_flops = _of_best(plan, Op.GEMM, 2.0 * rows * plan.model.hidden_size * width)
+    if min(by_rows, by_flops) < _SLOW_RATE:
+        title = f"Experts' products are small: {rows:.0f} rows of {plan.model.hidden_size} by {width}"
+        seen = (
+            f"grouped products of so many rows reach {by_rows:.0%} of their best rate, "
+            f"products of so many FLOPs {by_flops:.0%} (curves of the hardware file)"
+        )
+        yield _finding(Wall.COMPUTE, Cause.FEW_ROWS, title, share * (1 - min(by_rows, by_flops)), seen)
+
+
+def _of_best(plan: Plan, op: Op, x: float) -> float:
+    """Rate at x over the best of the curve, in the job's precision; 1 without a curve. A call smaller than the smallest
+    measured takes as long as that one.
+    """
+    rates = plan.hardware.device.rates
+    curves = [rate.curve for rate in rates if rate.op is op and rate.dtype is plan.workload.precision]
+    return min(
+        (
+            interpolate(curve, x) * min(1.0, x / curve.points[0][0]) / max(y for _, y in curve.points)
+            for curve in curves
+        ),
+        default=1.0,
     )
 
 
-def _memory(record: RunRecord) -> Finding | None:
+def _memory(record: RunRecord) -> Iterator[Finding]:
     """The fullest rank: what it counted, plus what only the prediction knows (transients, allowances)."""
-    capacity = record.plan.estimate.capacity_bytes
+    found = record.plan.estimate
     counted = max((_held(ledger) for ledger in record.ledgers), default=0)
-    peak = max(counted, record.plan.estimate.peak_bytes)
-    if peak <= MEMORY_SHARE * capacity:
-        return None
-    return Finding(
-        wall=Wall.MEMORY,
-        cause=Cause.CAPACITY,
-        title=f"Memory is {peak / capacity:.0%} full",
-        share=peak / capacity,
-        evidence=(
-            f"predicted peak {show_bytes(record.plan.estimate.peak_bytes)} of {show_bytes(capacity)}",
-            f"counted on the fullest rank {show_bytes(counted)} of states and saved activations",
-            f"largest: {record.plan.estimate.largest}",
-        ),
-        fixes=fixes_for(Cause.CAPACITY),
+    peak = max(counted, found.peak_bytes)
+    if peak <= MEMORY_SHARE * found.capacity_bytes:
+        return
+    yield _finding(
+        Wall.MEMORY,
+        Cause.CAPACITY,
+        f"Memory is {peak / found.capacity_bytes:.0%} full",
+        peak / found.capacity_bytes,
+        f"predicted peak {show_bytes(found.peak_bytes)} of {show_bytes(found.capacity_bytes)}",
+        f"counted on the fullest rank {show_bytes(counted)} of states and saved activations",
+        f"largest: {found.largest}",
     )
 
 
@@ -116,25 +258,28 @@ def _held(ledger: Ledger) -> int:
     return sum(row.bytes for row in ledger.memory if row.component is not Component.HOST)
 
 
-def _imbalance(record: RunRecord, step_s: float) -> Finding | None:
-    """A hot expert rank makes every other rank of its group wait at the combine."""
+def _imbalance(record: RunRecord, pace: Pace) -> Iterator[Finding]:
+    """A hot expert rank makes every other rank of its group wait at the combine; any late rank does so elsewhere."""
     ep = record.plan.layout.ep
     factors = [
         (rank_load_factor(load.counts, ep), load.layer) for step in settled(record) for load in step.loads if ep > 1
     ]
     typical = median(factor for factor, _ in factors) if factors else 1.0
-    if typical <= LOAD_FACTOR:
-        return None
-    worst, layer = max(factors)
-    experts_s = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EXPERTS)
-    return Finding(
-        wall=Wall.COMPUTE,
-        cause=Cause.IMBALANCE,
-        title=f"The hottest expert rank gets {typical:.2f} x the mean load",
-        share=experts_s * (typical - 1) / step_s,
-        evidence=(
-            f"median over layers and steps {typical:.2f} x the mean, highest {worst:.2f} x in layer {layer}",
+    late = pace.late_s / pace.step_s
+    if typical > LOAD_FACTOR:
+        worst, layer = max(factors)
+        experts_s = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EXPERTS)
+        cost = max(late, experts_s * (typical - 1) / pace.step_s)
+        yield _finding(
+            Wall.COMPUTE,
+            Cause.IMBALANCE,
+            f"The hottest expert rank gets {typical:.2f} x the mean load",
+            cost,
+            f"median over layers and steps {typical:.2f} x the mean, highest {worst:.2f} x in layer {layer} (measured)",
             f"the plan assumed {record.plan.workload.load_factor:.2f} x",
-        ),
-        fixes=fixes_for(Cause.IMBALANCE),
-    )
+            f"ranks wait {show_seconds(pace.late_s)} a step longer than rank {pace.rank} (measured, mean)",
+        )
+    elif late > _SAID:
+        seen = f"{show_seconds(pace.late_s)} a step more than rank {pace.rank} does (measured, mean over ranks)"
+        title = f"Other ranks wait {late:.0%} of the step for rank {pace.rank}"
+        yield _finding(Wall.COMMUNICATION, Cause.STRAGGLER, title, late, seen)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from moewright.spec.ledger import Phase
-from moewright.spec.run import RunRecord, StepRecord
-
-WARM_STEPS = 2  # first steps of a session: allocations, thread pools, autotuning
+from moewright.spec.run import WARM_STEPS, RunRecord, StepRecord
 
 
 def settled(record: RunRecord) -> tuple[StepRecord, ...]:

@@ -1,0 +1,138 @@
+"""What a step costs this rank beside its phases: waits for peers, time without a core, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from moewright.spec.ledger import Phase, TimeRow
+from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankPace
+
+_SCHEDULER = Path("/proc/thread-self/schedstat")  # ns on a core, ns ready without one, slices (Linux: sched-stats.rst)
+
+
+class _Scheduler:
+    """Of the thread that makes it: seconds on a core, and ready without one; the second is 0 where the kernel does not
+    tell."""
+
+    def __init__(self) -> None:
+        self._file = _SCHEDULER.open("rb", buffering=0) if os.access(_SCHEDULER, os.R_OK) else None
+
+    def read(self) -> tuple[float, float]:
+        if self._file is None:
+            return time.thread_time(), 0.0
+        running, queued, _ = os.pread(self._file.fileno(), 80, 0).split()
+        return int(running) * 1e-9, int(queued) * 1e-9
+
+
+class Waits:
+    """Seconds blocked on the collectives of each group since the last `take`, less those in which this rank was ready
+    and had no core. Where a device runs collectives, the host does not block and a wait of it says nothing: `blocking`
+    False keeps none.
+    """
+
+    def __init__(self, *, blocking: bool) -> None:
+        self._blocking = blocking
+        self._scheduler = _Scheduler()
+        self._spent: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def on(self, group: str) -> Iterator[None]:
+        if not self._blocking:
+            yield
+            return
+        started, (_, queued) = time.perf_counter(), self._scheduler.read()
+        try:
+            yield
+        finally:
+            self._spent[group] += time.perf_counter() - started - (self._scheduler.read()[1] - queued)
+
+    def take(self) -> tuple[GroupWait, ...]:
+        found = tuple(GroupWait(group=group, seconds=seconds) for group, seconds in sorted(self._spent.items()))
+        self._spent.clear()
+        return found
+
+
+class Pace:
+    """Watches a session's steps; `settled` steps go into its medians."""
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._scheduler = _Scheduler()
+        self._collecting_s, self._collection_began = 0.0, 0.0
+        self._phases: dict[Phase, list[float]] = defaultdict(list)
+        self._waits: dict[str, list[float]] = defaultdict(list)
+        self._hosts: list[HostTime] = []
+        gc.callbacks.append(self._collects)
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._collects)
+
+    def _collects(self, phase: str, _: dict[str, Any]) -> None:
+        if phase == "start":
+            self._collection_began = time.perf_counter()
+        else:
+            self._collecting_s += time.perf_counter() - self._collection_began
+
+    def begin(self, waits: Waits) -> None:
+        """A step starts; what was waited for since the last one, in an evaluation say, is not of it."""
+        waits.take()
+        self._collecting_s = 0.0
+        self._started = self._scheduler.read()
+
+    def end(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...]) -> HostTime:
+        """It is over."""
+        running, queued = (now - then for now, then in zip(self._scheduler.read(), self._started, strict=True))
+        spent = running + queued + sum(wait.seconds for wait in waits)
+        return HostTime(
+            running_s=running,
+            queued_s=queued,
+            collecting_s=self._collecting_s,
+            asleep_s=max(0.0, sum(row.seconds for row in phases) - spent),
+        )
+
+    def settled(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...], host: HostTime) -> None:
+        """Take a step into the medians."""
+        for row in phases:
+            self._phases[row.phase].append(row.seconds)
+        for wait in waits:
+            self._waits[wait.group].append(wait.seconds)
+        self._hosts.append(host)
+
+    def typical(self) -> RankPace:
+        """Medians: what other programs take from a few steps is not in them."""
+        hosts = self._hosts or [HostTime()]
+        return RankPace(
+            rank=self._rank,
+            steps=len(self._hosts),
+            phases=tuple(TimeRow(phase=phase, seconds=median(seen)) for phase, seen in self._phases.items()),
+            waits=tuple(GroupWait(group=group, seconds=median(seen)) for group, seen in self._waits.items()),
+            host=HostTime(
+                running_s=median(host.running_s for host in hosts),
+                queued_s=median(host.queued_s for host in hosts),
+                collecting_s=median(host.collecting_s for host in hosts),
+                asleep_s=median(host.asleep_s for host in hosts),
+            ),
+        )
+
+
+def sample(device: torch.device) -> DeviceSample | None:
+    """Of a GPU, where its driver's library is installed; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        share = torch.cuda.utilization(device) / 100
+    except (ModuleNotFoundError, RuntimeError):  # nvidia-ml-py is not here, or the driver does not answer
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    return DeviceSample(resident_share=share, used_bytes=total - free, peak_allocated_bytes=peak)

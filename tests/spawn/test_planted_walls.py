@@ -1,0 +1,241 @@
+"""Runs of the engine with one thing made slow, each: the diagnosis names its wall first and its cause among two.
+
+What is planted is planted where it happens: in the call of a collective, in the loader, in a module's forward. The
+diagnosis sees only what the run wrote down.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tiny_jobs
+from moewright.codec import read_run, read_toml
+from moewright.cost.estimate import estimate
+from moewright.engine import collectives, step
+from moewright.engine.model import transformer
+from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.rank import Exit
+from moewright.engine.train import run
+from moewright.spec.finding import Cause, Wall
+from moewright.spec.hardware import Hardware
+from moewright.spec.plan import Plan
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.workload import DataSpec, LossSpec, RouterForce, RouterTraining
+from moewright.tune.diagnose import diagnose
+
+pytestmark = pytest.mark.spawn
+
+MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
+IN_EVERY_TEST = 6  # of the cases; all of them with -m "sweep or not sweep"
+STEPS = 8
+SLOW_S = 0.02  # a call: far above what a step of these models takes, so that noise of the machine decides nothing
+# Layers wide enough that products, not the interpreter, fill a step of the cases that plant nothing slow.
+WIDE = replace(
+    tiny_jobs.MODEL,
+    hidden_size=256,
+    layers=2,
+    moe_layers=(True, True),
+    moe=replace(tiny_jobs.MODEL.moe, ffn_size=512),
+)
+# One expert of four for each token: wherever the preference falls, one of two ranks gets most rows.
+HOT = replace(WIDE, moe=replace(WIDE.moe, experts=4, router=replace(WIDE.moe.router, top_k=1)))
+GRAINS = replace(WIDE, moe=replace(WIDE.moe, experts=128, ffn_size=8, router=replace(WIDE.moe.router, top_k=4)))
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def slow_group(*names: str) -> Plant:
+    """Every collective and message of these groups comes late to everybody, as over a bad link."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def wait(transfer: collectives.Transfer) -> bool:
+            with transfer.group.waiting():
+                if transfer.group.name in names:
+                    time.sleep(SLOW_S)
+                return bool(transfer.work.wait())
+
+        patch.setattr(collectives.Transfer, "wait", wait)
+
+    return plant
+
+
+def slow_exchange(patch: pytest.MonkeyPatch) -> None:
+    real = dist.all_to_all_single
+    patch.setattr(dist, "all_to_all_single", late(real, SLOW_S))
+
+
+def late(real: Callable[..., Any], seconds: float, rank: int = -1) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if rank < 0 or (dist.is_initialized() and dist.get_rank() == rank):
+            time.sleep(seconds)
+        return real(*args, **options)
+
+    return call
+
+
+def stalled(target: Any, name: str, seconds: float = 2 * SLOW_S, rank: int = -1) -> Plant:
+    """The host sleeps before every call of it."""
+    return lambda patch: patch.setattr(target, name, late(getattr(target, name), seconds, rank))
+
+
+def litter(patch: pytest.MonkeyPatch) -> None:
+    """A large heap that Python walks again and again."""
+    real = transformer.Transformer.forward
+    heap: list[object] = []
+
+    def forward(*args: Any, **options: Any) -> Any:
+        heap.extend([] if heap else [{number: [number]} for number in range(200_000)])
+        gc.collect()
+        return real(*args, **options)
+
+    patch.setattr(transformer.Transformer, "forward", forward)
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    """The layout or the model is slow by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    wall: Wall
+    cause: Cause
+    plant: Plant = nothing
+    layout: str = "ep2"
+    world: int = 2
+    model: Any = tiny_jobs.MODEL
+    work: tuple[tuple[str, Any], ...] = ()
+    room: float = 0.0  # of the predicted peak, as the device's memory; 0: the machine's
+
+
+COMM, HOST, COMPUTE, MEMORY = Wall.COMMUNICATION, Wall.HOST, Wall.COMPUTE, Wall.MEMORY
+LONG = (("seq_len", 256),)
+SKEW = (*LONG, ("router", RouterTraining(force=RouterForce.SKEWED, force_std=30.0)), ("loss", LossSpec()))
+FORWARD = (transformer.Transformer, "forward")
+LOADER = (step.Data, "micro_batch")
+CASES = (
+    Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_exchange),
+    Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_exchange, layout="ep2,mbs2"),
+    Case(
+        name="slow_ep_allgather", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,dispatcher=allgather"
+    ),
+    Case(name="slow_dp", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp", "edp"), layout="mbs4"),
+    Case(name="slow_dp_zero0", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp", "edp"), layout="mbs4,zero0"),
+    Case(name="slow_dp_beside_ep", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp"), layout="ep2,mbs4"),
+    Case(name="slow_tp_sp", wall=COMM, cause=Cause.TP, plant=slow_group("tp"), layout="tp2,ep2"),
+    Case(name="slow_tp", wall=COMM, cause=Cause.TP, plant=slow_group("tp"), layout="tp2,sp0", model=tiny_jobs.DENSE),
+    Case(name="slow_etp", wall=COMM, cause=Cause.TP, plant=slow_group("etp"), layout="tp2,etp2"),
+    Case(name="slow_cp_ring", wall=COMM, cause=Cause.CP, plant=slow_group("cp", "cp_kv"), layout="cp2"),
+    Case(
+        name="slow_cp_gather",
+        wall=COMM,
+        cause=Cause.CP,
+        plant=slow_group("cp", "cp_kv"),
+        layout="cp2,cp_comm=allgather",
+    ),
+    Case(name="slow_cp_heads", wall=COMM, cause=Cause.CP, plant=slow_exchange, layout="cp2,cp_comm=a2a"),
+    Case(name="slow_pp", wall=COMM, cause=Cause.PP, plant=slow_group("pp"), layout="pp2,layout='Ett|tL'"),
+    Case(name="bubble_pp2", wall=COMM, cause=Cause.PP, layout="pp2,mbs8,layout='Et|tL'", model=WIDE, work=LONG),
+    Case(name="bubble_pp2_m2", wall=COMM, cause=Cause.PP, layout="pp2,mbs4,layout='Et|tL'", model=WIDE, work=LONG),
+    Case(name="stall_forward", wall=HOST, cause=Cause.HOST_OTHER, plant=stalled(*FORWARD), world=1, layout="mbs2"),
+    Case(name="stall_forward_ep", wall=HOST, cause=Cause.HOST_OTHER, plant=stalled(*FORWARD), layout="ep2,mbs2"),
+    Case(
+        name="stall_optimizer",
+        wall=HOST,
+        cause=Cause.HOST_OTHER,
+        plant=stalled(DistributedOptimizer, "update", 10 * SLOW_S),
+        layout="mbs2",
+    ),
+    Case(name="stall_one_rank", wall=HOST, cause=Cause.HOST_OTHER, plant=stalled(*FORWARD, rank=1), layout="ep2,mbs2"),
+    Case(name="garbage", wall=HOST, cause=Cause.COLLECTING, plant=litter, world=1, layout="mbs2"),
+    Case(name="starved", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), world=1, layout="mbs2"),
+    Case(name="starved_ep", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), layout="ep2,mbs2"),
+    Case(name="starved_one_rank", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER, rank=1), layout="ep2,mbs2"),
+    Case(name="tiny_experts", wall=COMPUTE, cause=Cause.FEW_ROWS, world=1, layout="mbs1", model=GRAINS),
+    Case(name="tiny_experts_long", wall=COMPUTE, cause=Cause.FEW_ROWS, world=1, layout="mbs1", model=GRAINS, work=LONG),
+    Case(name="skewed", wall=COMPUTE, cause=Cause.IMBALANCE, layout="ep2,mbs4", model=HOT, work=SKEW),
+    Case(
+        name="recompute",
+        wall=COMPUTE,
+        cause=Cause.RECOMPUTE,
+        world=1,
+        layout="mbs2,recompute=full",
+        model=WIDE,
+        work=LONG,
+    ),
+    Case(
+        name="recompute_mbs4",
+        wall=COMPUTE,
+        cause=Cause.RECOMPUTE,
+        world=1,
+        layout="mbs4,recompute=full",
+        model=WIDE,
+        work=LONG,
+    ),
+    Case(name="full_memory", wall=MEMORY, cause=Cause.CAPACITY, layout="ep2,mbs4", room=1.02),
+    Case(
+        name="full_memory_mbs8",
+        wall=MEMORY,
+        cause=Cause.CAPACITY,
+        world=1,
+        layout="mbs8",
+        model=WIDE,
+        work=LONG,
+        room=1.05,
+    ),
+)
+
+
+def _often(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """Some cases in every test run. Bubbles and hot ranks are told from a crowd of other programs on idle cores."""
+    sure = [each for each in CASES if each.plant is not nothing or each.world == 1]
+    order = sorted(sure, key=lambda each: hashlib.sha256(each.name.encode()).digest())
+    return () if case in order[:IN_EVERY_TEST] else (pytest.mark.sweep,)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def plan_of(case: Case, data: DataSpec) -> Plan:
+    hardware = replace(read_toml(Hardware, MACHINE), count=case.world)
+    hardware = replace(hardware, fabric=replace(hardware.fabric, domain_size=case.world, times=()))
+    base = tiny_jobs.plan(
+        tiny_jobs.workload(data, steps=STEPS, **dict(case.work)), case.layout, world_size=case.world, model=case.model
+    )
+    found = estimate(base.model, base.workload, hardware, base.layout)
+    if case.room:
+        memory = Sourced(value=case.room * found.peak_bytes, kind=SourceKind.ASSUMED, source="test")
+        hardware = replace(hardware, device=replace(hardware.device, memory_bytes=memory))
+        found = estimate(base.model, base.workload, hardware, base.layout)
+    return replace(base, hardware=hardware, estimate=found)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=_often(case)) for case in CASES])
+def test_the_wall_that_was_planted_is_named_first(
+    case: Case, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.plant(monkeypatch)
+    assert run(plan_of(case, data), tmp_path / "run") is Exit.DONE
+    record = read_run(tmp_path / "run")
+    assert len(record.paces) == case.world
+    findings = diagnose(record)
+    said = [(finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title) for finding in findings]
+    assert findings[0].wall is case.wall, said
+    assert case.cause in [finding.cause for finding in findings[:2]], said
+
+
+def test_every_wall_has_cases_and_there_are_two_dozen() -> None:
+    assert len(CASES) >= 24
+    assert {case.wall for case in CASES} == set(Wall)
+    assert len({case.name for case in CASES}) == len(CASES)
