@@ -13,19 +13,20 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 97  # odd: no axis divides it
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
-def _model(family: str, vocabulary: int) -> nn.Module:
+def _model(family: str, **more: Any) -> nn.Module:
     """A tiny random model with wide weights, so that routing has clear margins."""
     shape: dict[str, Any] = {
-        "vocab_size": vocabulary,
+        "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "initializer_range": 0.2,
         "attn_implementation": "eager",
+        **more,
     }
     torch.manual_seed(7)
     if family == "qwen3_moe":
@@ -64,6 +65,16 @@ def _model(family: str, vocabulary: int) -> nn.Module:
             num_experts_per_tok=2, mlp_only_layers=[1],
         )  # fmt: skip
         return transformers.Qwen2MoeForCausalLM(config).float()
+    if family == "gpt_oss":
+        rope = {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+            "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+        }  # fmt: skip
+        config = transformers.GptOssConfig(
+            **{"intermediate_size": 16, **shape}, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+            sliding_window=6, max_position_embeddings=64, rope_parameters=rope,
+        )  # fmt: skip
+        return transformers.GptOssForCausalLM(config).float()
     if family == "llama":
         rope = {
             "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -83,12 +94,12 @@ def write_model(
     *,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 2**40,
-    vocabulary: int = VOCABULARY,
+    **more: Any,
 ) -> None:
     """A model of the family, none of whose weights is a one or a zero: those would hide one that is left out."""
-    model = _model(family, vocabulary)
+    model = _model(family, **more)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             nn.init.normal_(parameter, 0.0, 0.2)
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)

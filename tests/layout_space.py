@@ -74,15 +74,23 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             MODEL, layers=4, moe_layers=(False, True, True, True), attention=_LATENT, vocab_size=101,
             moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
         ),
-        # More layers than stages, top-3 of twelve, a gated shared expert, no q/k norm.
+        # More layers than stages, top-3 of twelve, a gated shared expert, no q/k norm but sinks.
         "deep": replace(
-            MODEL, layers=8, moe_layers=(False, True) * 4, attention=_gqa(4, 4, QkNorm.NONE),
+            MODEL, layers=8, moe_layers=(False, True) * 4, attention=replace(_gqa(4, 4, QkNorm.NONE), sinks=True),
             moe=_moe(12, 3, shared_ffn_size=16, shared_gate=True),
         ),
         # Two tokens more are predicted ahead, by depths with experts.
         "ahead": replace(
             MODEL, layers=4, moe_layers=_FOUR, attention=_gqa(4, 4, QkNorm.NONE), mtp_layers=2,
             moe=_moe(8, 2, shared_ffn_size=16),
+        ),
+        # Biases everywhere, sinks, a window in every other layer, a clamped activation.
+        "oss": replace(
+            MODEL, family="gpt_oss", layers=4, moe_layers=(True,) * 4, vocab_size=97,
+            attention=replace(
+                _gqa(8, 2, QkNorm.NONE), qkv_bias=True, out_bias=True, sinks=True, sliding_window=6, window_every=2
+            ),
+            moe=replace(_moe(8, 2, expert_bias=True), router=RouterSpec(top_k=2, logit_bias=True)),
         ),
         # No experts, one key head, biases, tied, an odd vocabulary.
         "dense": replace(
@@ -138,6 +146,9 @@ CORNERS = (
     _corner("CP all-gather", "qwen", 2, "cp2,cp_comm=allgather,mbs4"),
     _corner("CP by heads, then in a ring", "olmoe", 4, "cp4,ep2,mbs4,cp_comm=a2a+p2p"),
     _corner("CP by more heads than keys", "qwen", 4, "cp4,ep4,mbs2,cp_comm=a2a"),
+    _corner("sinks round a ring", "deep", 4, "cp2,tp2,ep2,mbs2"),
+    _corner("windows by heads, biases over ETP", "oss", 4, "cp2,cp_comm=a2a,tp2,ep2,etp2,mbs2"),
+    _corner("more ranks than key heads, biases", "oss", 4, "tp4,ep4,mbs4,recompute=core_attn+moe_act"),
     _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
     _corner("documents round a ring", "qwen", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
     _corner("documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED),

@@ -24,14 +24,15 @@ Tensors = list[torch.Tensor]
 
 
 def given(dtype: torch.dtype) -> Tensors:
-    """q, k, v and the gradient of the output, two query heads a key head."""
+    """q, k, v, sinks and the gradient of the output, two query heads a key head."""
     dice = torch.Generator().manual_seed(0)
-    return [torch.randn(2, LENGTH, heads, 32, generator=dice).to(dtype) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (torch.randn(2, LENGTH, heads, 32, generator=dice).to(dtype) for heads in (4, 2, 2, 4))
+    return [q, k, v, torch.randn(4, generator=dice).add(3).to(dtype), grad]
 
 
 def through(attend: type, inputs: Tensors, *more: object) -> Tensors:
-    """The output, and the gradients of q, k and v."""
-    *leaves, grad = (x.clone().requires_grad_(place < 3) for place, x in enumerate(inputs))
+    """The output, and the gradients of q, k, v and the sinks."""
+    *leaves, grad = (x.clone().requires_grad_(place < 4) for place, x in enumerate(inputs))
     out = attend.apply(*leaves, *more)  # type: ignore[attr-defined]
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -50,7 +51,8 @@ def one_rank(rank: int, store: Path, kind: type, dtype: torch.dtype, runs: Runs 
     )
     met = (host.own(), *(host.others(block) for block in blocks))
     here = torch.cat([torch.arange(part.start, part.stop) for part in held(LENGTH, CP, rank)])
-    answer.send([x.float().numpy() for x in through(kind, [x[:, here] for x in given(dtype)], met, group, group.books)])
+    mine = [x[:, here] if x.dim() > 1 else x for x in given(dtype)]
+    answer.send([x.float().numpy() for x in through(kind, mine, met, group, group.books)])
     dist.destroy_process_group()
 
 
@@ -65,9 +67,9 @@ def test_as_exact_as_one_process(
     runs = None
     if lengths is not None:
         runs = Runs(lengths=lengths, starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
-    exact = through(CausalAttention, [x.float() for x in given(dtype)], runs, Books())
-    alone = through(CausalAttention, given(dtype), runs, Books())
-    context, found = multiprocessing.get_context("fork"), [torch.empty_like(x) for x in exact]
+    exact = through(CausalAttention, [x.float() for x in given(dtype)], runs, 0, Books())
+    alone = through(CausalAttention, given(dtype), runs, 0, Books())
+    context, found = multiprocessing.get_context("fork"), [torch.zeros_like(x) for x in exact]
     ranks = []
     for rank in range(CP):
         ours, theirs = context.Pipe()
@@ -77,7 +79,10 @@ def test_as_exact_as_one_process(
     for rank, process, answer in ranks:
         here = torch.cat([torch.arange(part.start, part.stop) for part in held(LENGTH, CP, rank)])
         for whole, part in zip(found, answer.recv(), strict=True):
-            whole[:, here] = torch.from_numpy(part)
+            if whole.dim() > 1:
+                whole[:, here] = torch.from_numpy(part)
+            else:  # of the sinks each rank has the part of its queries
+                whole += torch.from_numpy(part)
         process.join()
     for ours, theirs, wanted in zip(found, alone, exact, strict=True):
         error, bound = (float((x.float() - wanted).norm() / wanted.norm()) for x in (ours, theirs))

@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 
 def write(family: str, folder: Path) -> Path:
-    write_model(family, folder, vocabulary=tiny_jobs.VOCABULARY, shard_bytes=30_000)
+    write_model(family, folder, vocab_size=tiny_jobs.VOCABULARY, shard_bytes=30_000)
     return folder
 
 
@@ -55,7 +55,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("qwen2_moe", "tp2,ep2,pp2,mbs2", 4),
         ("deepseek_v3", "tp2,ep2,pp2,mbs2", 4),
-        ("mixtral", "ep2,etp2,tp2,mbs2", 4),
+        ("gpt_oss", "ep2,etp2,tp2,mbs2", 4),
         ("llama", "tp2,pp2,mbs2", 4),
     ],
 )

@@ -145,6 +145,11 @@ LAYOUTS = [
     ("deepseek_v3", 4, "cp4,ep2,cp_comm=a2a+p2p"),
     ("qwen2_moe", 4, "tp2,cp2,ep4"),
     ("qwen2_moe", 4, "tp4,pp1,ep2,etp2"),  # more ranks than key heads
+    ("gpt_oss", 4, "tp2,ep2,mbs2"),
+    ("gpt_oss", 4, "tp2,ep2,etp2"),
+    ("gpt_oss", 4, "cp2,ep4,cp_comm=a2a"),
+    ("gpt_oss", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
+    ("gpt_oss", 2, "ep2,zero3"),
     ("llama", 8, "tp4,sp0,pp2"),
     ("llama", 4, "tp2,zero0,recompute=mlp"),
 ]

@@ -8,7 +8,7 @@ prediction and count would prove nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,61 +24,74 @@ from moewright.spec.ledger import CommRow, Component, FlopOp, FlopRow, Ledger, M
 _aten = torch.ops.aten
 
 
-def _mm(args: tuple[Any, ...]) -> int:
+_Args = tuple[Any, ...]
+_Named = Mapping[str, Any]
+
+
+def _mm(args: _Args, named: _Named) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
 
 
-def _grouped_mm(args: tuple[Any, ...]) -> int:
+def _grouped_mm(args: _Args, named: _Named) -> int:
     """[R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over all rows once."""
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
 
 
-def _bmm(args: tuple[Any, ...]) -> int:
+def _bmm(args: _Args, named: _Named) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(a.shape[2]) * int(b.shape[2])
 
 
-def _attention(args: tuple[Any, ...], *, causal: bool) -> int:
-    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, or the causal half of them."""
+def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
+    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half of them, or those
+    that a mask leaves, of which the diagonal counts half as it does in the causal half.
+    """
     q, v = args[0], args[2]
     batch, heads, rows, dim = q.shape
     columns = getattr(v, "true_width", v.shape[3])
-    return (1 if causal else 2) * int(batch) * int(heads) * int(rows) * int(v.shape[2]) * (int(dim) + int(columns))
+    twice = (1 if causal else 2) * int(rows) * int(v.shape[2])
+    if named.get("attn_mask") is not None:
+        seen = named["attn_mask"] == 0
+        twice = int(2 * seen.sum() - seen[-1].sum())
+    return twice * int(batch) * int(heads) * (int(dim) + int(columns))
 
 
-def _attention_forward(args: tuple[Any, ...]) -> int:
-    return _attention(args, causal=len(args) > 4 and args[4])  # torch leaves out arguments that have their default
+def _attention_forward(args: _Args, named: _Named) -> int:
+    return _attention(args, named, causal=len(args) > 4 and args[4])  # torch leaves out arguments of their default
 
 
-def _attention_backward_on_cpu(args: tuple[Any, ...]) -> int:
+def _attention_backward_on_cpu(args: _Args, named: _Named) -> int:
     """Twice the forward: the convention of model FLOPs, which leaves out the recomputed scores."""
-    return 2 * _attention(args[1:], causal=args[7])
+    return 2 * _attention(args[1:], named, causal=args[7])
 
 
-def _attention_backward(args: tuple[Any, ...]) -> int:
-    return 2 * _attention(args[1:], causal=args[11])
+def _attention_backward(args: _Args, named: _Named) -> int:
+    return 2 * _attention(args[1:], named, causal=args[11])
 
 
-def _attention_of_runs(q: Any, v: Any, starts: Any, seen: Any, *, causal: bool) -> int:
-    """All pairs of each run of queries with its run of keys, or the causal half of them: q [T,heads,Dq],
-    v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
+def _attention_of_runs(q: Any, v: Any, starts: Any, seen: Any, named: _Named, *, causal: bool) -> int:
+    """All pairs of each run of queries with its run of keys, the causal half of them, or of that a window's part:
+    q [T,heads,Dq], v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
     """
     columns = getattr(v, "true_width", v.shape[2])
-    pairs = int((starts.diff().long() * seen.diff()).sum())
-    return (1 if causal else 2) * pairs * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
+    lengths, others = starts.diff().long(), seen.diff().long()
+    left = named.get("window_size_left")
+    widths = others if left is None else (2 * others - left - 1).where(others > left + 1, others)
+    lengths = lengths if left is None else lengths.clamp(max=left + 1)
+    return (1 if causal else 2) * int((lengths * widths).sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
 
 
-def _attention_of_runs_forward(args: tuple[Any, ...]) -> int:
-    return _attention_of_runs(args[0], args[2], args[3], args[4], causal=args[8])
+def _attention_of_runs_forward(args: _Args, named: _Named) -> int:
+    return _attention_of_runs(args[0], args[2], args[3], args[4], named, causal=args[8])
 
 
-def _attention_of_runs_backward(args: tuple[Any, ...]) -> int:
-    return 2 * _attention_of_runs(args[1], args[3], args[6], args[7], causal=args[11])
+def _attention_of_runs_backward(args: _Args, named: _Named) -> int:
+    return 2 * _attention_of_runs(args[1], args[3], args[6], args[7], named, causal=args[11])
 
 
-_FLOPS: tuple[tuple[str, FlopOp, Callable[[tuple[Any, ...]], int]], ...] = (
+_FLOPS: tuple[tuple[str, FlopOp, Callable[[_Args, _Named], int]], ...] = (
     ("mm", FlopOp.GEMM, _mm),
     ("bmm", FlopOp.GEMM, _bmm),
     ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm),
@@ -106,7 +119,7 @@ class _FlopMode(TorchDispatchMode):
         found = self._rules.get(func.overloadpacket)
         if found is not None:
             op, rule = found
-            self._books.flops[(op, self._books.module)] += rule(args)
+            self._books.flops[(op, self._books.module)] += rule(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from moewright.codec import to_data
 from moewright.engine.checkpoint import Order, Shard, TensorEntry, checkpoint_path, payload_name, write_alone
-from moewright.engine.hf_folder import INDEX, HfReader, open_folder
+from moewright.engine.hf_folder import INDEX, MXFP4, HfReader, open_folder
 from moewright.engine.weights import Held, Table, held_tensors, read_box, refusal, table_of, without_absent_mtp
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import CheckpointSpec
@@ -48,15 +48,16 @@ def plan_import(source: Path, model: ModelSpec, out: Path) -> Import:
     model = without_absent_mtp(model, folder.tensors.keys())
     table = table_of(model, folder)
     for name, stored in folder.tensors.items():
-        if stored.dtype not in _EXACT:
+        if stored.dtype not in (*_EXACT, MXFP4):
             raise refusal(name, source, f"is of {stored.dtype}; checkpoints hold fp32")
     texts = {name: (source / name).read_text("utf-8") for name in TEXTS if (source / name).is_file()}
     files = {file: [[name, folder.tensors[name].dtype] for name in names] for file, names in folder.files.items()}
+    packed = any(stored.dtype == MXFP4 for stored in folder.tensors.values())  # and are not packed again
     order = Order(
         final=checkpoint_path(out, 0),
         step=0,
-        extra={"model": to_data(model), "hf": {"texts": texts, "files": files}},
-        tensors=tuple(_placed(held_tensors(model), table)),
+        extra={"model": to_data(model)} | ({} if packed else {"hf": {"texts": texts, "files": files}}),
+        tensors=tuple(_placed(held_tensors(model))),
         pieces=(),
         keep=CheckpointSpec(),
     )
@@ -75,14 +76,13 @@ def run_import(plan: Import, told: Told) -> Path:
         return write_alone(plan.order, made)
 
 
-def _placed(tensors: Iterable[Held], table: Table) -> Iterator[TensorEntry]:
-    """Where each box goes: whole tensors, or groups of experts where each has tensors of its own."""
+def _placed(tensors: Iterable[Held]) -> Iterator[TensorEntry]:
+    """Where each box goes: whole tensors, or groups of experts."""
     number = filled = 0
     for held in tensors:
         shards = []
-        apart = len({theirs.index[:1] for theirs in table[held.name]}) == held.shape[0] and len(held.shape) > 2
         row_bytes = 4 * prod(held.shape[1:])
-        step = max(1, _BOX_BYTES // row_bytes) if apart else held.shape[0]
+        step = max(1, _BOX_BYTES // row_bytes) if len(held.shape) > 2 else held.shape[0]
         for first in range(0, held.shape[0], step):
             if filled >= _FILE_BYTES:
                 number, filled = number + 1, 0

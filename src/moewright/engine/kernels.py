@@ -67,7 +67,13 @@ class Runs:
 
 
 def attention_of_runs(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, runs: Runs, others: Runs | None = None
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    runs: Runs,
+    others: Runs | None = None,
+    *,
+    window: int = 0,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """`attention` inside each run; no work is done for pairs of different runs. The log-sum is [1,H,T].
 
@@ -79,12 +85,14 @@ def attention_of_runs(
     if q.device.type == "cpu":
         out, lse = v.new_empty((*q.shape[:2], v.shape[-1])), torch.empty(1, q.shape[1], q.shape[0])
         for part, keys in zip(runs.slices, seen.slices, strict=True):
-            made, (lse[:, :, part],) = attention(q[None, part], k[None, keys], v[None, keys], causal=others is None)
+            made, (lse[:, :, part],) = attention(
+                q[None, part], k[None, keys], v[None, keys], causal=others is None, window=window
+            )
             out[part] = made[0]
         return out.view(shape), (lse,)
     longest, furthest = max(runs.lengths), max(seen.lengths)
     out, lse, seed, offset, _ = _aten._flash_attention_forward(
-        q, k, _as_wide(v, q), runs.starts, seen.starts, longest, furthest, 0.0, others is None, False
+        q, k, _as_wide(v, q), runs.starts, seen.starts, longest, furthest, 0.0, others is None, False, **_sides(window)
     )
     return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
 
@@ -98,6 +106,8 @@ def attention_of_runs_backward(
     rest: tuple[torch.Tensor, ...],
     runs: Runs,
     others: Runs | None = None,
+    *,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; `out` and the log-sum as for `attention_backward`."""
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
@@ -108,7 +118,7 @@ def attention_of_runs_backward(
             of_part, asking, given = (x[None, part] for x in (grad, q, out))
             lse = rest[0][:, :, part].contiguous()
             made = attention_backward(
-                of_part, asking, k[None, keys], v[None, keys], given, (lse,), causal=others is None
+                of_part, asking, k[None, keys], v[None, keys], given, (lse,), causal=others is None, window=window
             )
             for whole, place, piece in zip(grads, (part, keys, keys), made, strict=True):
                 whole[place] = piece[0]
@@ -118,7 +128,7 @@ def attention_of_runs_backward(
         wide, causal = (_as_wide(x, q) for x in (v, out)), others is None
         starts, ends = (runs.starts, seen.starts), (longest, furthest)
         dq, dk, dv = _aten._flash_attention_backward(
-            _as_wide(grad, q), q, k, *wide, lse[0], *starts, *ends, 0.0, causal, seed, offset
+            _as_wide(grad, q), q, k, *wide, lse[0], *starts, *ends, 0.0, causal, seed, offset, **_sides(window)
         )
         grads = (dq, dk, dv[..., : v.shape[-1]])
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (q_BSHD, k_BSGD, v_BSGD), strict=True))
@@ -126,23 +136,50 @@ def attention_of_runs_backward(
 
 
 def attention(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, *, causal: bool = True
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, *, causal: bool = True, window: int = 0
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what backward needs.
 
     The first of the latter is the natural-log sum of exponentials [B,H,S] in fp32; CUDA adds its random state. Without
-    `causal` every query attends every key, and there may be more keys than queries, or fewer.
+    `causal` every query attends every key, and there may be more keys than queries, or fewer. With a `window` a query
+    attends the last so many keys up to its own: a CPU computes all pairs, and masks them.
     """
+    if window and q_BSHD.device.type != "cpu":  # the kernel of runs has windows; the log-sum is as there
+        return attention_of_runs(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), window=window)
     q, k, v = (_widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     width = v.shape[-1]
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, _as_wide(v, q), 0.0, causal)
+        mask = _mask(q, window)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, _as_wide(v, q), 0.0, causal and mask is None, attn_mask=mask
+        )
         return out[..., :width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     out, *rest = _aten._scaled_dot_product_flash_attention(q, k, _as_wide(v, q), 0.0, causal)
     lse, seed, offset = rest[0], rest[5], rest[6]
     return out[..., :width].transpose(1, 2).contiguous(), (lse, seed, offset)
+
+
+def _sides(window: int) -> dict[str, int]:
+    """How far from a query's own place its keys lie, as the kernel of runs wants it."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _rows(x_BSHD: torch.Tensor) -> Runs:
+    """Whole sequences, each a run."""
+    count, length = x_BSHD.shape[:2]
+    starts = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=x_BSHD.device)
+    return Runs(lengths=(length,) * count, starts=starts)
+
+
+def _mask(q_BHSD: torch.Tensor, window: int) -> torch.Tensor | None:
+    """What is added to scores [S,S]: 0 for the last `window` keys up to a query's own; None where those are all."""
+    if window <= 0 or window >= q_BHSD.shape[2]:
+        return None
+    ones = q_BHSD.new_ones(q_BHSD.shape[2], q_BHSD.shape[2], dtype=torch.bool)
+    hidden = ones.triu(1) | ones.tril(-window)
+    return torch.zeros_like(hidden, dtype=q_BHSD.dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -165,16 +202,22 @@ def attention_backward(
     rest: tuple[torch.Tensor, ...],
     *,
     causal: bool = True,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes. Where the keys given are only some of those attended, `out`
     and the log-sum in `rest` are over all of them, and so the gradients are these keys' part.
     """
+    if window and q_BSHD.device.type != "cpu":
+        rows = _rows(q_BSHD)
+        return attention_of_runs_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, rest, rows, window=window)
     grad, q, k, v, out = (_widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
     width = v.shape[-1]
     grad, v, out = (_as_wide(x, q) for x in (grad, v, out))
     if q.device.type == "cpu":
-        lse = rest[0]
-        got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        lse, mask = rest[0], _mask(q, window)
+        got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=mask
+        )
     else:
         lse, seed, offset = rest
         heads, share = k.shape[1], q.shape[1] // k.shape[1]

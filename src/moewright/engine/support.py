@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moewright.rules.context import factors
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import CpComm, Dispatcher, Layout
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Documents, Dtype, Workload
 
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
 
@@ -58,14 +59,31 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if attention.kind is AttentionKind.MLA and layout.tp > 1 and not layout.sp:
         rule = "the engine runs latent attention over tp with sequence parallelism alone"
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
+    yield from _windowed(layout, model, workload)
     if model.mtp_layers:
         yield from _beside_mtp(layout, model)
     if model.moe is None or layout.etp == 1:
         return
+    if model.moe.expert_bias and model.hidden_size % layout.etp:
+        rule = f"must divide hidden_size={model.hidden_size}, over which the experts' biases are cut"
+        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
     step = _GROUPED_ROW_BYTES // workload.precision.nbytes
     if model.moe.ffn_size // layout.etp % step:
         rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
+
+
+def _windowed(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """What sliding windows do not go with: keys that travel in blocks, and bounds of documents."""
+    spec = model.attention
+    if not spec.window_every or spec.sliding_window >= workload.seq_len:
+        return
+    if factors(layout)[1] > 1:
+        rule = f"the engine keeps the keys of a sliding window ({spec.sliding_window} tokens) on one rank"
+        yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
+    if workload.data.documents is not Documents.JOINED:
+        rule = "the engine runs sliding windows over joined documents"
+        yield Reason(field="data.documents", value=workload.data.documents, rule=rule, nearest=Documents.JOINED)
 
 
 def _beside_mtp(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
@@ -81,27 +99,16 @@ def _beside_mtp(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The features of a model or workload that the engine cannot run yet."""
-    attention, moe = model.attention, model.moe
+    attention = model.attention
     latent = attention.kind is AttentionKind.MLA
     missing: tuple[tuple[str, object, bool, str], ...] = (
         ("attention.qkv_bias", True, latent and (attention.qkv_bias or attention.out_bias), "false"),
-        ("attention.sinks", True, attention.sinks, "false"),
-        ("attention.sliding_window", attention.sliding_window, attention.sliding_window > 0, "0"),
         ("attention.rope.interleaved", True, attention.rope.interleaved and not latent, "false"),
         ("position", model.position, model.position is not PositionKind.ROPE, "rope"),
         ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
         ("gated", False, not model.gated, "true"),
     )
     reasons = [_model_reason(f"model.{field}", value, nearest) for field, value, bad, nearest in missing if bad]
-    if moe is not None:
-        router = moe.router
-        missing = (
-            ("router.logit_bias", True, router.logit_bias, "false"),
-            ("expert_bias", True, moe.expert_bias, "false"),
-        )
-        reasons += [
-            _model_reason(f"model.moe.{field}", value, nearest) for field, value, bad, nearest in missing if bad
-        ]
     for field, dtype, runs in (
         ("train.precision", workload.precision, (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),

@@ -115,8 +115,7 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
 
 def is_windowed(model: ModelSpec, layer: int) -> bool:
     """Whether a layer's attention is limited to the sliding window. MTP depths (layer >= L) are not."""
-    spec = model.attention
-    return bool(spec.sliding_window and spec.window_every and layer < model.layers and layer % spec.window_every == 0)
+    return model.window_of(layer) > 0
 
 
 def attention_weights(model: ModelSpec) -> tuple[int, int]:

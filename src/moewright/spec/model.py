@@ -150,6 +150,12 @@ class ModelSpec:
         depths = range(self.layers + 1, self.layers + 1 + self.mtp_layers) if self.moe_layers[-1] else ()
         return (*(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe), *depths)
 
+    def window_of(self, layer: int) -> int:
+        """The latest tokens that a query of the layer attends, itself included; 0: all. MTP depths attend all."""
+        spec = self.attention
+        windowed = spec.window_every and layer < self.layers and layer % spec.window_every == 0
+        return spec.sliding_window if windowed else 0
+
     @property
     def moe_layer_count(self) -> int:
         return sum(self.moe_layers)

@@ -1,6 +1,6 @@
 """Biases of linear layers. They keep nothing for backward that others do not keep anyway.
 
-Shapes: T tokens, N width.
+Shapes: T tokens, R routed rows, N width, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class AddBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_TN: torch.Tensor, bias_N: torch.Tensor, sharers: Group | None) -> torch.Tensor:
-        ctx.sharers = sharers
+        ctx.sharers, ctx.dtype = sharers, bias_N.dtype
         return y_TN + bias_N
 
     @staticmethod
@@ -25,4 +25,43 @@ class AddBias(torch.autograd.Function):
         rows = grad_TN
         if ctx.sharers is not None:
             rows = grad_TN.tensor_split(ctx.sharers.size)[ctx.sharers.index]
-        return grad_TN, rows.sum(0, dtype=torch.float32).to(grad_TN.dtype), None
+        return grad_TN, rows.sum(0, dtype=torch.float32).to(ctx.dtype), None
+
+
+class AddExpertBias(torch.autograd.Function):
+    """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e; bias [E,n], weight [R]
+    fp32 or None, `ends` [E] int32 running ends of the experts' rows. Keeps bias, weight and ends.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_RN: torch.Tensor,
+        bias_En: torch.Tensor,
+        weight_R: torch.Tensor | None,
+        ends_E: torch.Tensor,
+        first: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bias_En, weight_R, ends_E)
+        ctx.columns = slice(first, first + bias_En.shape[1])
+        out = y_RN.clone()
+        added = _of_rows(bias_En, ends_E, len(y_RN))
+        out[:, ctx.columns] += (added if weight_R is None else added * weight_R[:, None]).to(out.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        bias_En, weight_R, ends_E = ctx.saved_tensors
+        rows, of_weight = grad_RN[:, ctx.columns].float(), None
+        if weight_R is not None:
+            of_weight = (rows * _of_rows(bias_En, ends_E, len(rows))).sum(-1)
+            rows = rows * weight_R[:, None]
+        counts = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
+        of_bias = torch.segment_reduce(rows.contiguous(), "sum", lengths=counts, axis=0, initial=0, unsafe=True)
+        return grad_RN, of_bias.to(bias_En.dtype), of_weight, None, None
+
+
+def _of_rows(bias_En: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Tensor:
+    """The bias of each row's expert, in fp32."""
+    places = torch.arange(rows, dtype=ends_E.dtype, device=ends_E.device)
+    return bias_En.float().index_select(0, torch.searchsorted(ends_E, places, right=True))

@@ -17,7 +17,7 @@ import torch
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, Shift, all_to_all, gather, scatter_sum
 from moewright.engine.kernels import Runs
-from moewright.engine.model.functions import Booked, CausalAttention
+from moewright.engine.model.functions import Booked, CausalAttention, beside_sinks, sinks_gradient
 from moewright.engine.model.meeting import Host, Meeting, Meetings, Rest, add, lined, picked, put
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import CpComm
@@ -43,15 +43,27 @@ def _gathers(run: Runtime) -> bool:
 
 
 def attend(
-    run: Runtime, met: Meetings, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
+    run: Runtime,
+    met: Meetings,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V]."""
-    group = run.mesh.group("cp_kv")
+    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V].
+
+    `sinks`: of all heads of the ranks that exchange them. A `window` is for keys that do not travel (engine.support).
+    """
+    group, apart = run.mesh.group("cp_kv"), run.mesh.group("cp_a2a")
+    if sinks is not None:
+        sinks = sinks.unflatten(0, (apart.size, -1))[apart.index]
     if group.size == 1:
         assert met[0] is not None  # every token meets itself
-        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, met[0].runs, run.books)
+        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met[0].runs, window, run.books)
     kind = GatheredAttention if _gathers(run) else RingAttention
-    return kind.apply(q_BSHD, k_BSGD, v_BSGD, met, group, run.books)
+    return kind.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met, group, run.books)
 
 
 def to_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
@@ -134,10 +146,10 @@ class _Backward:
         if meeting is not None and part is not None:
             add(lined(sums, self._met), meeting.keys, part)
 
-    def result(self, grad_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+    def result(self, grad_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         like, width = self._whole, self._whole.shape[-1]
         grad_k, grad_v = grad_kv.to(like.dtype).split((width, grad_kv.shape[-1] - width), -1)
-        return self._grad_q.to(like.dtype).view(like.shape), grad_k, grad_v, None, None, None
+        return self._grad_q.to(like.dtype).view(like.shape), grad_k, grad_v
 
 
 class RingAttention(Booked):
@@ -149,21 +161,29 @@ class RingAttention(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, met: Meetings, group: Group, books: Books
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        met: Meetings,
+        group: Group,
+        books: Books,
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.group, ctx.met = group, met
         found = _Forward(q, met)
         for meeting, kv in _round(torch.cat((k, v), -1), met, group):
             found.meet(kv, meeting)
-        out, rest = found.result()
-        ctx.save_for_backward(q, k, v, out, *rest)
+        out, rest = beside_sinks(*found.result(), sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
-        q, k, v, out, *rest = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, *rest = ctx.saved_tensors
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
+        of_sinks = sinks_gradient(grad, out, rest[0], sinks)
         following: Shift | None = None
         with ctx.books.within(ctx.where):
             kv = torch.cat((k, v), -1)
@@ -175,7 +195,7 @@ class RingAttention(Booked):
                 found.add(sums, meeting, part)
                 following = Shift(sums, ctx.group)
             assert following is not None  # a ring has ranks
-            return found.result(following.wait())
+            return *found.result(following.wait()), of_sinks, None, None, None
 
 
 def _round(kv: torch.Tensor, met: Meetings, group: Group) -> Iterator[tuple[Meeting | None, torch.Tensor]]:
@@ -194,28 +214,36 @@ class GatheredAttention(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, met: Meetings, group: Group, books: Books
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        met: Meetings,
+        group: Group,
+        books: Books,
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.group, ctx.met = group, met
         found, blocks = _Forward(q, met), _gathered(torch.cat((k, v), -1), group)
         for meeting in met:
             found.meet(blocks, meeting)
-        out, rest = found.result()
-        ctx.save_for_backward(q, k, v, out, *rest)
+        out, rest = beside_sinks(*found.result(), sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
-        q, k, v, out, *rest = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, *rest = ctx.saved_tensors
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
+        of_sinks = sinks_gradient(grad, out, rest[0], sinks)
         with ctx.books.within(ctx.where):
             blocks = _gathered(torch.cat((k, v), -1), ctx.group)
             sums = torch.zeros_like(blocks, dtype=torch.float32)
             for meeting in ctx.met:
                 found.add(sums, meeting, found.meet(blocks, meeting))
             by_rank = sums.unflatten(1, (ctx.group.size, -1)).transpose(0, 1).flatten(0, 1)
-            return found.result(scatter_sum(by_rank, ctx.group))
+            return *found.result(scatter_sum(by_rank, ctx.group)), of_sinks, None, None, None
 
 
 def _gathered(kv: torch.Tensor, group: Group) -> torch.Tensor:

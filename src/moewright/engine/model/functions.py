@@ -122,26 +122,66 @@ def _rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 class CausalAttention(Booked):
     """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], inside each run of tokens where `runs`
-    are given; keeps q, k, v, the output and LSE.
+    are given, of the last `window` tokens each (0: all), beside sinks [H]; keeps q, k, v, the output and LSE.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Runs | None, books: Books
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        runs: Runs | None,
+        window: int,
+        books: Books,
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
-        ctx.runs = runs
-        out, rest = attention(q, k, v) if runs is None else attention_of_runs(q, k, v, runs)
-        ctx.save_for_backward(q, k, v, out, *rest)
+        ctx.runs, ctx.window = runs, window
+        if runs is None:
+            out, rest = attention(q, k, v, window=window)
+        else:
+            out, rest = attention_of_runs(q, k, v, runs, window=window)
+        out, rest = beside_sinks(out, rest, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v, out, *rest = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, *rest = ctx.saved_tensors
+        of_sinks = sinks_gradient(grad, out, rest[0], sinks)
         with ctx.books.within(ctx.where):
             if ctx.runs is None:
-                return (*attention_backward(grad, q, k, v, out, tuple(rest)), None, None)
-            return (*attention_of_runs_backward(grad, q, k, v, out, tuple(rest), ctx.runs), None, None)
+                found = attention_backward(grad, q, k, v, out, tuple(rest), window=ctx.window)
+            else:
+                found = attention_of_runs_backward(grad, q, k, v, out, tuple(rest), ctx.runs, window=ctx.window)
+            return *found, of_sinks, None, None, None
+
+
+def beside_sinks(
+    out: torch.Tensor, rest: tuple[torch.Tensor, ...], sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Attention [B,S,H,D] and its log-sum [B,H,S] (or [1,H,B*S]) when one more logit a head, with a value of zero,
+    stands in each softmax. `rest` begins with the log-sum.
+    """
+    if sinks is None:
+        return out, rest
+    seen, *random = rest
+    both = torch.logaddexp(seen, sinks.float()[:, None])
+    share = torch.exp(seen - both).transpose(1, 2).reshape(*out.shape[:-1], 1)
+    return (out.float() * share).to(out.dtype), (both, *random)
+
+
+def sinks_gradient(
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Of the sinks [H], given the output and log-sum that they are part of: minus their share of what each query gets
+    from its output's gradient.
+    """
+    if sinks is None:
+        return None
+    share = torch.exp(sinks.float()[:, None] - lse).transpose(1, 2).reshape(out.shape[:-1])
+    return -(share * (grad.float() * out.float()).sum(-1)).flatten(0, -2).sum(0).to(sinks.dtype)
 
 
 class JoinHeads(torch.autograd.Function):
@@ -171,40 +211,6 @@ class JoinHeads(torch.autograd.Function):
         both[ctx.mine] = mine
         k, v = scatter_sum(both.flatten(0, 1), ctx.group).chunk(2, -1)
         return k, v, None, None
-
-
-class SwiGlu(torch.autograd.Function):
-    """silu(gate) * up * weight for x [R,2F] = (gate, up); `weight` [R] fp32 or None; keeps x and weight.
-
-    Weighting here, before the second linear, spares keeping the experts' outputs (docs/formulas.md 7).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        gate, up = x.float().chunk(2, -1)
-        out = torch.nn.functional.silu(gate).mul_(up)
-        if weight is not None:
-            out.mul_(weight[:, None])
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
-        gate, up = x.float().chunk(2, -1)
-        wide = grad.float()
-        sigmoid = torch.sigmoid(gate)
-        act = gate * sigmoid
-        grad_weight = None
-        if weight is not None:
-            grad_weight = (wide * act).mul_(up).sum(-1)
-            wide = wide * weight[:, None]
-        slope = sigmoid.add_(act * (1 - sigmoid))
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, -1)
-        grad_gate.copy_(slope.mul_(up).mul_(wide))
-        grad_up.copy_(act.mul_(wide))
-        return grad_x, grad_weight
 
 
 class Spread(torch.autograd.Function):

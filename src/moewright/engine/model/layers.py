@@ -20,9 +20,10 @@ from moewright.engine.collectives import Group
 from moewright.engine.keep import replayed
 from moewright.engine.kernels import Runs
 from moewright.engine.model import vocabulary
-from moewright.engine.model.biases import AddBias
+from moewright.engine.model.activations import SwiGlu, activation_of
+from moewright.engine.model.biases import AddBias, AddExpertBias
 from moewright.engine.model.context import attend, meetings, to_heads, to_tokens
-from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary, SwiGlu
+from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary
 from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
 from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import frequencies
@@ -155,12 +156,16 @@ def core_and_output(run: Runtime, core: Core, inputs: tuple[torch.Tensor, ...], 
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with optional q/k norm and rotary positions, heads cut over TP: [t,H] -> [t,H]."""
+    """Grouped-query attention of layer `number`, with optional biases, q/k norm, sinks and window, and rotary
+    positions; heads cut over TP: [t,H] -> [t,H].
+    """
 
     ledger_module = Module.ATTENTION
 
-    def __init__(self, run: Runtime) -> None:
+    def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
+        window = run.model.window_of(number)
+        self._window = window if window < run.workload.seq_len else 0
         spec, hidden, rows = run.model.attention, run.model.hidden_size, (("tp", 0),)
         self._spec, self._run = spec, run
         self.q = Weight(run, spec.q_width, hidden, cuts=rows)
@@ -174,6 +179,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(run, spec.head_dim), Norm(run, spec.head_dim)
         elif spec.qk_norm is QkNorm.FULL:
             self.q_norm, self.k_norm = Norm(run, spec.q_width, rows), Norm(run, spec.kv_width, rows)
+        self.sinks = Vector(run, spec.heads, cuts=rows) if spec.sinks else None
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
         if spec.out_bias:
             self.o.bias = Vector(run, hidden)
@@ -201,7 +207,8 @@ class Attention(nn.Module):
     def _core(
         self, met: Meetings, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor
     ) -> tuple[torch.Tensor]:
-        return (attend(self._run, met, q_BSHD, k_BSGD, v_BSGD),)
+        sinks = None if self.sinks is None else self.sinks.weight
+        return (attend(self._run, met, q_BSHD, k_BSGD, v_BSGD, sinks=sinks, window=self._window),)
 
 
 class Mlp(nn.Module):
@@ -246,15 +253,26 @@ class Experts(nn.Module):
         hidden = run.model.hidden_size
         self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)))
         self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)))
+        self._activate = activation_of(run.model)
+        if run.model.moe is not None and run.model.moe.expert_bias:
+            self.gate_up.bias = Vector(run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)))
+            # Outputs are summed over ETP: each rank adds its part of the bias.
+            self.down.bias = Vector(run, experts, hidden, cuts=(("ep", 0), ("etp", 1)))
 
     def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         run, keeper = self._run, self._run.keeper
         with keeper.offload(rows_RH, asked=run.offloads(Offload.EXPERT_FC1)):
             hidden = GroupedLinear.apply(rows_RH, self.gate_up.weight.flatten(1, 2), ends_E, run.books)
+            if self.gate_up.bias is not None:
+                hidden = AddExpertBias.apply(hidden, self.gate_up.bias.weight.flatten(1, 2), None, ends_E, 0)
         with keeper.offload(hidden, asked=run.offloads(Offload.MOE_ACT)):
-            active = SwiGlu.apply(hidden, weights_R)
-            with keeper.discard(active, SwiGlu.apply, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
-                return GroupedLinear.apply(active, self.down.weight, ends_E, run.books)
+            active = self._activate.apply(hidden, weights_R)
+            with keeper.discard(active, self._activate.apply, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
+                out = GroupedLinear.apply(active, self.down.weight, ends_E, run.books)
+        bias = self.down.bias
+        return (
+            out if bias is None else AddExpertBias.apply(out, bias.weight, weights_R, ends_E, bias.placement.offsets[1])
+        )
 
 
 class Table(Weight):

@@ -14,7 +14,7 @@ from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import Group, all_reduce, gather
 from moewright.engine.keep import Decided
 from moewright.engine.model.functions import count_rows
-from moewright.engine.model.layers import Weight
+from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.linears import RouterLinear
 from moewright.engine.model.noise import uniform
 from moewright.engine.runtime import Runtime
@@ -150,6 +150,7 @@ class Router(Weight):
             raise ValueError("a router needs model.moe")
         super().__init__(run, experts, run.model.hidden_size)
         self._run, self._spec, self.number = run, run.model.moe.router, number
+        self.bias = Vector(run, experts) if self._spec.logit_bias else None
         self._training = run.workload.router
         self._dtype = torch.float64 if self._training.router_dtype is RouterDtype.FP64 else torch.float32
         self._routed = torch.zeros(experts, dtype=torch.int64, device=run.device)  # in this step, on all ranks
@@ -163,7 +164,7 @@ class Router(Weight):
         noise = None
         if first is not None and self._training.jitter_eps:
             noise = partial(self._noise, first, *x_TH.shape)
-        logits = RouterLinear.apply(x_TH, self.weight, self._run.books, self._dtype, noise)
+        logits = self.biased(RouterLinear.apply(x_TH, self.weight, self._run.books, self._dtype, noise))
         experts = decided.experts if decided else None
         if experts is None:
             experts = self._forced(*logits.shape)

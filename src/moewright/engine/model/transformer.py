@@ -63,7 +63,7 @@ class Layer(nn.Module):
         latent = run.model.attention.kind is AttentionKind.MLA
         self._replays_input = latent and run.replays(Recompute.LAYERNORM)
         self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input, of_hidden=True)
-        self.attention = (LatentAttention if latent else Attention)(run)
+        self.attention = LatentAttention(run) if latent else Attention(run, number)
         self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM), of_hidden=True)
         self._is_moe = run.model.moe_layers[min(number, run.model.layers - 1)]  # MTP depths are like the last layer
         if self._is_moe:
