@@ -38,9 +38,25 @@ def bench_machine(
     refuse_crowd(nproc, field="--nproc")
     if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):
         print(f"{out} is of this machine already; --force measures again")
-        return 0
-    measure_to(out, nproc=nproc)
+    else:
+        measure_to(out, nproc=nproc)
+    _print_bandwidths(out)
     return 0
+
+
+def _print_bandwidths(path: Path) -> None:
+    """What nccl-tests would say of the largest message of each collective, and which stands out."""
+    from moewright.codec import read_toml
+    from moewright.spec.hardware import Hardware
+    from moewright.spec.units import show_bytes, show_seconds
+    from moewright.tune.bandwidth import bandwidths
+
+    found = bandwidths(read_toml(Hardware, path))
+    for one in found:
+        rate = f"algorithm {one.algorithm_Bps / GIGA:.3g} GB/s, bus {one.bus_Bps / GIGA:.3g} GB/s"
+        size = f"{show_bytes(one.payload_bytes)} in {show_seconds(one.seconds)}"
+        note = "  SLOW beside the others: look at its link" if one.slow else ""
+        print(f"{one.op:<16}{one.group_size:>4} ranks  {size:<24}{rate}{note}")
 
 
 def bench_search() -> int:

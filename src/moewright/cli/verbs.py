@@ -15,6 +15,7 @@ from moewright.cli.export import export
 from moewright.cli.fit import fit
 from moewright.cli.plan import plan
 from moewright.cli.report import report
+from moewright.cli.sweep import bench_sweep
 from moewright.cli.train import train
 from moewright.cli.upcycle import upcycle
 from moewright.cli.validate import validate
@@ -53,4 +54,5 @@ def app() -> App:
     bench.command(bench_engine, name="engine")
     bench.command(bench_peers, name="peers")
     bench.command(bench_search, name="search")
+    bench.command(bench_sweep, name="sweep")
     return verbs

@@ -1,0 +1,55 @@
+"""Algorithm and bus bandwidth of measured collectives, as nccl-tests defines them (PERFORMANCE.md): bytes of the larger
+buffer over time, and that times what of it each rank's link must carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from moewright.spec.hardware import Collective, Hardware
+
+SLOW = 0.5  # of the median bus bandwidth over the collectives of as many ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bandwidth:
+    """Of the largest message measured."""
+
+    op: Collective
+    group_size: int
+    payload_bytes: float  # handed in by a rank
+    seconds: float
+    algorithm_Bps: float
+    bus_Bps: float
+    slow: bool
+
+
+def bandwidths(hardware: Hardware) -> tuple[Bandwidth, ...]:
+    """One a collective and group size that the hardware file holds a curve of."""
+    found = [_of(time.op, time.group_size, *time.curve.points[-1]) for time in hardware.fabric.times]
+    return tuple(_marked(found))
+
+
+def _of(
+    op: Collective, ranks: int, payload: float, seconds: float
+) -> tuple[Collective, int, float, float, float, float]:
+    whole = payload * ranks if op is Collective.ALL_GATHER else payload
+    carried = {Collective.ALL_REDUCE: 2 * (ranks - 1) / ranks, Collective.BROADCAST: 1.0, Collective.P2P: 1.0}
+    share = carried.get(op, (ranks - 1) / ranks)
+    return op, ranks, payload, seconds, whole / seconds, whole / seconds * share
+
+
+def _marked(found: list[tuple[Collective, int, float, float, float, float]]) -> Iterator[Bandwidth]:
+    for op, ranks, payload, seconds, algorithm, bus in found:
+        typical = median(one[5] for one in found if one[1] == ranks)
+        yield Bandwidth(
+            op=op,
+            group_size=ranks,
+            payload_bytes=payload,
+            seconds=seconds,
+            algorithm_Bps=algorithm,
+            bus_Bps=bus,
+            slow=bus < SLOW * typical,
+        )

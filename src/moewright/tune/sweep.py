@@ -1,0 +1,170 @@
+"""Sweeps: a list of layouts of one job, estimated or run, beside published figures, as one table.
+
+A sweep file holds [job] (model, on, seq_len, global_batch, precision; or `file`, a job to run) and [[table]]s with
+[[table.row]]s: `name` as it stands in the table, `layout`, and `global_batch`, `time_s`, `tokens`, `tflops` where the
+row has its own or was published. Each trial that was run is a line of trials.jsonl, and is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moewright.codec import from_data, parse_json, parse_layout, read_text, to_data, toml_data
+from moewright.cost.estimate import estimate
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Estimate
+from moewright.spec.workload import Workload
+
+TRIALS_FILE = "trials.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSpec:
+    """One row as the file has it; zeros: nothing was published."""
+
+    name: str
+    layout: str
+    global_batch: int = 0  # 0: the job's
+    time_s: float = 0.0
+    tokens: float = 0.0  # a second and device
+    tflops: float = 0.0  # a device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSpec:
+    title: str
+    row: tuple[RowSpec, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """What all rows share. `file` is a job to run, beside the sweep file; else the rest says what to estimate."""
+
+    model: str = ""
+    on: str = ""
+    file: str = ""
+    seq_len: int = 0
+    global_batch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepSpec:
+    title: str
+    job: JobSpec
+    table: tuple[TableSpec, ...]
+    source: str = ""
+    memory: tuple[str, ...] = ()  # layouts whose memory is drawn by component and by module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Of one step; zeros: not known."""
+
+    time_s: float
+    tokens: float
+    tflops: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A line of trials.jsonl: a row that was run here. `failed` says why there are no figures."""
+
+    layout: str
+    global_batch: int
+    time_s: float = 0.0
+    tokens: float = 0.0
+    tflops: float = 0.0
+    failed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRow:
+    spec: RowSpec
+    seq_len: int
+    global_batch: int
+    devices: int
+    predicted: Estimate | None
+    refused: str  # why there is no prediction
+    measured: Figures | None  # published, or run here
+    trial: Trial | None
+
+
+def read_sweep(path: Path) -> SweepSpec:
+    """Raises BadInput that names file and key."""
+    spec = from_data(SweepSpec, toml_data(path), where=path.name)
+    if not spec.job.file and not (spec.job.model and spec.job.on and spec.job.seq_len and spec.job.global_batch):
+        rule = "needs file, or model, on, seq_len and global_batch"
+        raise BadInput(Reason(field=f"{path.name}: job", rule=rule, nearest='model = "Qwen3-235B-A22B"'))
+    return spec
+
+
+def read_trials(folder: Path) -> tuple[Trial, ...]:
+    """What has been run so far; a torn last line is left out, and run again."""
+    path = folder / TRIALS_FILE
+    if not path.exists():
+        return ()
+    lines = read_text(path).split("\n")[:-1]
+    return tuple(from_data(Trial, parse_json(line, where=str(path)), where=str(path)) for line in lines)
+
+
+def write_trial(folder: Path, trial: Trial) -> None:
+    """Add a finished trial."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / TRIALS_FILE).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(to_data(trial)) + "\n")
+
+
+def row_of(
+    spec: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, trials: tuple[Trial, ...]
+) -> SweepRow:
+    """The row with its prediction and what was measured: here, else as published."""
+    predicted, refused = None, ""
+    try:
+        predicted = estimate(model, workload, hardware, layout_of(spec, hardware))
+    except BadInput as error:
+        refused = str(error)
+    trial = next((each for each in trials if (each.layout, each.global_batch) == key_of(spec, workload)), None)
+    published = Figures(time_s=spec.time_s, tokens=spec.tokens, tflops=spec.tflops)
+    ran = Figures(time_s=trial.time_s, tokens=trial.tokens, tflops=trial.tflops) if trial else None
+    measured = ran if ran and ran.time_s else published if spec.time_s or spec.tokens or spec.tflops else None
+    return SweepRow(
+        spec=spec,
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        devices=hardware.count,
+        predicted=predicted,
+        refused=refused,
+        measured=measured,
+        trial=trial,
+    )
+
+
+def layout_of(spec: RowSpec, hardware: Hardware) -> Layout:
+    return parse_layout(spec.layout, world_size=hardware.count)
+
+
+def key_of(spec: RowSpec, workload: Workload) -> tuple[str, int]:
+    """What tells one trial of a sweep from another."""
+    return spec.layout, workload.global_batch
+
+
+def figures_of(found: Estimate) -> Figures:
+    return Figures(time_s=found.step_s, tokens=found.tokens_per_s_per_device, tflops=found.tflops_per_device)
+
+
+def memory_of(found: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Bytes of the fullest pipeline rank by component, then by module."""
+    rows = found.ledgers[found.peak_rank].memory
+    for name in ("component", "module"):
+        held: dict[str, int] = {}
+        for row in rows:
+            key = str(getattr(row, name))
+            held[key] = held.get(key, 0) + row.bytes
+        yield name, dict(sorted(held.items(), key=lambda pair: -pair[1]))
