@@ -8,15 +8,26 @@ import torch
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAll
+from moewright.engine.dispatch.dedup import Dedup, first_of_each
+from moewright.rules.routing import in_turn
 
 
-@pytest.mark.parametrize("rows", [64, 61, 3, 0])
+@pytest.mark.parametrize("most", [1, 3, 100])
+@pytest.mark.parametrize("tokens", [32, 31, 2])
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_even_sizes_are_those_of_experts_in_turn(rank: int, rows: int) -> None:
+def test_known_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, most: int) -> None:
     ep = Group(name="ep", ranks=(0, 1, 2, 3), index=rank, handle=None, books=Books())
     etp = Group(name="etp", ranks=(0, 1), index=0, handle=None, books=Books())
-    counts = torch.bincount(torch.arange(rows) % 8, minlength=8).view(4, 2).sum(1).tolist()
-    send, receive, parts = AllToAll(ep, etp, 8, even=True, drops=False)._even_sizes(rows)
+    chosen = (torch.arange(tokens * 2) % 8).view(tokens, 2)
+    for expert in range(8):
+        places = (chosen.flatten() == expert).nonzero().flatten()[most:]
+        chosen.view(-1)[places] = 8
+    counts = torch.bincount(chosen.flatten(), minlength=9)[:8].view(4, 2).sum(1).tolist()
+    copies = torch.bincount(first_of_each(chosen // 2, 4).flatten(), minlength=5)[:4].tolist()
+    sent = in_turn(tokens, 2, 8, most=most, ranks=4)
+    send, receive, parts = AllToAll(ep, etp, 8, known=None, drops=True)._known_sizes(sent.rows)
     assert list(send) == counts
     assert receive == (counts[rank],) * 4
     assert parts == (4 * counts[rank],) * 2
+    sizes = Dedup(ep, etp, 8, known=None)._known_sizes(sent)
+    assert sizes == (tuple(copies), (copies[rank],) * 4, (4 * copies[rank],) * 2, (8 * counts[rank],))

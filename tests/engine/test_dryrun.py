@@ -13,17 +13,20 @@ from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank
 from moewright.engine.dryrun import dry_run
 from moewright.intake import catalogue
+from moewright.rules.legality import micro_batches
+from moewright.rules.routing import selection_in_turn
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
+from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, RouterTraining, Workload
 from moewright.tune.compare import Section, Status, compare
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
     found = dry_run(model, workload, layout, rank=rank)
-    comparison = compare(predict_rank(model, workload, layout, rank=rank, selection=None), found.ledger)
+    selection = selection_in_turn(model, workload, layout, micro_batches=micro_batches(workload, layout))
+    comparison = compare(predict_rank(model, workload, layout, rank=rank, selection=selection), found.ledger)
     wrong = [line for line in comparison.lines if line.section is not Section.TIME and line.status is not Status.EQUAL]
     assert not wrong, wrong
     saved = (Component.ACTIVATIONS, Component.LOGITS)
@@ -43,6 +46,10 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
         (48, "pp3,tp2,ep8", Dtype.BF16),
         (48, "pp3,ep8,schedule=zb-h1,recompute=full", Dtype.FP32),
         (64, "cp2,cp_comm=allgather,ep8,offload=moe_act", Dtype.BF16),
+        (1024, "tp2,ep8,dispatcher=allgather", Dtype.BF16),
+        (1024, "tp2,ep4,etp2,dispatcher=dedup,recompute=moe", Dtype.BF16),
+        (256, "ep8,capacity0.5", Dtype.FP32),
+        (256, "tp2,ep8,capacity1.5,dispatcher=allgather,recompute=full", Dtype.BF16),
         (256, "tp2,ep8,zero3,recompute=moe", Dtype.BF16),
         (64, "tp2,etp2,ep4,zero3,shard8,offload=optimizer", Dtype.FP32),
     ],
@@ -108,11 +115,12 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
     assert sum(meter.fullest.values()) == 32 + 32
 
 
-@pytest.mark.parametrize("text", ["ep8,dispatcher=dedup", "ep8,capacity1"])
-def test_rows_that_others_decide_are_refused(text: str) -> None:
-    work = tiny_jobs.workload(DataSpec())
-    with pytest.raises(BadInput, match="a dry run knows the rows of dropless alltoall alone"):
-        dry_run(tiny_jobs.MODEL, work, parse_layout(text, world_size=8), rank=0)
+def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
+    work, layout = tiny_jobs.workload(DataSpec()), parse_layout("ep8,dispatcher=dedup,capacity0.5", world_size=8)
+    with pytest.raises(BadInput, match=r"train.drop_policy=probs: .* nearest legal value: position"):
+        dry_run(tiny_jobs.MODEL, work, layout, rank=0)
+    by_place = replace(work, router=RouterTraining(drop_policy=DropPolicy.POSITION))
+    assert_as_predicted(tiny_jobs.MODEL, by_place, layout, 3)
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:

@@ -45,6 +45,7 @@ def dryrun(
     from moewright.report.dry_view import print_dry_run
     from moewright.rules.grid import coordinate
     from moewright.rules.legality import micro_batches
+    from moewright.rules.routing import selection_in_turn
     from moewright.search.search import plan_of
     from moewright.tune.compare import compare
 
@@ -61,7 +62,8 @@ def dryrun(
         whole = replace(asked.workload.data, attended_share=1.0)  # sequences without data have no documents
         workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp, data=whole)
         found = dry_run(asked.model, workload, layout, rank=rank)
-    comparison = compare(predict_rank(asked.model, workload, layout, rank=rank, selection=None), found.ledger)
+    selection = selection_in_turn(asked.model, workload, layout, micro_batches=run)
+    comparison = compare(predict_rank(asked.model, workload, layout, rank=rank, selection=selection), found.ledger)
     device = catalogue.hardware(f"{asked.nproc}x{asked.hardware}") if _is_known(asked.hardware) else None
     planned = None
     if device is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +27,12 @@ from moewright.engine.runtime import Runtime
 from moewright.engine.step import train_step
 from moewright.engine.support import refuse_unrunnable
 from moewright.rules import grid
+from moewright.rules.routing import drops_by_probability
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype, RouterForce, Workload
+from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
 
 _aten = torch.ops.aten
 
@@ -55,8 +55,10 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
     """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine would refuse."""
     pp_rank = grid.coordinate(layout, rank, "pp")
     refuse_unrunnable(model, workload, layout)
-    if reasons := tuple(_unforeseen(model, layout)):
-        raise BadInput(*reasons)
+    if model.moe is not None and drops_by_probability(layout, workload.router):
+        rule = "a dry run knows no probabilities, by which capacity drops rows and dedup finds none to copy"
+        near = DropPolicy.POSITION
+        raise BadInput(Reason(field="train.drop_policy", value=DropPolicy.PROBS, rule=rule, nearest=near))
     if layout.world_size > 1:
         collectives.pretend(rank=rank, world_size=layout.world_size)
     try:
@@ -81,15 +83,6 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
         return DryRun(ledger=ledger, states_bytes=held, beside=beside)
     finally:
         collectives.stop()
-
-
-def _unforeseen(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
-    """Choices whose sizes follow from what ranks tell each other, which no rank here is told."""
-    rule = "a dry run knows the rows of dropless alltoall alone"
-    if model.moe is not None and layout.dispatcher is not Dispatcher.ALL_TO_ALL:
-        yield Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=Dispatcher.ALL_TO_ALL)
-    if model.moe is not None and layout.capacity:
-        yield Reason(field="layout.capacity", value=str(layout.capacity), rule=rule, nearest="0")
 
 
 def _no_value(slot: Slot) -> torch.Tensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
 from moewright.rules import grid
 from moewright.spec.errors import Reason
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Routing, Workload
+from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,51 @@ def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Move
     copies = round(tokens * expected_distinct(layout.ep, top_k))
     sent = min(tokens * top_k, rows * model.moe.experts)
     return Moved(sent=sent, copies_out=copies, copies_in=copies, gathered=copies * layout.etp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InTurn:
+    """What every rank sends where experts are taken in turn: rows to each expert, and copies of tokens to each rank."""
+
+    rows: tuple[int, ...]
+    copies: tuple[int, ...]
+
+
+@lru_cache(maxsize=8)  # of one job, whose micro-batches are alike
+def in_turn(tokens: int, top_k: int, experts: int, *, most: int, ranks: int) -> InTurn:
+    """Slot s of a rank's tokens, `top_k` a token, takes expert s % `experts`, of which each takes the first `most`."""
+    rows, copies, local = [0] * experts, [0] * ranks, experts // ranks
+    for token in range(tokens):
+        reached = set()
+        for slot in range(token * top_k, (token + 1) * top_k):
+            expert = slot % experts
+            if rows[expert] < most:
+                rows[expert] += 1
+                reached.add(expert // local)
+        for rank in reached:
+            copies[rank] += 1
+    return InTurn(rows=tuple(rows), copies=tuple(copies))
+
+
+def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
+    """Whether the number of copies under dedup hangs on probabilities, by which a capacity drops rows."""
+    drops = layout.capacity > 0 and training.drop_policy is DropPolicy.PROBS
+    return drops and layout.dispatcher is Dispatcher.DEDUP
+
+
+def selection_in_turn(model: ModelSpec, workload: Workload, layout: Layout, *, micro_batches: int) -> Selection | None:
+    """What a step would record where experts are taken in turn; None for a dense model."""
+    if model.moe is None:
+        return None
+    tokens, top_k, experts = micro_batch_tokens(workload, layout), model.moe.router.top_k, model.moe.experts
+    most = capacity_rows(tokens, top_k, experts, layout.capacity)
+    sent = in_turn(tokens, top_k, experts, most=most, ranks=layout.ep)
+
+    def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
+        return (((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),) * micro_batches
+
+    dedup = layout.dispatcher is Dispatcher.DEDUP
+    return Selection(step=1, counts=everywhere(sent.rows), copies=everywhere(sent.copies) if dedup else ())
 
 
 def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, gather
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.dispatch.seam import Known, Routed, Rows, on_host, sorted_rows, wanted_rows
 from moewright.engine.model.functions import SumSlots, count_rows
 
 
@@ -25,11 +25,12 @@ class Route:
 class AllGather:
     """Dispatch over the ranks that hold all experts, ETP slices included: their partial outputs are summed alike."""
 
-    def __init__(self, group: Group, experts: int, *, here: range) -> None:
+    def __init__(self, group: Group, experts: int, *, here: range, known: Known | None) -> None:
         """`here` are the experts held here."""
         self._group = group
         self._experts = experts
         self._here = here
+        self._known = known
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
@@ -38,8 +39,12 @@ class AllGather:
         here, ids = len(self._here), gather(experts_Tk, self._group) - self._here.start
         ids = ids.masked_fill((ids < 0) | (ids >= here), here)
         counts = count_rows(ids, here + 1)[:-1]
-        (rows,) = on_host(counts.sum()[None])
-        slots = sorted_rows(ids, rows[0])
+        if self._known:
+            sent_rows = self._known(*experts_Tk.shape).rows
+            rows = self._group.size * sum(sent_rows[expert] for expert in self._here)
+        else:
+            ((rows,),) = on_host(counts.sum()[None])
+        slots = sorted_rows(ids, rows)
         sent = count_rows(experts_Tk, self._experts + 1)[:-1]
         route = Route(slots=slots, ends=counts.cumsum(0).to(torch.int32), sent=sent)
         return Routed(rows=x_TH, weights=weights_Tk), route

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, padded, sorted_rows
+from moewright.engine.dispatch.seam import Known, Routed, Rows, on_host, padded, sorted_rows
 from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots, count_rows
 
 
@@ -38,14 +38,12 @@ class AllToAll:
     sums of their partial outputs go back to where the rows came from.
     """
 
-    def __init__(self, group: Group, slices: Group, experts: int, *, even: bool, drops: bool) -> None:
-        """`even`: experts are taken in turn on every rank alike, so that the host knows all sizes without looking.
-        `drops`: slots may have been dropped.
-        """
+    def __init__(self, group: Group, slices: Group, experts: int, *, known: Known | None, drops: bool) -> None:
+        """`drops`: slots may have been dropped."""
         self._group = group
         self._slices = slices
         self._experts = experts
-        self._even = even
+        self._known = known
         self._drops = drops
 
     def preprocess(
@@ -57,8 +55,8 @@ class AllToAll:
         received = all_to_all(counts, self._group, send=[local] * size, receive=[local] * size).view(size, local)
         held = gather(received, self._slices).view(-1, size, local)
         send, receive, parts = (
-            self._even_sizes(experts_Tk.numel())
-            if self._even and not self._drops
+            self._known_sizes(self._known(*experts_Tk.shape).rows)
+            if self._known
             else on_host(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
         )
         slots = sorted_rows(experts_Tk, sum(send))
@@ -90,10 +88,9 @@ class AllToAll:
             weights = Reorder.apply(weights_Tk.flatten(), slots.places, slots.rows.flatten())
         return Routed(rows=rows, weights=weights), route
 
-    def _even_sizes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+    def _known_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         size, local = self._group.size, self._experts // self._group.size
-        each, more = divmod(rows, self._experts)  # the first `more` experts get one row more
-        to = tuple(each * local + min(max(more - rank * local, 0), local) for rank in range(size))
+        to = tuple(sum(rows[rank * local : (rank + 1) * local]) for rank in range(size))
         here = to[self._group.index]
         return to, (here,) * size, (here * size,) * self._slices.size
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
-from moewright.engine.dispatch.seam import Routed, Rows, on_host, padded, sorted_rows, wanted_rows
+from moewright.engine.dispatch.seam import Known, Routed, Rows, on_host, padded, sorted_rows, wanted_rows
 from moewright.engine.model.functions import Spread, SumSlots, count_rows
+from moewright.rules.routing import InTurn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +34,11 @@ class Route:
 class Dedup:
     """Dispatch over an expert-parallel group, whose experts may be cut over the ranks of `slices`."""
 
-    def __init__(self, group: Group, slices: Group, experts: int) -> None:
+    def __init__(self, group: Group, slices: Group, experts: int, *, known: Known | None) -> None:
         self._group = group
         self._slices = slices
         self._experts = experts
+        self._known = known
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
@@ -50,7 +52,11 @@ class Dedup:
         told = all_to_all(torch.cat((counts, sent[:, None]), 1), group, send=[1] * size, receive=[1] * size)
         held = gather(told, self._slices).view(-1, size, local + 1)
         per_expert = held[:, :, :local].sum((0, 1))
-        send, receive, parts, rows = on_host(sent, told[:, local], held[:, :, local].sum(1), per_expert.sum()[None])
+        send, receive, parts, rows = (
+            self._known_sizes(self._known(*experts_Tk.shape))
+            if self._known
+            else on_host(sent, told[:, local], held[:, :, local].sum(1), per_expert.sum()[None])
+        )
         copies = sorted_rows(first_Tk, sum(send))
         rank_of_copy = first_Tk.flatten()[copies.places]
         wanted = experts_Tk[copies.tokens] - rank_of_copy[:, None] * local
@@ -75,6 +81,12 @@ class Dedup:
             ),
             route,
         )
+
+    def _known_sizes(self, sent: InTurn) -> tuple[tuple[int, ...], ...]:
+        size, local, here = self._group.size, self._experts // self._group.size, self._group.index
+        coming, slices = (sent.copies[here],) * size, self._slices.size
+        rows = slices * size * sum(sent.rows[here * local : (here + 1) * local])
+        return sent.copies, coming, (sum(coming),) * slices, (rows,)
 
     def dispatch(self, routed: Routed, route: Route) -> Routed:
         """Copies and weights to the ranks of their experts."""

@@ -6,12 +6,14 @@ Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from moewright.engine.model.functions import Select, Spread
+from moewright.rules.routing import InTurn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,10 @@ def wanted_rows(routed: Routed, slots: Rows) -> Routed:
 def padded(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
     """x with rows of zeros, or of another number, after it."""
     return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), filling)))
+
+
+# What every rank sends, by its tokens and the experts of each, where a forced choice lets the host know without a look.
+Known = Callable[[int, int], InTurn]
 
 
 class Dispatcher(Protocol):

@@ -19,7 +19,7 @@ from moewright.engine.model.layers import Experts, Mlp, Weight
 from moewright.engine.model.linears import GateLinear
 from moewright.engine.model.router import Router, Selected
 from moewright.engine.runtime import Runtime
-from moewright.rules.routing import capacity_rows, experts_of
+from moewright.rules.routing import InTurn, capacity_rows, drops_by_probability, experts_of, in_turn
 from moewright.spec.layout import Dispatcher, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MoeSpec
@@ -97,11 +97,24 @@ class Moe(torch.nn.Module):
 
 
 def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
-    layout, mesh = run.mesh.layout, run.mesh
+    layout, mesh, experts = run.mesh.layout, run.mesh, spec.experts
+    known = _known(run, spec)
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         here = experts_of(run.model, layout, mesh.coordinate("ep"))
-        return AllGather(mesh.group("etp_ep"), spec.experts, here=here)
+        return AllGather(mesh.group("etp_ep"), experts, here=here, known=known)
     if layout.dispatcher is Dispatcher.DEDUP:
-        return Dedup(mesh.group("ep"), mesh.group("etp"), spec.experts)
-    even = run.workload.router.force is RouterForce.BALANCED
-    return AllToAll(mesh.group("ep"), mesh.group("etp"), spec.experts, even=even, drops=layout.capacity > 0)
+        return Dedup(mesh.group("ep"), mesh.group("etp"), experts, known=known)
+    return AllToAll(mesh.group("ep"), mesh.group("etp"), experts, known=known, drops=layout.capacity > 0)
+
+
+def _known(run: Runtime, spec: MoeSpec) -> seam.Known | None:
+    """What is sent where experts are taken in turn, unless it hangs on which rows a capacity drops."""
+    layout, training = run.mesh.layout, run.workload.router
+    if training.force is not RouterForce.BALANCED or drops_by_probability(layout, training):
+        return None
+
+    def known(tokens: int, top_k: int) -> InTurn:
+        most = capacity_rows(tokens, top_k, spec.experts, layout.capacity)
+        return in_turn(tokens, top_k, spec.experts, most=most, ranks=layout.ep)
+
+    return known

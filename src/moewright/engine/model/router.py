@@ -49,7 +49,8 @@ class Selected:
         order = first[flat[first].argsort(stable=True)]  # by expert, then by what the policy prefers
         starts = self.counts.cumsum(0) - self.counts
         late = torch.arange(len(flat), device=flat.device) - starts[flat[order]] >= rows
-        return flat.index_fill(0, order[late], extent).view_as(self.experts)
+        dropped = torch.empty_like(late).scatter_(0, order, late)  # a mask: the host need not know how many
+        return flat.masked_fill(dropped, extent).view_as(self.experts)
 
 
 def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
