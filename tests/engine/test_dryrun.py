@@ -63,6 +63,12 @@ def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, preci
         assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
 
 
+def test_sinks_windows_and_biases_of_gpt_oss() -> None:
+    model = replace(catalogue.model("gpt-oss-20b"), layers=2, moe_layers=(True, True))
+    work = Workload(seq_len=512, global_batch=4, precision=Dtype.BF16)
+    assert_as_predicted(model, work, parse_layout("tp2,ep2,etp2,recompute=core_attn", world_size=4), 1)
+
+
 def test_two_layers_of_qwen3_235b_at_full_width() -> None:
     whole = catalogue.model("Qwen3-235B-A22B")
     model = replace(whole, layers=2, moe_layers=whole.moe_layers[:2])

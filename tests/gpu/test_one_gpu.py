@@ -18,8 +18,10 @@ import tiny_jobs
 from layout_proof import WORK, batches
 from moewright.bench import overhead as bench
 from moewright.engine import collectives
+from moewright.engine.books import Books
 from moewright.engine.build import join, trainee
 from moewright.engine.launch import launch
+from moewright.engine.model.functions import CausalAttention
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.step import Clock, accumulate, train_step
@@ -66,6 +68,20 @@ def test_bf16_on_the_gpu_is_within_rounding_of_fp32_on_the_cpu(tmp_path: Path) -
     assert found.keys() == wanted.keys()
     for name, reference in wanted.items():
         assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(reference.norm()), name
+
+
+def test_windows_and_sinks_on_the_gpu_are_those_of_the_cpu() -> None:
+    """The kernel of runs has windows of its own; a CPU masks them."""
+    dice = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 64, heads, 32, generator=dice) for heads in (4, 2, 2, 4))
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        inputs = [x.to(device, dtype).requires_grad_() for x in (q, k, v, torch.ones(4))]
+        out = CausalAttention.apply(*inputs, None, 6, Books())
+        out.backward(grad.to(device, dtype))
+        found.append([x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in inputs))])
+    for wanted, ours in zip(*found, strict=True):
+        assert float((ours - wanted).norm()) <= 16 * _BF16_EPS * float(wanted.norm())
 
 
 def over_nccl(path: Path, seat: RankContext) -> Outcome:

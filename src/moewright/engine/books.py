@@ -45,16 +45,16 @@ def _bmm(args: _Args, named: _Named) -> int:
 
 
 def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
-    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half of them, or those
-    that a mask leaves, of which the diagonal counts half as it does in the causal half.
+    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half of them, or of
+    that the part inside the window of a mask.
     """
     q, v = args[0], args[2]
     batch, heads, rows, dim = q.shape
     columns = getattr(v, "true_width", v.shape[3])
     twice = (1 if causal else 2) * int(rows) * int(v.shape[2])
     if named.get("attn_mask") is not None:
-        seen = named["attn_mask"] == 0
-        twice = int(2 * seen.sum() - seen[-1].sum())
+        window = named["attn_mask"].window
+        twice = window * (2 * int(rows) - window)
     return twice * int(batch) * int(heads) * (int(dim) + int(columns))
 
 

@@ -174,12 +174,16 @@ def _rows(x_BSHD: torch.Tensor) -> Runs:
 
 
 def _mask(q_BHSD: torch.Tensor, window: int) -> torch.Tensor | None:
-    """What is added to scores [S,S]: 0 for the last `window` keys up to a query's own; None where those are all."""
+    """What is added to scores [S,S]: 0 for the last `window` keys up to a query's own; None where those are all.
+    `window` tells whoever counts the FLOPs, who may see no values.
+    """
     if window <= 0 or window >= q_BHSD.shape[2]:
         return None
     ones = q_BHSD.new_ones(q_BHSD.shape[2], q_BHSD.shape[2], dtype=torch.bool)
     hidden = ones.triu(1) | ones.tril(-window)
-    return torch.zeros_like(hidden, dtype=q_BHSD.dtype).masked_fill_(hidden, float("-inf"))
+    mask = torch.zeros_like(hidden, dtype=q_BHSD.dtype).masked_fill_(hidden, float("-inf"))
+    mask.window = window  # type: ignore[attr-defined]
+    return mask
 
 
 def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
