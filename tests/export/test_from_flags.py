@@ -83,7 +83,7 @@ def test_what_a_job_says_beyond_a_plan_comes_back_too(tmp_path):
 
 QWEN = """#!/bin/bash
 # Qwen3-30B-A3B "as people write it"
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${QUEUES:-1}
 GPUS_PER_NODE=8
 NNODES=${NNODES:-"4"}
 TP=${TP:-2}
@@ -146,7 +146,7 @@ def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
     ],
 )
 def test_options_and_the_layout_that_they_say(more, field, value, tmp_path):
-    assert getattr(back(QWEN, tmp_path, MORE=more).layout, field) == value
+    assert getattr(back(QWEN, tmp_path, MORE=more, QUEUES="32").layout, field) == value
 
 
 PIPELINED = [
@@ -222,9 +222,38 @@ RENAMED = [
 
 @pytest.mark.parametrize(("more", "note"), RENAMED, ids=[more for more, _ in RENAMED])
 def test_what_is_taken_otherwise_than_written_is_said(more, note, tmp_path):
-    found = back(QWEN, tmp_path, MORE=more)
+    found = back(QWEN, tmp_path, MORE=more, QUEUES="32")
     assert any(note in line for line in found.notes), found.notes
     assert found.layout.zero == (3 if "zero" in more else 1)
+
+
+def test_hardware_queues_are_held_against_what_overlaps(tmp_path):
+    with pytest.raises(BadInput, match="CUDA_DEVICE_MAX_CONNECTIONS=1: Megatron-FSDP needs more"):
+        back(QWEN, tmp_path, MORE="--use-megatron-fsdp")
+    notes = [back(QWEN, tmp_path, QUEUES=queues).notes for queues in ("1", "8")]
+    assert [any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in note for note in said) for said in notes] == [False, True]
+
+
+def test_arguments_nobody_gives_cases_and_functions(tmp_path):
+    head = """
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --tp) TP=$2; shift 2 ;;
+    *) echo "what is $1"; exit 1 ;;
+  esac
+done
+for x in "$@"; do TP=$x; done
+usage() { echo "torchrun --num-layers"; }
+case ${SIZE:-30B} in
+  235B|"671B") NNODES=32 ;;
+  30*) NNODES=2
+       if [ -n "$MORE" ] && [ $MORE != x ]; then MORE="$MORE --bf16"; fi ;;
+  *) NNODES=1 ;;
+esac
+"""
+    assert back(head + QWEN, tmp_path, EP="4").layout.world_size == 16
+    assert back(head + QWEN, tmp_path, SIZE="671B").layout.world_size == 256
+    assert back(head + QWEN, tmp_path, SIZE="1B", EP="4").layout.world_size == 8
 
 
 SCRIPTS = [

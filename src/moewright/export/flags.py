@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moewright.codec import json_data, read_text
+from moewright.export.given import Given
 from moewright.export.megatron_old import OLD, Use
-from moewright.export.megatron_read import Given, model_of
+from moewright.export.megatron_read import model_of
 from moewright.export.megatron_read_layout import layout_of
 from moewright.export.megatron_read_work import workload_of
 from moewright.export.options import Launch, launch
 from moewright.export.shell import commands
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
@@ -45,6 +46,7 @@ def read(command: Launch, *, world: int, folder: Path, named: ModelSpec | None =
     pipelined = given.whole("--pipeline-model-parallel-size", 1) > 1
     zero = _deepspeed(command, folder, pipelined=pipelined)
     layout, notes = layout_of(given, found.model, world, zero)
+    notes += tuple(_queues(command.exported.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), layout))
     batch, counted = _batch(given, command, layout)
     workload, said = workload_of(given, layout, batch)
     past = f"not part of a plan: {' '.join(given.past)}" if given.past else ""
@@ -60,6 +62,18 @@ def _old(command: Launch) -> Iterator[tuple[str, tuple[str, ...]]]:
             raise BadInput(Reason(field=name, rule=old.why))
         means = f": read as {' '.join(old.means)}" if old.means else ""
         yield f"{name} {old.why}{means}", old.means
+
+
+def _queues(said: str, layout: Layout) -> Iterator[str]:
+    """Whether the hardware queues that the script sets suit what it overlaps. BadInput where Megatron-LM stops."""
+    name, overlapped = "CUDA_DEVICE_MAX_CONNECTIONS", Overlap.EP in layout.overlap
+    if layout.zero == 3 and said == "1":
+        rule = "Megatron-FSDP needs more hardware queues than one"
+        raise BadInput(Reason(field=name, value=said, rule=rule, nearest="32"))
+    if overlapped and said == "1":
+        yield f"{name}=1 leaves little of --overlap-moe-expert-parallel-comm: 32"
+    elif layout.tp * layout.cp > 1 and said != "1" and layout.zero != 3 and not overlapped:
+        yield f"{name} is not 1: before Blackwell Megatron-LM stops at tensor or context parallelism without"
 
 
 def _whole(command: Launch, name: str) -> int:

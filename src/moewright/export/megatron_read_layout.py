@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moewright.export.megatron_read import Given
+from moewright.export.given import Given
 from moewright.rules.context import factors
 from moewright.rules.stages import chunks, parse_stages, stage_reasons
 from moewright.spec.errors import BadInput, Reason

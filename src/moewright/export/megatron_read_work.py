@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.export.megatron_read import Given
+from moewright.export.given import Given
 from moewright.rules.ramp import batch_of
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout

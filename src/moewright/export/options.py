@@ -28,7 +28,6 @@ class Option:
 
     name: str
     dest: str
-    kind: str
     count: str
     type: str
     choices: tuple[str, ...]
@@ -57,7 +56,6 @@ def table() -> Mapping[str, Option]:
         row["flag"]: Option(
             name=row["flag"],
             dest=row["dest"],
-            kind=row["kind"],
             count=row["nargs"] or "1",
             type=row["type"],
             choices=tuple(choice.rpartition(".")[2] for choice in row["choices"].split()),
@@ -126,7 +124,7 @@ def _launch(words: list[str], exported: dict[str, str]) -> Launch:
             faults.append(Reason(field=name[:60], rule="is no option of Megatron-LM", nearest=close))
     if faults:
         raise BadInput(*faults)
-    nodes, per_node = _ranks(ranks, exported)
+    nodes, per_node = _ranks(ranks)
     return Launch(nodes=nodes, ranks_per_node=per_node, exported=exported, given=given, old=old, notes=tuple(notes))
 
 
@@ -184,7 +182,7 @@ def _reads(value: str, kind: str) -> bool:
         return False
 
 
-def _ranks(ranks: Mapping[str, str], exported: Mapping[str, str]) -> tuple[int, int]:
+def _ranks(ranks: Mapping[str, str]) -> tuple[int, int]:
     """Nodes and ranks of each; 0 where the script does not tell."""
     found = []
     for name, otherwise in (("nnodes", "1"), ("nproc-per-node", "")):

@@ -1,8 +1,9 @@
 """Launch scripts, read and never run: the part of bash that they are written in.
 
-Assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), tests with if, && and ||, `eval`
-and `bash -c`. What only running would tell (command substitutions, positional parameters, variables set elsewhere)
-stands in the words as its name between zero bytes, so that whoever needs the value can say which one is missing.
+Assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), if, case, && and ||, `eval` and
+`bash -c`; loops only to see that they do not run. What only running would tell (command substitutions, positional
+parameters, variables set elsewhere) stands in the words as its name between zero bytes, so that whoever needs the value
+can say which one is missing.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from moewright.export.shell_words import Token, expressions, tokens
-from moewright.spec.errors import BadInput, Reason
+from moewright.export.shell_words import Statements, Token, expressions, tokens, unread
 
 MISSING = re.compile("\0([^\0]*)\0")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -58,23 +59,23 @@ class _Script:
 
     def run(self, text: str, *, first_line: int, depth: int) -> Iterator[Command]:
         if depth > _DEEPEST:
-            raise _unread(first_line, f"starts shells more than {_DEEPEST} deep")
-        reader = _Statements(tuple(tokens(text, first_line)))
+            raise unread(first_line, f"starts shells more than {_DEEPEST} deep")
+        reader = Statements(tuple(tokens(text, first_line)))
         yield from self._block(reader, (), True, depth)
 
-    def _block(self, reader: _Statements, ends: tuple[str, ...], live: bool, depth: int) -> Iterator[Command]:
+    def _block(self, reader: Statements, ends: tuple[str, ...], live: bool, depth: int) -> Iterator[Command]:
         """Statements up to one of the words in `ends`; those of a branch that is not taken are read past."""
         while (token := reader.peek()) is not None:
-            if token.bare in ends:
+            if (token.text if token.operator else token.bare) in ends:
                 return
             if token.separator:
                 reader.take()
             elif token.bare == "if":
                 yield from self._if(reader, live, depth)
-            elif token.bare in ("for", "while", "until", "case", "select"):
-                if live:
-                    raise _unread(token.line, f"`{token.bare}` is not read; write the command out")
-                reader.skip_compound()
+            elif token.bare in ("while", "until", "for", "select"):
+                yield from self._loop(reader, live, depth)
+            elif token.bare == "case":
+                yield from self._case(reader, live, depth)
             elif token.bare == "{" or reader.function():
                 reader.take()
                 yield from self._block(reader, ("}",), live and token.bare == "{", depth)
@@ -82,9 +83,9 @@ class _Script:
             else:
                 yield from self._list(reader, live, depth)
         if ends:
-            raise _unread(reader.line, f"`{ends[-1]}` is missing")
+            raise unread(reader.line, f"`{ends[-1]}` is missing")
 
-    def _if(self, reader: _Statements, live: bool, depth: int) -> Iterator[Command]:
+    def _if(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
         reader.take()
         done = not live
         while True:
@@ -103,9 +104,43 @@ class _Script:
                 reader.expect("fi")
                 return
 
+    def _loop(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
+        """A loop that ends before it begins, such as one over arguments that nobody gives; others are refused."""
+        token, runs = reader.take(), False
+        if token.bare in ("while", "until"):
+            yield from self._block(reader, ("do",), live, depth)
+            runs = self.status == (token.bare == "while")
+        else:
+            reader.take()
+            while (word := reader.take()).bare != "do":
+                runs = runs or (word.bare != "in" and not word.operator and bool(self.fields(word)))
+        if token.bare in ("while", "until"):
+            reader.expect("do")
+        if live and runs:
+            raise unread(token.line, f"`{token.bare}` is not read; write the commands out")
+        yield from self._block(reader, ("done",), False, depth)
+        reader.expect("done")
+        self.status = True
+
+    def _case(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
+        line, word = reader.take().line, reader.take()
+        value = self._asked(" ".join(self.fields(word)), line) if live else ""
+        reader.expect("in")
+        while True:
+            while (token := reader.peek()) is not None and (token.separator or token.text == "("):
+                reader.take()
+            if (token := reader.take()).bare == "esac":
+                return
+            fits = False
+            while token.text != ")" or not token.operator:
+                fits = fits or (not token.operator and fnmatchcase(value, "".join(self.fields(token))))
+                token = reader.take()
+            yield from self._block(reader, (";;", "esac"), live and fits, depth)
+            live = live and not fits
+
     status = True  # of the last command: what `if`, && and || ask
 
-    def _list(self, reader: _Statements, live: bool, depth: int) -> Iterator[Command]:
+    def _list(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
         """Commands joined by && and ||; of a pipe the first counts."""
         wanted = live
         while True:
@@ -195,7 +230,7 @@ class _Script:
                     current = found.pop()
                 continue
             parts = list(self._parts(text, word.line, quoted=kind == "double"))
-            if kind == "double" or not any(part == "$" for part in _expansions(text)):
+            if kind == "double" or text[0] not in "$`":
                 current = (current or "") + "".join(parts)
                 continue
             joined = "".join(parts)
@@ -229,7 +264,7 @@ class _Script:
         if not match:
             return f"\0{''.join(body[:40].split())}\0"
         name, index, operation, word = match.groups()
-        values = self.variables.get(name)
+        values = ("0",) if name == "#" else self.variables.get(name)  # a script is read without arguments
         if values is not None:
             at = 0 if index is None else None if index[1] in "@*" else int(index[1:-1])
             value = " ".join(values) if at is None else values[at] if at < len(values) else ""
@@ -257,7 +292,7 @@ class _Script:
         try:
             return str(_computed(ast.parse(plain.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            raise _unread(line, f"$(({text.strip()[:40]})) is not read") from None
+            raise unread(line, f"$(({text.strip()[:40]})) is not read") from None
 
     def _test(self, words: list[Token]) -> bool:
         """[ ... ]: comparisons of texts and numbers, -z, -n, !, and of files none."""
@@ -273,13 +308,17 @@ class _Script:
                 return any(sides) if joint in ("-o", "||") else all(sides)
         return self._compare(plain, line)
 
+    def _asked(self, text: str, line: int) -> str:
+        """A text that decides what is run next: variables without value are empty; BadInput for what programs print."""
+        text = MISSING.sub(lambda match: match[0] if match[1].startswith(_OUTPUT) else "", text)
+        if found := MISSING.search(text):
+            raise unread(line, f"what follows depends on the {found[1]}, which only running tells")
+        return text
+
     def _compare(self, plain: list[str], line: int) -> bool:
         if plain[:1] == ["!"]:
             return not self._compare(plain[1:], line)
-        texts = [MISSING.sub(lambda match: match[0] if match[1].startswith(_OUTPUT) else "", word) for word in plain]
-        for word in texts:
-            if found := MISSING.search(word):
-                raise _unread(line, f"the test depends on the {found[1]}, which only running tells")
+        texts = [self._asked(word, line) for word in plain]
         match texts:
             case ["-z", value]:
                 return value == ""
@@ -295,73 +334,9 @@ class _Script:
                 try:
                     compared: bool = getattr(operator, name[1:])(int(left), int(right))
                 except ValueError:
-                    raise _unread(line, f"{left!r} {name} {right!r} compares no numbers") from None
+                    raise unread(line, f"{left!r} {name} {right!r} compares no numbers") from None
                 return compared
-        raise _unread(line, "the test is not read; write the branch out")
-
-
-class _Statements:
-    """Tokens, taken one after another."""
-
-    def __init__(self, held: tuple[Token, ...]) -> None:
-        self.held, self.at = held, 0
-
-    @property
-    def line(self) -> int:
-        return self.held[min(self.at, len(self.held) - 1)].line if self.held else 1
-
-    def peek(self) -> Token | None:
-        return self.held[self.at] if self.at < len(self.held) else None
-
-    def take(self) -> Token:
-        token = self.peek()
-        if token is None:
-            raise _unread(self.line, "the script ends inside a statement")
-        self.at += 1
-        return token
-
-    def expect(self, word: str) -> None:
-        if self.take().bare != word:
-            raise _unread(self.line, f"`{word}` is missing")
-
-    def function(self) -> bool:
-        """Whether `name() {` or `function name {` starts here; if so, the next token is its brace."""
-        rest = [token.text for token in self.held[self.at : self.at + 5]]
-        for head in (1 + (rest[:1] == ["function"]),):
-            after = rest[head:]
-            parenthesised = rest[head - 1 : head] and rest[head - 1].endswith("()")
-            if after[:2] == ["(", ")"] and after[2:3] == ["{"]:
-                self.at += head + 2
-                return True
-            if after[:1] == ["{"] and (parenthesised or rest[0] == "function"):
-                self.at += head
-                return True
-        return False
-
-    def simple(self) -> list[Token]:
-        """The words of one command, without redirections."""
-        words: list[Token] = []
-        while (token := self.peek()) is not None and not token.ends_command:
-            self.at += 1
-            if token.redirects:
-                if token.text.endswith((">", "<", "&")) and (after := self.peek()) and not after.ends_command:
-                    self.at += 1
-            else:
-                words.append(token)
-        if not words and (token := self.peek()) is not None and token.text in ("(", ")"):
-            self.at += 1
-        return words
-
-    def skip_compound(self) -> None:
-        """Past for ... done and case ... esac, those inside included."""
-        closes = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
-        open_words = [closes[self.take().bare]]
-        while open_words:
-            bare = self.take().bare
-            if bare in closes:
-                open_words.append(closes[bare])
-            elif bare == open_words[-1]:
-                open_words.pop()
+        raise unread(line, "the test is not read; write the branch out")
 
 
 def _inner(words: list[str]) -> str:
@@ -379,10 +354,6 @@ def _array(text: str) -> str | None:
     return (match[1] or match[2]) if match else None
 
 
-def _expansions(text: str) -> Iterator[str]:
-    yield from ("$" for letter in text if letter in "$`")
-
-
 def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
@@ -392,7 +363,3 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand)
     raise ValueError("not arithmetic")
-
-
-def _unread(line: int, rule: str) -> BadInput:
-    return BadInput(Reason(field=f"line {line}", rule=rule))

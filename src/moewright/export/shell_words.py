@@ -30,10 +30,6 @@ class Token:
         return self.operator and self.text in ("\n", ";", "&", ";;")
 
     @property
-    def ends_command(self) -> bool:
-        return self.operator
-
-    @property
     def redirects(self) -> bool:
         return self.bare.lstrip("0123456789&").startswith((">", "<"))
 
@@ -112,11 +108,7 @@ def _word(text: str, start: int, line: int) -> tuple[Token, int]:
         spelled += text[at:end]
         at = end
     close()
-    return Token(text=spelled, pieces=tuple(_merged(pieces)), line=line), at
-
-
-def _merged(pieces: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    yield from pieces or [("bare", "")]
+    return Token(text=spelled, pieces=tuple(pieces), line=line), at
 
 
 def _find(text: str, letter: str, at: int, line: int) -> int:
@@ -220,3 +212,60 @@ def _kind(body: str) -> tuple[str, str]:
     if body.startswith("${"):
         return "variable", body[2:-1]
     return ("variable", body[1:]) if len(body) > 1 else ("text", "$")
+
+
+class Statements:
+    """Tokens, taken one after another."""
+
+    def __init__(self, held: tuple[Token, ...]) -> None:
+        self.held, self.at = held, 0
+
+    @property
+    def line(self) -> int:
+        return self.held[min(self.at, len(self.held) - 1)].line if self.held else 1
+
+    def peek(self) -> Token | None:
+        return self.held[self.at] if self.at < len(self.held) else None
+
+    def take(self) -> Token:
+        token = self.peek()
+        if token is None:
+            raise unread(self.line, "the script ends inside a statement")
+        self.at += 1
+        return token
+
+    def expect(self, word: str) -> None:
+        if self.take().bare != word:
+            raise unread(self.line, f"`{word}` is missing")
+
+    def function(self) -> bool:
+        """Whether `name() {` or `function name {` starts here; if so, the next token is its brace."""
+        rest = [token.text for token in self.held[self.at : self.at + 5]]
+        for head in (1 + (rest[:1] == ["function"]),):
+            after = rest[head:]
+            parenthesised = rest[head - 1 : head] and rest[head - 1].endswith("()")
+            if after[:2] == ["(", ")"] and after[2:3] == ["{"]:
+                self.at += head + 2
+                return True
+            if after[:1] == ["{"] and (parenthesised or rest[0] == "function"):
+                self.at += head
+                return True
+        return False
+
+    def simple(self) -> list[Token]:
+        """The words of one command, without redirections."""
+        words: list[Token] = []
+        while (token := self.peek()) is not None and not token.operator:
+            self.at += 1
+            if token.redirects:
+                if token.text.endswith((">", "<", "&")) and (after := self.peek()) and not after.operator:
+                    self.at += 1
+            else:
+                words.append(token)
+        if not words and (token := self.peek()) is not None and token.text in ("(", ")"):
+            self.at += 1
+        return words
+
+
+def unread(line: int, rule: str) -> BadInput:
+    return BadInput(Reason(field=f"line {line}", rule=rule))
