@@ -2,13 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from moewright.engine.checkpoint import Coordinator, Piece, alone, flat_pieces, load, read_index
-from moewright.engine.checkpoint.piece import DTYPES
+from moewright.engine.checkpoint import Coordinator, Piece, flat_pieces
 
 T = TypeVar("T")
 LAYOUTS = ("rows", "columns", "replicated", "flat")
@@ -98,13 +96,3 @@ def on_ranks(world: int, work: Callable[[Coordinator], T]) -> list[T | Exception
     for thread in threads:
         thread.join()
     return results
-
-
-def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Everything a checkpoint holds, as whole tensors."""
-    whole = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors}
-    pieces = [
-        Piece(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for name, t in whole.items()
-    ]
-    load(checkpoint, pieces=pieces, comm=alone())
-    return whole

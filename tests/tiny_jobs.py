@@ -87,13 +87,17 @@ def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MOD
     )
 
 
-def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Everything the checkpoint of a step holds, as whole tensors by name."""
-    checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
+def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything a checkpoint holds, as whole tensors by name."""
     whole = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors}
     pieces = [Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for n, t in whole.items()]
     load(checkpoint, pieces=pieces, comm=alone())
     return whole
+
+
+def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """What a run saved after a step."""
+    return whole_state(run_dir / "checkpoints" / f"step-{step:08d}")
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, SaveMode
-from sharded import whole_state
+from tiny_jobs import whole_state
 
 pytestmark = pytest.mark.spawn
 

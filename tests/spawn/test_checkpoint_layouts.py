@@ -28,7 +28,7 @@ from moewright.engine.step import Trainee
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, RouterTraining, ScalingSpec
-from sharded import whole_state
+from tiny_jobs import whole_state
 
 pytestmark = pytest.mark.spawn
 
