@@ -1,0 +1,123 @@
+"""What a run meets from outside while it goes on: a signal at a bad time, nobody who reads, a clock that jumps, a spike
+in the loss, ranks of another plan.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_jobs
+from moewright.engine import train
+from moewright.engine.checkpoint import Coordinator, latest
+from moewright.engine.model import transformer
+from moewright.engine.optim.distributed import DistributedOptimizer
+from moewright.engine.rank import Exit
+from moewright.engine.runtime import Runtime
+from moewright.engine.train import run
+from moewright.spec.errors import BadInput
+from moewright.spec.plan import Plan
+from moewright.spec.workload import DataSpec
+from tiny_jobs import steps_of
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def make_plan(data: DataSpec, *, steps: int, **changes: object) -> Plan:
+    return tiny_jobs.plan(tiny_jobs.workload(data, steps=steps, **changes), "ep2,mbs2", world_size=2)
+
+
+@pytest.mark.parametrize(("during", "saved_at"), [("restore", 1), ("heldout_loss", 3)])
+def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
+    during: str, saved_at: int, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rank 1 alone, while it loads, or in the evaluation after step 2."""
+    whole: Callable[..., Any] = getattr(train, during)
+
+    def interrupted(first: Any, *given: Any) -> Any:
+        if first.run.mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(first, *given)
+
+    monkeypatch.setattr(train, during, interrupted)
+    assert run(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is Exit.STOPPED
+    assert [step["step"] for step in steps_of(tmp_path)] == list(range(1, saved_at + 1))
+    last = latest(tmp_path / "checkpoints")
+    assert last is not None
+    assert last.name == f"step-{saved_at:08d}"
+
+
+@pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
+def test_lines_that_cannot_be_written_do_not_end_a_run(where: str, data: DataSpec, tmp_path: Path) -> None:
+    def job() -> None:
+        if where == "a full disk":
+            end = os.open("/dev/full", os.O_WRONLY)
+        else:
+            reader, end = os.pipe()
+            os.close(reader)
+        sys.stdout = os.fdopen(end, "w", buffering=1)
+        os._exit(run(make_plan(data, steps=3), tmp_path))
+
+    process = multiprocessing.get_context("fork").Process(target=job)
+    process.start()
+    process.join(120)
+    assert process.exitcode == Exit.DONE
+    assert len(steps_of(tmp_path)) == 3
+
+
+def test_a_clock_that_jumps_changes_nothing(data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day back or forth whenever someone looks."""
+    real, looks = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + 86400.0 * (-1) ** next(looks))
+    assert run(make_plan(data, steps=3), tmp_path) is Exit.DONE
+    assert all(0 < step["step_s"] < 3600 for step in steps_of(tmp_path))
+
+
+def test_a_spike_in_the_loss_is_clipped_and_told(
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million times the loss in step 2: the update is no larger than any other, and the next step goes on."""
+    begin, token_loss, begun = DistributedOptimizer.begin, transformer.token_loss, {"steps": 0}
+
+    def counting_begin(self: DistributedOptimizer, *given: int) -> None:
+        begun["steps"] += 1
+        begin(self, *given)
+
+    def spiking(run: Runtime, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nll, logits = token_loss(run, *given)
+        return (nll * 1e6 if begun["steps"] == 2 else nll), logits
+
+    monkeypatch.setattr(DistributedOptimizer, "begin", counting_begin)
+    monkeypatch.setattr(transformer, "token_loss", spiking)
+    plan = make_plan(data, steps=3)
+    clipped = replace(plan.workload.optimizer, clip_norm=1.0)
+    assert run(replace(plan, workload=replace(plan.workload, optimizer=clipped)), tmp_path) is Exit.DONE
+    first, spike, after = steps_of(tmp_path)
+    assert not any(step["skipped"] for step in (first, spike, after))
+    assert spike["loss"] > 1e5 * first["loss"]
+    assert spike["grad_norm"] > 1e5 * first["grad_norm"]
+    assert after["loss"] < first["loss"]  # learning goes on
+
+
+@pytest.mark.parametrize("field", ["plan", "moewright", "torch"])
+def test_ranks_of_another_plan_or_code_are_refused(field: str, data: DataSpec) -> None:
+    """Rank 1 tells what differs; it would be told the same by rank 0."""
+    plan = make_plan(data, steps=3)
+    comm = Coordinator(rank=1, world=2, gather=lambda mine: [mine | {field: "another"}, mine])
+    with pytest.raises(BadInput, match=f"{field}: rank 0 has another, rank 1 has .*all ranks need the same"):
+        train._agree_on_plan(plan, comm)
