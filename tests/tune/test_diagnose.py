@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.spec.finding import Wall
+from moewright.spec.finding import Basis, Cause, Wall
 from moewright.spec.ledger import Phase, TimeRow
-from moewright.tune.diagnose import diagnose
+from moewright.spec.run import GroupWait, HostTime, RankPace
+from moewright.tune.advise import Known
+from moewright.tune.diagnose import diagnose, pace_of, waterfall_of
 from moewright.tune.steps import median_phases, median_step_s, settled
 from sample_run import plan, record
 
@@ -75,3 +77,37 @@ def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():
 
 def test_a_run_without_steps_has_no_findings():
     assert diagnose(replace(record(), steps=())) == ()
+
+
+def test_the_waterfall_of_a_run_closes_and_says_what_was_measured():
+    run = record()
+    planned = run.plan
+    known = Known(
+        model=planned.model,
+        workload=planned.workload,
+        hardware=planned.hardware,
+        layout=planned.layout,
+        estimate=planned.estimate,
+    )
+    fall = waterfall_of(run, pace_of(run), known)
+    assert fall.ideal_s + sum(drop.seconds for drop in fall.drops) == pytest.approx(fall.measured_s)
+    assert abs(fall.drops[-1].seconds) < 1e-9  # all of a step belongs to some part
+    assert {drop.basis for drop in fall.drops} == set(Basis)
+
+
+def test_waits_are_taken_from_the_rank_that_waits_least_and_a_crowd_is_left_out():
+    run = record()
+    phases = run.steps[-1].phases
+
+    def pace(rank, waits, queued):
+        host = HostTime(running_s=0.8, queued_s=queued)
+        groups = tuple(GroupWait(group=group, seconds=seconds) for group, seconds in waits.items())
+        return RankPace(rank=rank, steps=9, phases=phases, waits=groups, host=host)
+
+    idle = replace(run, paces=(pace(0, {"ep": 0.5}, 0.0), pace(1, {"ep": 0.3}, 0.0)))
+    assert (pace_of(idle).rank, dict(pace_of(idle).waits)) == (1, {Cause.EP: 0.3})
+    assert pace_of(idle).late_s == pytest.approx(0.1)
+    total = sum(row.seconds for row in phases)
+    crowded = replace(run, paces=(pace(0, {"ep": 0.5}, total / 2), pace(1, {"ep": 0.3}, 0.0)))
+    assert pace_of(crowded).waits[Cause.EP] == pytest.approx(0.15)  # its peer had a core half of the time
+    assert pace_of(crowded).crowded_s > 0

@@ -123,3 +123,19 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
     (tmp_path / "x.log").write_text("nothing here\n")
     assert main(["diagnose", str(tmp_path / "x.log")]) == 2
     assert "Megatron-LM" in capsys.readouterr().err
+
+
+def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
+    plan, script, path = tmp_path / "plan.json", tmp_path / "run.sh", tmp_path / "run.log"
+    job = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    assert main(["estimate", *job, "--layout", layout, "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert main(["export", str(plan), "--to", "megatron"]) == 0
+    script.write_text(capsys.readouterr().out)
+    path.write_text(log(ms=24000.0, tflops=202.1))
+    assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800"]) == 0
+    out = capsys.readouterr().out
+    assert "from ideal to measured" in out
+    assert "WALL: " in out
+    assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800", "--layout", "tp2"]) == 2

@@ -12,6 +12,7 @@ from moewright.spec.workload import Dtype
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moewright.spec.plan import Plan
     from moewright.tune.advise import Known
 
 _SQLITE = b"SQLite format 3\0"
@@ -21,6 +22,7 @@ def diagnose(
     run: Path,
     /,
     *,
+    script: Path | None = None,
     model: str = "",
     on: str = "",
     layout: str = "",
@@ -38,6 +40,8 @@ def diagnose(
     run
         The folder of a run, as `moewright train --out` made it; a trace of the PyTorch profiler (.json, .json.gz) or
         a folder of them, one a rank; an Nsight Systems export (.sqlite); or a console log of Megatron-LM.
+    script
+        Of a trace or a log: the Megatron-LM launch script of the run, which tells model, batch and layout.
     model
         Of a trace or a log: the model trained, a name or a config.json; or a job .toml.
     on
@@ -56,7 +60,12 @@ def diagnose(
     console = console_for(sys.stdout)
     if (run / "plan.json").exists():
         return _own_run(console, run)
-    known = _known(model, on, layout, seq_len, global_batch, precision)
+    if script is not None:
+        if layout:
+            raise BadInput(Reason(field="--layout", value=layout, rule="cannot stand beside --script, which tells it"))
+        known: Known | None = _of_script(console, script, model, on)
+    else:
+        known = _known(model, on, layout, seq_len, global_batch, precision)
     if not run.exists():
         raise BadInput(Reason(field=str(run), rule="no such run folder, trace or log"))
     if run.is_dir() or run.name.endswith((".json", ".json.gz", ".gz")) or _is_sqlite(run):
@@ -90,21 +99,42 @@ def _known(
     return Known(model=asked.model, workload=asked.workload, hardware=asked.hardware, layout=chosen, estimate=found)
 
 
+def _of_script(console: Console, script: Path, model: str, on: str) -> Known:
+    """The job as its launch script tells it; what was read otherwise than written is said."""
+    from moewright.cli.flags import plan_of_script
+
+    plan, read = plan_of_script(script, model=model, on=on)
+    for note in read.notes:
+        console.print(note, soft_wrap=True)
+    return _of_plan(plan)
+
+
+def _of_plan(plan: Plan) -> Known:
+    from moewright.tune.advise import Known
+
+    return Known(
+        model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=plan.estimate
+    )
+
+
 def _own_run(console: Console, run: Path) -> int:
     from moewright.codec import read_run
-    from moewright.report.wall_view import print_findings
-    from moewright.tune.advise import Known, priced
+    from moewright.report.wall_view import print_findings, print_waterfall
+    from moewright.tune.advise import priced
     from moewright.tune.diagnose import diagnose as findings_of
+    from moewright.tune.diagnose import pace_of, waterfall_of
 
     record = read_run(run)
     findings = findings_of(record)
     if not findings:
         raise BadInput(Reason(field=str(run), rule="holds no finished steps to diagnose", nearest="a run that trained"))
-    plan = record.plan
-    known = Known(
-        model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=plan.estimate
-    )
+    known = _of_plan(record.plan)
     print_findings(console, priced(findings, known))
+    print_waterfall(
+        console,
+        waterfall_of(record, pace_of(record), known),
+        known.estimate.model_flops_per_step / known.layout.world_size,
+    )
     return 0
 
 

@@ -79,9 +79,9 @@ class Pace:
 
     def _collects(self, phase: str, _: dict[str, Any]) -> None:
         if phase == "start":
-            self._collection_began = time.perf_counter()
+            self._collection_began = time.thread_time()
         else:
-            self._collecting_s += time.perf_counter() - self._collection_began
+            self._collecting_s += time.thread_time() - self._collection_began
 
     def begin(self, waits: Waits) -> None:
         """A step starts; what was waited for since the last one, in an evaluation say, is not of it."""

@@ -142,6 +142,8 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     pace = Pace(rank=seat.rank)
     window = Window(work.profile, run_dir, rank=seat.rank, device=device, module=job.model)
     if work.gc_every_steps:
+        gc.collect()
+        gc.freeze()  # what the set-up made lives as long as the run: not to be walked again
         gc.disable()
     counted_step = min(first_step + work.ledger_step, last_step)
     stopped, skips = False, 0

@@ -14,15 +14,16 @@ from statistics import fmean, median
 from moewright.cost.compute import interpolate
 from moewright.rules.legality import micro_batches
 from moewright.rules.routing import rank_load_factor
-from moewright.spec.finding import Cause, Finding, Wall
+from moewright.spec.finding import Basis, Cause, Drop, Finding, Wall, Waterfall
 from moewright.spec.hardware import Op
 from moewright.spec.ledger import Component, Ledger, Phase
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import RunRecord
 from moewright.spec.units import show_bytes, show_seconds
-from moewright.tune.advise import fixes_for
+from moewright.tune.advise import Known, fixes_for
 from moewright.tune.steps import median_phases, median_step_s, settled
 from moewright.tune.walls import MEMORY_SHARE, ordered
+from moewright.tune.waterfall import NAMES, closed, ideal_note, ideal_s
 
 LOAD_FACTOR = 1.20  # hottest expert rank over the mean
 _SAID = 0.03  # of the step: smaller causes go unsaid
@@ -126,6 +127,46 @@ def pace_of(record: RunRecord) -> Pace:
     )
 
 
+def waterfall_of(record: RunRecord, pace: Pace, known: Known) -> Waterfall:
+    """Ideal to measured on the critical rank: waits, host and crowd as measured; inside the compute, which nobody timed
+    apart, recompute by its FLOPs and the rest as what rates below the peak cost.
+    """
+
+    def seen(name: str, seconds: float, note: str = "") -> Drop:
+        return Drop(name=name, seconds=seconds, basis=Basis.MEASURED, note=note)
+
+    found, ideal = known.estimate, ideal_s(known)
+    step_s = sum(pace.phases.values())
+    drops = [seen(f"waiting: {cause}", seconds) for cause, seconds in pace.waits.items()]
+    if not pace.waits:
+        drops += [
+            Drop(name=NAMES[share.part], seconds=share.seconds, basis=Basis.PREDICTED)
+            for share in found.shares
+            if share.part in _PREDICTED
+        ]
+    data_s = pace.phases.get(Phase.DATA, 0.0)
+    host = max(0.0, pace.stalled_s - pace.collecting_s)
+    drops += [
+        seen(Cause.DATA, data_s),
+        seen(Cause.COLLECTING, pace.collecting_s),
+        seen("host asleep, or in no phase", host),
+        seen("no core free: other programs", pace.crowded_s),
+    ]
+    busy = max(0.0, step_s - sum(drop.seconds for drop in drops))
+    if pace.running_s:
+        busy = min(busy, max(0.0, pace.running_s - pace.collecting_s))
+    replayed = busy * (1 - found.mfu / found.hfu) if found.hfu else 0.0
+    optimizer = min(busy, pace.phases.get(Phase.OPTIMIZER, 0.0))
+    drops += [
+        Drop(
+            name="recompute", seconds=replayed, basis=Basis.PREDICTED, note="its share of the FLOPs, of measured work"
+        ),
+        seen("optimizer", optimizer),
+        seen("work below the peak rate", busy - replayed - optimizer - ideal),
+    ]
+    return closed(ideal, ideal_note(known.workload, found.model_flops_per_step), drops, step_s)
+
+
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:
     return Finding(wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=fixes_for(cause))
 
@@ -171,7 +212,7 @@ def _host(pace: Pace) -> Iterator[Finding]:
     for cause, seconds, what in parts:
         if seconds < _SAID * pace.step_s:
             continue
-        share = seconds / pace.step_s
+        share = min(1.0, seconds / pace.step_s)
         seen = f"{show_seconds(seconds)} a step {what} (measured on rank {pace.rank})"
         title = f"{cause.capitalize()} holds the step up for {share:.0%} of it"
         yield _finding(Wall.HOST, cause, title, share, seen)
