@@ -110,7 +110,8 @@ def test_equals_transformers(
             for name, tensor in stored.items():
                 wanted = reference_gradient(gradients, name)
                 assert found[f"grad/{name}"].shape == tensor.shape
-                assert distance(found[f"grad/{name}"], wanted) < 2e-5, name
+                # transformers in fp32 is up to 2.1e-6 from itself in fp64, which is the floor for any two programs
+                assert distance(found[f"grad/{name}"], wanted) < 1e-5, name
         losses.append(loss.item())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         rule.step()
