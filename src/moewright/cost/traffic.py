@@ -34,15 +34,17 @@ def comm_rows(
     rank: int,
     rows: Routed,
     sets: Sequence[BucketSet],
-    units: Sequence[fully.Unit] = (),
+    units: Sequence[fully.Unit] | None = None,
 ) -> tuple[CommRow, ...]:
-    """Sorted rows; groups of one rank make no call."""
+    """Sorted rows; groups of one rank make no call. `units`: of our engine under zero=3, whose `sets` are flat buffers
+    beside them; None where the sets hold all parameters, whatever is cut.
+    """
     chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
         *_step(model, workload, layout, rows),
-        *_gradients(workload, fully.flat_layout(layout) if units else layout, sets, len(rows.rows)),
-        *_units(workload, units, len(rows.rows)),
+        *_gradients(workload, layout if units is None else fully.flat_layout(layout), sets, len(rows.rows)),
+        *_units(workload, units or (), len(rows.rows)),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
         *(_some_replayed if layout.recompute_block else _layers)(model, workload, layout, chunks, rows),
     ]
