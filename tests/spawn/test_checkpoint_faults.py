@@ -111,7 +111,7 @@ def test_killed_in_the_midst_of_saves_a_run_goes_on_from_the_last_good_one(
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", list(SaveMode))
 def test_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
-    plan, whole = make_plan(data, mode, steps=1500), tmp_path / "whole"
+    plan, whole = make_plan(data, mode, steps=200), tmp_path / "whole"
     assert run(unsaved(plan), whole) is Exit.DONE
     kill_and_resume(plan, tmp_path / "killed", 50, random.Random(6))
     assert losses(tmp_path / "killed") == losses(whole)

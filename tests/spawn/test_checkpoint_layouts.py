@@ -49,7 +49,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "4x ep2,zero3,mbs2",
             "4x cp2,etp2,ep2,zero0,mbs2",
         ),
-        "mtp": ("1x mbs2", "4x tp2,ep2,mbs2", "4x pp2,ep2,mbs2,layout='Et|tttmL'"),
+        "mtp": ("1x mbs2", "4x tp2,ep2,mbs2", "4x tp2,cp2,ep4,zero3,mbs2", "4x pp2,ep2,mbs2,layout='Et|tttmL'"),
         "fp16": ("2x ep2,mbs2", "2x pp2,mbs2,layout='Ettt|tL'"),
     }
 )
@@ -65,6 +65,8 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "8x tp2,cp2,ep4,mbs2,dispatcher=allgather",
             "8x pp2,tp2,ep4,zero0,mbs2,layout='Ettt|tL'",
             "2x zero3,mbs2",
+            "4x tp2,etp2,ep2,zero3,mbs2",
+            "4x ep2,zero3,shard=2,mbs2",
         ),
         "mtp": ("2x tp2,etp2,mbs2", "8x pp2,tp2,ep4,mbs2"),
         "fp16": ("2x tp2,etp2,offload=optimizer,mbs2",),
