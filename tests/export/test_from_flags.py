@@ -256,6 +256,41 @@ esac
     assert back(head + QWEN, tmp_path, SIZE="1B", EP="4").layout.world_size == 8
 
 
+ARGUED = """
+SIZE=$1; MBS=$2; TP=${3}; SAVE=${12}
+OVERLAP=$(( ($TP > 1) ? 1 : 0 ))
+if [ $SIZE = A3B ]; then
+  moe_options=" \\
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-router-pre-softmax \\
+    --moe-layer-freq '([1]*48)'"
+elif [ -z ${SIZE} ]; then
+  echo "a size is missing"
+  exit -1
+fi
+if [ $OVERLAP -eq 1 ]; then more=" --sequence-parallel --tp-comm-overlap"; fi
+run="torchrun --nproc_per_node 8 pretrain_qwen.py ${moe_options} $more --num-layers 48 --hidden-size 2048 \\
+ --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --swiglu \\
+ --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --untie-embeddings-and-output-weights --bf16 \\
+ --use-rotary-position-embeddings --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
+ --init-method-std 0.008 --micro-batch-size $MBS --tensor-model-parallel-size $TP --save $SAVE --save-interval 9 \\
+ --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
+eval $run
+"""
+
+
+def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(ARGUED)
+    found = read(launch_of(script, {}, ("A3B", "2", "4")), world=8, folder=tmp_path)
+    assert found.layout == parse_layout("tp4,mbs2,overlap=tp", world_size=8)
+    known = model("Qwen/Qwen3-30B-A3B")
+    assert (found.model.name, found.model.vocab_size) == (known.name, known.vocab_size)
+    assert found.model.initializer_range == 0.008
+    assert (found.model.moe.router.pre_softmax, found.model.moe.router.renormalize) == (True, False)
+    with pytest.raises(BadInput, match="no command here starts"):  # it exits before
+        launch_of(script, {})
+
+
 SCRIPTS = [
     ("echo hello\n", "no command here starts pretrain_gpt.py"),
     ("for x in 1 2; do torchrun pretrain_gpt.py --num-layers 4; done\n", "`for` is not read"),

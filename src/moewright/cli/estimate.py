@@ -22,6 +22,7 @@ def estimate(
     global_batch: int | None = None,
     precision: Dtype | None = None,
     from_flags: Path | None = None,
+    script_args: str = "",
     json: Annotated[Path | None, Parameter(name="--json")] = None,
     trace: Path | None = None,
 ) -> int:
@@ -48,6 +49,8 @@ def estimate(
     from_flags
         A launch script of Megatron-LM: it says layout, batches and precision. Variables that it does not set are taken
         from the environment.
+    script_args
+        What stands behind the script's name, in quotes: "dlc A22B 1 2048".
     json
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
     trace
@@ -65,7 +68,7 @@ def estimate(
         beside = next((name for name, value in said.items() if value), "")
         if beside:
             raise BadInput(Reason(field=beside, rule="the script of --from-flags says it", nearest="leave it out"))
-        result, found = plan_of_script(from_flags, model=model, on=on)
+        result, found = plan_of_script(from_flags, arguments=script_args, model=model, on=on)
         chosen_lines = found.notes
     else:
         asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)

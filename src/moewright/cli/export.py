@@ -24,6 +24,7 @@ def export(
     job: Path | None = None,
     image: str = "",
     from_flags: Path | None = None,
+    script_args: str = "",
     on: str = "",
     model: str = "",
     json: Annotated[Path | None, Parameter(name="--json")] = None,
@@ -46,6 +47,8 @@ def export(
         The container image of k8s.
     from_flags
         A launch script of Megatron-LM. Variables that it does not set are taken from the environment.
+    script_args
+        What stands behind the script's name, in quotes.
     on
         The hardware of the script, "H800" or "256xH800".
     model
@@ -65,7 +68,7 @@ def export(
         given = read_json(Plan, plan)
     else:
         assert from_flags is not None  # one of the two is given
-        given = _read_back(from_flags, on=on, model=model, shown=to is None)
+        given = _read_back(from_flags, arguments=script_args, on=on, model=model, shown=to is None)
         if json is not None:
             write_json(json, given)
     if to is not None:
@@ -74,12 +77,12 @@ def export(
     return 0
 
 
-def _read_back(script: Path, *, on: str, model: str, shown: bool) -> PlanNoun:
+def _read_back(script: Path, *, arguments: str, on: str, model: str, shown: bool) -> PlanNoun:
     """The plan of a script. Its notes go to stderr where a launch file goes to stdout."""
     from moewright.cli.flags import plan_of_script, print_better
     from moewright.report.console import console_for, print_estimate
 
-    given, found = plan_of_script(script, model=model, on=on)
+    given, found = plan_of_script(script, arguments=arguments, model=model, on=on)
     console = console_for(sys.stdout if shown else sys.stderr)
     for line in found.notes:
         console.print(line, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +43,11 @@ _SPELLED = {
 }
 
 
-def plan_of_script(script: Path, *, model: str, on: str) -> tuple[Plan, Read]:
+def plan_of_script(script: Path, *, model: str, on: str, arguments: str = "") -> tuple[Plan, Read]:
     """The plan that a launch script asks for, estimated on the hardware `on`; and how it was read.
 
-    `on` may leave out how many devices: the script says it. `model` stands in where the script gives no sizes.
+    `arguments` stand behind the script's name, as a shell reads them. `on` may leave out how many devices: the script
+    says it. `model` stands in where the script gives no sizes.
     """
     from moewright.cli.jobs import as_written
     from moewright.export.flags import launch_of, read
@@ -54,7 +56,11 @@ def plan_of_script(script: Path, *, model: str, on: str) -> tuple[Plan, Read]:
 
     if not on:
         raise BadInput(Reason(field="--on", rule="is needed: a script does not name its devices", nearest="--on H100"))
-    command = launch_of(script, os.environ)
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise BadInput(Reason(field="--script-args", value=arguments[:60], rule=f"is not read: {error}")) from None
+    command = launch_of(script, os.environ, words)
     with as_written(lambda field: "--on" if field == "hardware" else field):
         hardware = catalogue.hardware(on)
     if command.world and not on.strip()[0].isdigit():

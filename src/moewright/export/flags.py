@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +30,9 @@ class Read:
     notes: tuple[str, ...]
 
 
-def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
+def launch_of(script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Launch:
     """The training command of a script, its variables from the script, then from `environment`. Raises BadInput."""
-    return launch(commands(read_text(script), environment))
+    return launch(commands(read_text(script), environment, arguments))
 
 
 def read(command: Launch, *, world: int, folder: Path, named: ModelSpec | None = None) -> Read:

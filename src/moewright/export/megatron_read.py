@@ -74,7 +74,7 @@ def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
     known = [model for model in map(catalogue.model, catalogue.model_names()) if _same(shaped, model)]
     known.sort(key=lambda model: model.max_position != shaped.max_position)
     if known:
-        return ReadModel(model=known[0], note=f"model {known[0].name}, by its sizes")
+        return ReadModel(model=_own(shaped, known[0]), note=f"model {known[0].name}, by its sizes")
     if not shaped.vocab_size:
         rule = "is missing, and the tokenizer that would tell it is not read"
         raise BadInput(Reason(field="--vocab-size", rule=rule, nearest="--vocab-size 128000"))
@@ -89,16 +89,26 @@ def _same(shaped: ModelSpec, known: ModelSpec) -> bool:
     return _plain(replace(shaped, vocab_size=shaped.vocab_size or known.vocab_size), longest) == _plain(known, longest)
 
 
+def _own(shaped: ModelSpec, known: ModelSpec) -> ModelSpec:
+    """The known model with what a script may set otherwise: how weights are drawn, whether chosen scores sum to 1."""
+    model = replace(known, initializer_range=shaped.initializer_range)
+    if shaped.moe is None or known.moe is None or shaped.moe.router.renormalize == known.moe.router.renormalize:
+        return model
+    said = shaped.moe.router
+    router = replace(known.moe.router, renormalize=said.renormalize, pre_softmax=said.pre_softmax)
+    return replace(model, moe=replace(known.moe, router=router))
+
+
 def _plain(model: ModelSpec, longest: int) -> ModelSpec:
     """The model without what flags cannot tell apart."""
     moe = model.moe
     if moe is not None:
         router = moe.router
-        softmax = router.score is ScoreFunction.SOFTMAX
         router = replace(
             router,
             group_scores=router.counted_in_group if router.groups > 1 else 0,
-            pre_softmax=softmax and not router.renormalize,
+            pre_softmax=False,
+            renormalize=True,
         )
         moe = replace(moe, router=router)
     rope = model.attention.rope if model.position is PositionKind.ROPE else RopeSpec()
@@ -111,6 +121,7 @@ def _plain(model: ModelSpec, longest: int) -> ModelSpec:
         name="",
         family="",
         max_position=longest,
+        initializer_range=0.0,
         moe=moe,
         dense_ffn_size=0 if all(model.moe_layers) else model.dense_ffn_size,
         attention=replace(model.attention, rope=rope),

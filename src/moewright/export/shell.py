@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -29,6 +29,15 @@ _ARITHMETIC = {
     ast.Div: operator.floordiv,  # bash divides whole numbers
     ast.Mod: operator.mod,
 }
+_COMPARED = {
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_CHOICE = re.compile(r"([^?]+)\?([^:?]+):([^:?]+)")  # a ? b : c
 _OUTPUT = "output-of-"
 _DEEPEST = 8  # evals and bash -c inside each other
 
@@ -42,19 +51,31 @@ class Command:
     line: int
 
 
-def commands(text: str, environment: Mapping[str, str]) -> tuple[Command, ...]:
+def commands(text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> tuple[Command, ...]:
     """Every command of a script that bash would reach, with its words expanded; BadInput names a line it cannot read.
 
-    Variables come from the script, then from `environment`.
+    Variables come from the script, then from `environment`; `arguments` are what stands behind the script's name.
     """
-    return tuple(_Script(environment).run(text, first_line=1, depth=0))
+    found: list[Command] = []
+    try:
+        for command in _Script(environment, arguments).run(text, first_line=1, depth=0):
+            found.append(command)
+    except _Exit:
+        pass
+    return tuple(found)
+
+
+class _Exit(Exception):
+    """The script ends here."""
 
 
 class _Script:
     """Variables while the script is read from top to bottom; every variable is an array."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
         self.variables: dict[str, tuple[str, ...]] = {name: (value,) for name, value in environment.items()}
+        self.variables |= {str(place): (value,) for place, value in enumerate(arguments, 1)}
+        self.variables |= {"#": (str(len(arguments)),), "@": tuple(arguments), "*": tuple(arguments)}
         self.exported: dict[str, None] = {}
 
     def run(self, text: str, *, first_line: int, depth: int) -> Iterator[Command]:
@@ -164,6 +185,8 @@ class _Script:
         if words[0].bare in ("[", "[[", "test"):
             self.status = self._test(words)
             return
+        if words[0].bare == "exit":
+            raise _Exit
         if words[0].bare in _DECLARING:
             for word in words[1:]:
                 if self._assign(word) and words[0].bare == "export":
@@ -264,8 +287,9 @@ class _Script:
         if not match:
             return f"\0{''.join(body[:40].split())}\0"
         name, index, operation, word = match.groups()
-        values = ("0",) if name == "#" else self.variables.get(name)  # a script is read without arguments
+        values = self.variables.get(name)
         if values is not None:
+            index = "[@]" if name in ("@", "*") else index
             at = 0 if index is None else None if index[1] in "@*" else int(index[1:-1])
             value = " ".join(values) if at is None else values[at] if at < len(values) else ""
         else:
@@ -289,6 +313,8 @@ class _Script:
         plain = _NAME.sub(lambda match: self._one(match[0]) or f"\0{match[0]}\0", plain)
         if lacking := MISSING.search(plain):
             return lacking[0]
+        if match := _CHOICE.fullmatch(plain):
+            plain = f"({match[2]}) if ({match[1]}) else ({match[3]})"
         try:
             return str(_computed(ast.parse(plain.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
@@ -362,4 +388,8 @@ def _computed(node: ast.expr) -> int:
         return number
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
+        return int(_COMPARED[type(node.ops[0])](_computed(node.left), _computed(node.comparators[0])))
+    if isinstance(node, ast.IfExp):
+        return _computed(node.body if _computed(node.test) else node.orelse)
     raise ValueError("not arithmetic")
