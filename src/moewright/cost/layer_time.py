@@ -19,7 +19,7 @@ from moewright.cost.saved import Away
 from moewright.cost.sizes import Sizes
 from moewright.spec.hardware import Collective, Op
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Overlap, Recompute
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
 
 Parts = Mapping[TimePart, float]
@@ -78,12 +78,15 @@ def price(rates: Rates, ops: LayerOps) -> Priced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """Collectives of one layer and micro-batch, forward; `tp` one gather or scatter, `ep` dispatch and combine."""
+    """Collectives of one layer and micro-batch, forward; `tp` one gather or scatter, `ep` dispatch and combine;
+    `tp_means` those of norms over all heads, where ranks hold a part each.
+    """
 
     ep_forward: float
     ep_backward: float
     tp: float
     tp_blocks: int
+    tp_means: float
     cp: float
 
 
@@ -98,6 +101,7 @@ def exchange(links: Links, size: Sizes, *, moe: bool) -> Exchange:
         ep_backward=backward,
         tp=tp if layout.sp else 2 * tp,
         tp_blocks=(1 + shared if moe else 2) if layout.tp > 1 else 0,
+        tp_means=2 * tp_sum_s(links, size) if model.attention.qk_norm is QkNorm.FULL else 0.0,
         cp=_context(links, size),
     )
 
@@ -111,6 +115,11 @@ def tp_s(links: Links, layout: Layout, whole_bytes: float) -> float:
     seconds = links.seconds(Collective.REDUCE_SCATTER, where, whole_bytes, efficiency=c["tp_efficiency"])
     shown = 1 - c["tp_overlap_hidden"] if Overlap.TP in layout.overlap else 1.0
     return c["tp_time_scale"] * shown * seconds
+
+
+def tp_sum_s(links: Links, size: Sizes) -> float:
+    """One all-reduce of an fp32 number a token over a tensor-parallel group."""
+    return links.seconds(Collective.ALL_REDUCE, links.span(size.layout, "tp"), _FP32_BYTES * size.T)
 
 
 def stage_transfer_s(links: Links, size: Sizes, layout: Layout) -> float:
@@ -215,8 +224,8 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
         return _sum_parts(exposed, rows) + ep - hidden_ep + tp + cp - hidden_cp
 
     tp = moved.tp_blocks * moved.tp
-    forward_s = device_s(priced.forward, moved.ep_forward, 2 * tp, moved.cp)
-    backward_s = device_s(priced.backward, moved.ep_backward, 3 * tp, 2 * moved.cp)
+    forward_s = device_s(priced.forward, moved.ep_forward, 2 * tp + moved.tp_means, moved.cp)
+    backward_s = device_s(priced.backward, moved.ep_backward, 3 * tp + moved.tp_means, 2 * moved.cp)
     return DeviceTime(exposed=exposed, hidden=hidden, forward_s=forward_s, backward_s=backward_s)
 
 
@@ -250,7 +259,7 @@ def added(links: Links, size: Sizes, layout: Layout, priced: Priced, moved: Exch
     block_s = light_s = 0.0
     if Recompute.FULL in chosen:
         block_s = sum(seconds for _, seconds in priced.forward)
-        block_s += moved.ep_forward + 2 * moved.tp_blocks * moved.tp + moved.cp
+        block_s += moved.ep_forward + 2 * moved.tp_blocks * moved.tp + moved.tp_means + moved.cp
     elif chosen:
         for row, seconds in priced.forward:
             if Recompute.MOE in chosen and Recompute.MOE in row.replay:
@@ -377,14 +386,17 @@ def _put(parts: dict[TimePart, float], part: TimePart, seconds: float) -> None:
         parts[part] = parts.get(part, 0.0) + seconds
 
 
-def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int) -> Times:
-    """Embedding, head or MTP projection: device time only; `gathers` collectives of the hidden state under TP."""
+def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int, sums: int = 0) -> Times:
+    """Embedding, head or MTP projection: device time only; `gathers` collectives of the hidden state under TP, and in
+    forward `sums` all-reduces of a number a token, as a loss over a cut vocabulary takes.
+    """
     exposed: dict[TimePart, float] = {}
     forward_s = _sum_parts(exposed, priced.forward)
     _sum_parts(exposed, priced.backward)
     if size.layout.tp > 1:
         whole = size.c * size.T * size.model.hidden_size
         one = tp_s(links, size.layout, whole)
-        _put(exposed, TimePart.TP_COMM, gathers * one)
-        forward_s += gathers * one / 2
+        summed = sums * tp_sum_s(links, size)
+        _put(exposed, TimePart.TP_COMM, gathers * one + summed)
+        forward_s += gathers * one / 2 + summed
     return Times(exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weight_gradient_s(priced))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import held_share, size_of
 from moewright.cost.states import stage_sets
 from moewright.cost.step_time import LayerKind, Pricer, kind_of, tail, work_of
-from moewright.cost.timeline import pipeline_s
+from moewright.cost.timeline import pipeline_of
 from moewright.rules import stages
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput
@@ -25,7 +28,7 @@ class Prepared:
     Raises BadInput when the layout is illegal.
     """
 
-    __slots__ = ("_hardware", "_layout", "_shares", "_size", "_stages", "_work", "_workload")
+    __slots__ = ("_hardware", "_held", "_layout", "_pipeline", "_shares", "_size", "_work", "_workload")
 
     def __init__(self, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> None:
         if reasons := illegal(model, workload, layout):
@@ -33,7 +36,8 @@ class Prepared:
         self._hardware, self._layout, self._workload = hardware, layout, workload
         self._size = size_of(model, workload, hardware, layout, Rates(hardware).constants)
         self._work = work_of(self._size)
-        self._stages = _stage_counts(model, layout)
+        self._held = _chunk_counts(model, layout, tuple(self._work.layers))
+        self._pipeline = pipeline_of(layout, self._size.m)
         self._shares = {held_share(of_rank) for of_rank in stage_sets(model, workload, layout)}
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
@@ -42,29 +46,19 @@ class Prepared:
         rates = Rates(replace(hardware, constants=(*hardware.constants, *constants)))
         links = Links(hardware, rates.constants)
         pieces = Pricer(rates, links, self._size, self._work).pieces(layout)
-        layers = {kind: times.total_s for kind, times in pieces.layers.items()}
-        embedding, head, mtp = pieces.embedding.total_s, pieces.head.total_s, pieces.mtp.total_s
-        totals = [
-            sum(layers[kind] * count for kind, count in counts) + a * embedding + b * head + d * mtp
-            for counts, a, b, d in self._stages
-        ]
+        kinds = [*pieces.layers.values(), pieces.embedding, pieces.head, pieces.mtp]
+        forward = self._held @ [times.forward_s for times in kinds]
+        whole = self._held @ [times.total_s for times in kinds]
         last = max(tail(rates, links, self._workload, self._size, layout, share).total_s for share in self._shares)
-        moving = pipeline_s(totals, vpp=layout.vpp, micro_batches=self._size.m, transfer_s=pieces.transfer_s)
+        moving = self._pipeline.total_s(forward, whole - forward, transfer_s=pieces.transfer_s)
         return moving + last
 
 
-_Counts = tuple[tuple[tuple[LayerKind, int], ...], int, int, int]
-
-
-def _stage_counts(model: ModelSpec, layout: Layout) -> tuple[_Counts, ...]:
-    """Of each pipeline rank: layers by kind, embeddings, heads and MTP depths."""
-    found = []
-    chunks = stages.chunks(model, layout)
-    for pp_rank in range(layout.pp):
-        mine = [chunk for chunk in chunks if chunk.pp_rank == pp_rank]
-        mtp = sum(chunk.mtp for chunk in mine)
-        kinds = [kind_of(model, layer) for chunk in mine for layer in chunk.layers]
-        kinds += [kind_of(model, model.layers + 1)] * mtp
-        counts = tuple((kind, kinds.count(kind)) for kind in sorted(set(kinds)))
-        found.append((counts, sum(c.embedding for c in mine), sum(c.loss for c in mine), mtp))
-    return tuple(found)
+def _chunk_counts(model: ModelSpec, layout: Layout, kinds: Sequence[LayerKind]) -> np.ndarray:
+    """[virtual stages, pieces]: layers of each kind, embeddings, heads and MTP depths."""
+    rows = []
+    for chunk in stages.chunks(model, layout):
+        held = [kind_of(model, layer) for layer in chunk.layers]
+        held += [kind_of(model, model.layers + 1)] * chunk.mtp
+        rows.append([*(held.count(kind) for kind in kinds), chunk.embedding, chunk.loss, chunk.mtp])
+    return np.array(rows, dtype=float)

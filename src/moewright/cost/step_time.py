@@ -33,7 +33,7 @@ from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_o
 from moewright.cost.saved import Away, away
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import is_moe
-from moewright.cost.timeline import pipeline_s, simulated_s
+from moewright.cost.timeline import pipeline_of, simulated_s
 from moewright.rules import flops, fully, grid
 from moewright.rules.events import StageSeconds
 from moewright.rules.stages import Chunk
@@ -43,6 +43,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Workload
 
+_LOSS_SUMS = 3  # the top of the logits, the sum of their exponentials, and the target's
 LayerKind = tuple[bool, bool]  # has experts, is windowed
 
 
@@ -151,7 +152,7 @@ class Pricer:
         work = work or work_of(size)
         self._priced = {kind: price(rates, ops) for kind, ops in work.layers.items()}
         self._embedding = outside_time(links, size, price(rates, work.embedding), gathers=2)
-        self._head = outside_time(links, size, price(rates, work.head), gathers=3)
+        self._head = outside_time(links, size, price(rates, work.head), gathers=3, sums=_LOSS_SUMS)
         mtp = add([(self._head, 1.0), (outside_time(links, size, price(rates, work.mtp), gathers=5), 1.0)])
         self._mtp = add([(mtp, 1.0), (self._embedding, 1.0)])
         self._device: dict[tuple[object, ...], tuple[Exchange, DeviceTime]] = {}
@@ -232,15 +233,14 @@ def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -
     )
 
 
-def moving_s(
-    size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequence[Times], *, transfer_s: float
-) -> float:
+def moving_s(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], *, transfer_s: float) -> float:
     """Seconds of all micro-batches through the pipeline: in closed form where there is one, else row by row."""
     layout = size.layout
-    if not layout.schedule.splits_backward:
-        totals = [stage.total_s for stage in stages]
-        return pipeline_s(totals, vpp=layout.vpp, micro_batches=size.m, transfer_s=transfer_s)
     of_chunk = [chunk_times(size, pieces, [chunk]) for chunk in chunks]
+    if not layout.schedule.splits_backward:
+        forward = np.array([times.forward_s for times in of_chunk])
+        backward = np.array([times.total_s for times in of_chunk]) - forward
+        return pipeline_of(layout, size.m).total_s(forward, backward, transfer_s=transfer_s)
     seconds = [
         StageSeconds(
             forward=times.forward_s,
@@ -307,10 +307,10 @@ def step_time(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequ
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
     own = add([(stages[slowest], size.m)])
-    still_s = moving_s(size, pieces, chunks, stages, transfer_s=0.0)
+    still_s = moving_s(size, pieces, chunks, transfer_s=0.0)
     parts = {
         **own.exposed,
-        TimePart.PP_COMM: moving_s(size, pieces, chunks, stages, transfer_s=pieces.transfer_s) - still_s,
+        TimePart.PP_COMM: moving_s(size, pieces, chunks, transfer_s=pieces.transfer_s) - still_s,
         TimePart.BUBBLE: still_s - size.m * totals[slowest],
         TimePart.DP_COMM: last.reduce_s + last.gather_s,
         TimePart.OPTIMIZER: last.optimizer_s,

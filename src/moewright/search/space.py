@@ -214,7 +214,7 @@ def context_exchanges(space: Space, cut: Layout) -> tuple[CpComm, ...]:
         return (space.base.cp_comm,)
     legal = [
         way
-        for way in (CpComm.P2P, CpComm.ALL_GATHER, CpComm.A2A)
+        for way in CpComm
         if space.permits(cp_comm=way)
         and not any(
             reason.field == "layout.cp_comm"
