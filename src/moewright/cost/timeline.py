@@ -56,7 +56,7 @@ class Pipeline:
         once = np.maximum(0, np.maximum(first_wait, last_wait))
         busy = self.micro_batches * (forward + backward).sum(axis=1)
         longest = float((before + busy + after + np.where(self.alone, once, waits)).max())
-        return longest + shown_transfers(self.pp, self.vpp, self.micro_batches) * transfer_s
+        return longest + float(shown_transfers(self.pp, self.vpp, self.micro_batches)) * transfer_s
 
     def _filled(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[pp] seconds before each rank starts, and that it waits after its warm-up for what comes back.

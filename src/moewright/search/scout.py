@@ -20,7 +20,7 @@ from moewright.cost.layer_time import exchange, stage_transfer_s
 from moewright.cost.memory import enough_micro_batches
 from moewright.cost.saved import Away, activations_away
 from moewright.cost.sizes import Sizes
-from moewright.cost.step_time import LayerKind, Pricer, kind_of, kinds_of, tail
+from moewright.cost.step_time import LayerKind, Pricer, Share, kind_of, kinds_of, tail
 from moewright.cost.timeline import closed_s
 from moewright.rules.exclusions import exclusion_reasons
 from moewright.search.room import Layers, Room
@@ -353,15 +353,15 @@ class Scout:
     def _tail_s(self, base: Layout, stacked: Stack, wanted: Array) -> Array:
         """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where nothing is wanted."""
         found = np.zeros((len(stacked.pp), len(self.keeps)))
+        shares = self._room.shares(base, stacked) if wanted.any() else []
         for column, keep in enumerate(self.keeps):
             pipes = np.asarray(wanted[:, :, column].any(axis=1))
             if pipes.any():
                 layout = replace(base, zero=keep.zero, offload=tuple(sorted({*base.offload, *keep.offload})))
-                self._add_tails(found[:, column], layout, stacked, np.flatnonzero(pipes[stacked.pipe_of_seat]))
+                self._add_tails(found[:, column], layout, stacked, shares, np.flatnonzero(pipes[stacked.pipe_of_seat]))
         return found
 
-    def _add_tails(self, found: Array, base: Layout, stacked: Stack, seats: Array) -> None:
-        shares = self._room.shares(base, stacked)
+    def _add_tails(self, found: Array, base: Layout, stacked: Stack, shares: Sequence[Share], seats: Array) -> None:
         pipes = stacked.pipe_of_seat[seats]
         # Only zero=3 reduces and gathers more often with more micro-batches.
         often = base.mbs if base.zero == 3 else 0

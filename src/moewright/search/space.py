@@ -28,7 +28,7 @@ MAX_UNEVEN_VPP = 4
 
 _EXPERTS_AWAY = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _ATTENTION_AWAY = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
-_ACTIVATIONS = ((Offload.MOE_ACT,), _EXPERTS_AWAY, _ATTENTION_AWAY, (*_ATTENTION_AWAY, *_EXPERTS_AWAY))
+_ACTIVATIONS = ((Offload.MOE_ACT,), _EXPERTS_AWAY, _ATTENTION_AWAY)
 
 Allowed = Callable[[Layout], tuple[Reason, ...]]
 
@@ -154,7 +154,7 @@ def works(space: Space) -> tuple[Work, ...]:
 
 
 def _sent_away(space: Space, recompute: tuple[Recompute, ...]) -> Iterator[tuple[Offload, ...]]:
-    """Activations on the host: none, and ever more of the largest that the recompute leaves."""
+    """Activations on the host: none, or of the largest that the recompute leaves, of experts or of attention."""
     if "offload" in space.fixed:
         yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
         return
