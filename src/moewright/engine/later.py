@@ -3,6 +3,10 @@
 Schedules that split the backward (rules.zero_bubble) send a stage's input gradients on before they make its weight
 gradients. While a backward is inside `Later.collecting`, the matrix products of the model leave here how to make their
 weight gradients, with what that takes; `Later.make` does it and takes the gradients on to the parameters.
+
+Column, row and grouped products do so, which are nearly all of a stage's weight gradients. Those of norms, the
+embedding, the router and gates come with the input gradients: sums, and products no wider than the number of experts,
+of tensors that would else have to wait for the W row.
 """
 
 from __future__ import annotations
