@@ -188,6 +188,7 @@ CORNERS = (
     ),
     _corner("weights in shards, copies across blocks", "qwen", 8, "tp2,ep2,zero3,shard2,mbs2"),
     _corner("weights in shards, a block without two copies of the experts", "olmoe", 4, "ep2,zero3,shard2,mbs2"),
+    _corner("depths of which the experts alone are whole", "ahead", 2, "etp2,mbs4,zero3"),
     _corner("replicated optimizer", "qwen", 4, "tp2,ep2,zero0,mbs2"),
     _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
 )

@@ -14,7 +14,7 @@ from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import workload_of
 from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
-from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
+from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
@@ -55,13 +55,19 @@ def predict_rank(
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (
         *state_rows(workload, flat, sets),
-        *unit_rows(workload, layout, units),
+        *unit_rows(workload, layout, units),  # of the same module where a part of it is cut and a part is not
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
     )
+    held: dict[tuple[Component, Module], int] = {}
+    for row in memory:
+        held[row.component, row.module] = held.get((row.component, row.module), 0) + row.bytes
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
-        memory=tuple(sorted(memory, key=lambda row: (row.component, row.module))),
+        memory=tuple(
+            MemoryRow(component=component, module=module, bytes=nbytes)
+            for (component, module), nbytes in sorted(held.items())
+        ),
         comm=comm_rows(model, workload, layout, rank, rows, sets, units),
         flops=flop_rows(model, workload, layout, pp_rank, rows),
         in_flight=schedule.peak_live(table),
