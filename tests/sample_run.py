@@ -241,6 +241,10 @@ def load(layer: int, step: int) -> LayerLoad:
         dead_experts=counts.count(0),
         entropy=-sum(p * math.log(p) for p in shares if p) / math.log(EXPERTS),
         counts=counts,
+        p95_over_mean=sorted(counts)[-1 - EXPERTS // 20] * EXPERTS / sum(counts),
+        rank_counts=(sum(counts[: EXPERTS // 2]), sum(counts[EXPERTS // 2 :])),
+        aux_loss=0.01 * max(counts) * EXPERTS / sum(counts),
+        z_loss=0.002,
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewright.intake import catalogue
-from moewright.rules import routing
+from moewright.rules import placement, routing
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Routing, Workload
 
@@ -78,7 +78,7 @@ def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
     hottest = []
     for _ in range(1000):
         weights = [draw.lognormvariate(0, sigma) for _ in range(128)]
-        hottest.append(routing.rank_load_factor([round(1e6 * weight) for weight in weights], ep))
+        hottest.append(placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep))
     expected = routing.skewed_load(128, ep, 8, skew)
     assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
 
@@ -92,10 +92,10 @@ def test_no_rank_gets_more_than_every_token_on_each_of_its_experts() -> None:
 
 def test_a_histogram_must_be_of_the_model() -> None:
     work = Workload(seq_len=1, global_batch=1, routing=Routing.MEASURED, load_histogram=((1,) * 128,))
-    (reason,) = routing.load_reasons(QWEN, work)
+    (reason,) = routing.load_reasons(QWEN, work, Layout(world_size=1))
     assert "layers with experts" in str(reason)
     rows = ((1,) * 127,) * QWEN.moe_layer_count
-    (reason,) = routing.load_reasons(QWEN, replace(work, load_histogram=rows))
+    (reason,) = routing.load_reasons(QWEN, replace(work, load_histogram=rows), Layout(world_size=1))
     assert "128 counts" in str(reason)
 
 
@@ -127,15 +127,22 @@ def test_load_of_counts() -> None:
     assert (empty.max_over_mean, empty.dead_experts) == (1.0, 2)
 
 
+def test_the_95th_percentile_is_of_the_least_expert_that_95_in_100_do_not_exceed() -> None:
+    assert routing.load_of_counts([1] * 95 + [2] * 5).p95_over_mean == pytest.approx(1 / 1.05)
+    assert routing.load_of_counts([1] * 94 + [2] * 6).p95_over_mean == pytest.approx(2 / 1.06)
+    assert routing.load_of_counts([1, 3]).p95_over_mean == 1.5
+
+
 def test_rank_load() -> None:
-    assert routing.rank_load_factor([5, 1, 1, 1], ep=2) == 1.5
-    assert routing.rank_load_factor([0, 0, 0, 0], ep=2) == 1.0
+    assert placement.rank_loads([5, 1, 1, 1], ep=2) == (6, 2)
+    assert placement.rank_load_factor([5, 1, 1, 1], ep=2) == 1.5
+    assert placement.rank_load_factor([0, 0, 0, 0], ep=2) == 1.0
 
 
 def test_rank_rows_sum_the_sources() -> None:
     layout = Layout(world_size=2, ep=2)
     sources = [[1] * 128, [2] * 128]
-    assert routing.rank_rows(QWEN, layout, sources, rank=1) == 64 * 3
+    assert routing.rank_rows(QWEN, layout, sources, 1, range(128)) == 64 * 3
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=64))

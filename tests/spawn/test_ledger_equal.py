@@ -39,6 +39,7 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         (4, "ep4,dispatcher=allgather", Dtype.BF16, LossSpec()),
         (4, "ep4,dispatcher=dedup,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (4, "ep4,capacity0.75", Dtype.FP32, LossSpec(aux_coeff=0.01)),
+        (4, "ep2,etp2,capacity0.75,capacity_fill=padded", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (4, "ep2,capacity1.25,dispatcher=dedup", Dtype.FP32, LossSpec()),
         (2, "ep2,capacity0.75,dispatcher=allgather", Dtype.BF16, LossSpec()),
         (4, "cp4,ep4,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),

@@ -9,10 +9,16 @@ import pytest
 
 from layout_proof import WORK, prove
 from layout_space import SHAPES
-from moewright.codec import parse_layout
+from moewright.codec import parse_layout, read_run
+from moewright.cost.ledger import predict
+from moewright.engine.rank import Exit
+from moewright.engine.train import run
+from moewright.spec.hardware import Collective
+from moewright.spec.ledger import Ledger
+from moewright.spec.model import MoeSpec, RouterSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Assignment, LossSpec, RouterDtype, RouterTraining
-from tiny_jobs import plan
+from moewright.spec.workload import Assignment, LossSpec, RouterDtype, RouterForce, RouterTraining
+from tiny_jobs import MODEL, corpus, plan, workload
 
 pytestmark = pytest.mark.spawn
 
@@ -25,8 +31,14 @@ _WIDE = RouterTraining(router_dtype=RouterDtype.FP64)
 _Z = LossSpec(z_coeff=0.001)
 
 
-def made(shape: str, world: int, text: str, training: RouterTraining, loss: LossSpec = WORK.loss) -> Plan:
-    work = replace(WORK, router=training, loss=loss)
+_HOT = (900, 10, 500, 20, 700, 30, 5, 600)  # tokens an expert: contiguous halves of 1430 and 1335
+
+
+def made(shape: str, world: int, text: str, training: RouterTraining = WORK.router, loss: LossSpec = WORK.loss) -> Plan:
+    """Experts of the shape that are placed evenly are so by a load that differs by layer."""
+    experts = SHAPES[shape].moe.experts
+    hot = [tuple((_HOT * 2)[layer : layer + experts]) for layer in range(SHAPES[shape].moe_layer_count)]
+    work = replace(WORK, router=training, loss=loss, load_histogram=tuple(hot))
     return replace(plan(work, "", world_size=world, model=SHAPES[shape]), layout=parse_layout(text, world_size=world))
 
 
@@ -38,7 +50,94 @@ def made(shape: str, world: int, text: str, training: RouterTraining, loss: Loss
         pytest.param(made("olmoe", 4, "pp2,ep2,mbs1,recompute=full", _NOISY), id="noise over stages, replayed"),
         pytest.param(made("qwen", 8, "tp2,cp2,ep4,mbs2", _NOISY), id="noise over TP, CP and DP"),
         pytest.param(made("deepseek", 2, "tp2,ep2,mbs2", _WIDE, _EVERY_LOSS), id="fp64, four losses"),
+        pytest.param(made("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced"), id="placed over TP and DP"),
+        pytest.param(
+            made("deep", 4, "ep2,etp2,mbs2,recompute=moe,expert_placement=balanced"), id="placed, cut, replayed"
+        ),
+        pytest.param(
+            made("deepseek", 4, "ep2,mbs2,dispatcher=dedup,expert_placement=balanced"), id="placed copies, EDP"
+        ),
+        pytest.param(made("deep", 4, "tp2,ep4,mbs2,overlap=shared"), id="shared experts beside dispatch, gated, TP"),
+        pytest.param(
+            made("deepseek", 4, "pp2,ep2,mbs1,schedule=zb-h1,dispatcher=dedup,overlap=shared"),
+            id="shared experts beside copies, split backwards",
+        ),
+        pytest.param(
+            made("deep", 4, "ep2,etp2,mbs2,recompute=moe,overlap=shared+grad"),
+            id="shared experts beside, replayed, ETP",
+        ),
+        pytest.param(made("qwen", 4, "tp2,ep4,mbs2,capacity=4,capacity_fill=padded"), id="padded"),
+        pytest.param(
+            made("deepseek", 2, "tp2,etp2,mbs2,recompute=moe,capacity=4,capacity_fill=padded"),
+            id="padded, cut",
+        ),
+        pytest.param(
+            made("olmoe", 4, "ep2,zero3,mbs2,dispatcher=allgather,expert_placement=balanced"), id="placed shards"
+        ),
     ],
 )
 def test_a_choice_of_routing_equals_one_process(job: Plan, tmp_path: Path) -> None:
     prove(job, tmp_path)
+
+
+def test_a_run_records_every_routers_load_and_losses_on_the_steps_asked_for(tmp_path: Path) -> None:
+    work = workload(
+        corpus(tmp_path / "corpus"), steps=4, loss=replace(_EVERY_LOSS, aux_coeff=0.5), router_log_every_steps=2
+    )
+    assert run(plan(work, "ep2,mbs2,capacity=1.0", world_size=2), tmp_path / "run") is Exit.DONE
+    record = read_run(tmp_path / "run")
+    assert [bool(step.loads) for step in record.steps] == [False, True, False, True]
+    assert record.selection is not None
+    for step in record.steps[1::2]:
+        assert [load.layer for load in step.loads] == [0, 2]
+        total = sum(x.aux_loss + x.seq_aux_loss + x.global_aux_loss + x.z_loss for x in step.loads)
+        assert total == pytest.approx(step.aux_loss, rel=1e-6)
+        for place, load in enumerate(step.loads):
+            assert min(load.aux_loss, load.seq_aux_loss, load.global_aux_loss, load.z_loss) > 0
+            assert load.rank_counts == (sum(load.counts[:4]), sum(load.counts[4:]))
+            assert load.dropped_share == 1 - sum(load.counts) / (2 * step.tokens) > 0
+            assert load.p95_over_mean == load.max_over_mean  # of eight experts
+            if step.step == record.selection.step:
+                sent = [sum(of_source) for m in record.selection.counts for of_source in zip(*m[place], strict=True)]
+                assert sum(sent) == sum(load.counts)
+
+
+def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:
+    """Checkpoints hold experts by number: three placements in a row make the run of one."""
+    hot = ((90, 10, 50, 20, 70, 30, 5, 60), (1, 2, 3, 4, 5, 6, 7, 9))
+    work = workload(corpus(tmp_path / "corpus"), steps=2, load_histogram=hot)
+    whole = replace(work, steps=6, optimizer=replace(work.optimizer, decay_steps=6))
+    assert run(plan(whole, "ep2,mbs2", world_size=2), tmp_path / "whole") is Exit.DONE
+    for steps, text in (
+        (2, "ep2,mbs2,expert_placement=balanced"),
+        (4, "mbs2"),
+        (6, "ep4,expert_placement=balanced,mbs2"),
+    ):
+        job = plan(replace(whole, steps=steps), text, world_size=4 if "ep4" in text else 2)
+        assert run(job, tmp_path / "parts") is Exit.DONE
+    for ours, theirs in zip(read_run(tmp_path / "parts").steps, read_run(tmp_path / "whole").steps, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+        for one, other in zip(ours.loads, theirs.loads, strict=True):
+            assert one.counts == other.counts
+
+
+def test_under_uniform_routing_copies_are_what_is_expected_of_them(tmp_path: Path) -> None:
+    """A preference of no spread chooses uniformly: each token reaches N (1 - (1 - 1/N)^k) of N ranks on average."""
+    moe = MoeSpec(experts=64, ffn_size=16, router=RouterSpec(top_k=2))
+    uniform = RouterTraining(force=RouterForce.SKEWED, force_std=0.0)
+    work = workload(corpus(tmp_path / "corpus"), steps=2, router=uniform, loss=LossSpec())
+    job = plan(work, "ep4,dispatcher=dedup,mbs2", world_size=4, model=replace(MODEL, moe=moe))
+    assert run(job, tmp_path / "run") is Exit.DONE
+
+    def moved(ledger: Ledger) -> int:
+        return sum(row.bytes for row in ledger.comm if (row.op, row.group) == (Collective.ALL_TO_ALL, "ep"))
+
+    counted = sum(map(moved, read_run(tmp_path / "run").ledgers))
+    expected = sum(moved(predict(job, rank=rank, selection=None)) for rank in range(4))
+    tokens, reached = 2 * work.tokens_per_step, 4 * (1 - 0.75**2)
+    # A copy's row goes out and comes back, in forward and in backward; its choices go out, its weights there and back.
+    of_copy = 4 * (4 * MODEL.hidden_size) + 3 * (4 * moe.router.top_k)
+    deviation = ((2 - reached) * (reached - 1)) ** 0.5  # one rank or two
+    assert abs(counted - expected) <= 3 * deviation * tokens**0.5 * of_copy
+    assert 0 < 3 * deviation * tokens**0.5 < 0.05 * reached * tokens  # and that says something

@@ -68,7 +68,9 @@ def test_memory_near_capacity_comes_before_time():
 def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():
     run = record()
     hot = (3000,) * 8 + (1000,) * 8  # rank 0 of two holds the first eight experts: 1.5 x the mean
-    steps = tuple(replace(s, loads=tuple(replace(load, counts=hot) for load in s.loads)) for s in run.steps)
+    steps = tuple(
+        replace(s, loads=tuple(replace(load, counts=hot, rank_counts=()) for load in s.loads)) for s in run.steps
+    )
     findings = diagnose(replace(run, steps=steps))
     assert "1.50 x the mean" in findings[0].title
     alone = replace(run, steps=steps, plan=plan(ep=1))

@@ -11,7 +11,18 @@ from typing import Any
 
 from moewright.codec.data import nearest
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CapacityFill,
+    CpComm,
+    Dispatcher,
+    ExpertPlacement,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 _NUMBERS = (*_DEGREES, "dp", "zero", "shard", "vpp_group", "sp", "capacity")  # may be written without "="
@@ -19,6 +30,8 @@ _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("schedule", Schedule),
     ("cp_comm", CpComm),
     ("dispatcher", Dispatcher),
+    ("expert_placement", ExpertPlacement),
+    ("capacity_fill", CapacityFill),
 )
 _SETS: tuple[tuple[str, type[StrEnum]], ...] = (
     ("recompute", Recompute),

@@ -19,6 +19,7 @@ from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, owned_
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, routing, schedule, stages
 from moewright.rules.legality import illegal, micro_batches
+from moewright.rules.placement import even_loads
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
@@ -259,6 +260,13 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
         kind=SourceKind.MEASURED if workload.routing is Routing.MEASURED else SourceKind.ASSUMED,
         source=f"workload.routing={workload.routing}",
     )
+    if workload.load_histogram and size.model.moe and layout.ep > 1:
+        yield Assumption(
+            name="expert_placement",
+            value=f"hottest rank {even_loads(workload, layout.ep)}",
+            kind=SourceKind.MEASURED,
+            source="workload.load_histogram: rules.placement",
+        )
     if workload.data.documents is not Documents.JOINED:
         share, source = workload.data.attended_share, "data.attended_share, measured where the files are at hand"
         kind = SourceKind.MEASURED if share < 1 else SourceKind.ASSUMED

@@ -215,6 +215,8 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
         """Books rows and collectives of one direction."""
         core = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
         hidden_ep = ep * links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 0.0
+        if Overlap.SHARED in layout.overlap:
+            hidden_ep = min(ep, sum(seconds for row, seconds in rows if row.name.startswith("shared")))
         hidden_cp = min(cp, core) if layout.cp_comm is CpComm.P2P else 0.0
         _put(hidden, TimePart.EP_COMM, hidden_ep)
         _put(hidden, TimePart.CP_COMM, hidden_cp)

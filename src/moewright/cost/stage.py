@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
-from moewright.rules import grid, recompute, routing, stages
+from moewright.rules import grid, placement, recompute, routing, stages
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Layout
+from moewright.spec.layout import CapacityFill, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
@@ -115,7 +115,8 @@ def routed(
     selection: Selection | None,
     load: float = 1.0,
 ) -> Routed:
-    """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere.
+    """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere; rows padded to a capacity
+    are what they are.
 
     Raises BadInput when the selection is not one of this model, layout and batch.
     """
@@ -125,17 +126,20 @@ def routed(
         tuple(i for chunk in chunks for i in stages.chunk_layers(model, chunk) if is_moe(model, i)) if model.moe else ()
     )
     even = routing.routed_rows(model, workload, layout, 1.0)
-    if selection is None or not layers:
+    if selection is None or not layers or layout.capacity_fill is CapacityFill.PADDED:
         each = routing.routed_rows(model, workload, layout, load)
         whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
         moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
-        return Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
+        found = Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
+        attended = selection.attended[rank] if selection and selection.attended else 0
+        return replace(found, attended=attended)
     _check(model, layout, micro_batches, selection)
     routed_layers = model.routed_layers
+    slots = {i: placement.slots_of(model, workload, layout, i) for i in layers}
     parts = [
         tuple(
             tuple(
-                routing.rank_rows(model, layout, [of_batch[routed_layers.index(i)][s] for s in sources], rank)
+                routing.rank_rows(model, layout, [of_batch[routed_layers.index(i)][s] for s in sources], rank, slots[i])
                 for i in layers
             )
             for of_batch in selection.counts

@@ -13,7 +13,7 @@ from moewright.rules.recompute import activation_bytes
 from moewright.rules.rows import Kind
 from moewright.rules.stages import chunk_layers
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Recompute
+from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Layout, Recompute
 from moewright.spec.ledger import CommRow
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm
 from moewright.spec.workload import Assignment, Workload
@@ -125,16 +125,18 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     if layout.dispatcher is Dispatcher.DEDUP:
         yield from _copied(model.moe, layout, c * h, moves, forwards, passes)
         return
-    # Counts, rows out, probabilities, rows back; backward the last three the other way.
+    # Counts, but where sizes are known; rows out, probabilities, rows back; backward the last three the other way.
+    told = layout.capacity_fill is CapacityFill.USED
     sent, received = sum(times * moved.sent for moved, times in moves), summed(rows.sent_here)
-    counts = passes * INT64_BYTES * model.moe.experts
+    counts = told * passes * INT64_BYTES * model.moe.experts
     out, back = sent * (c * h + FP32_BYTES), received * c * h
-    yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * 4 * passes
+    yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * (told + 3) * passes
     yield Collective.ALL_TO_ALL, "ep", sent * c * h + back + received * FP32_BYTES, 3 * passes
     # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and reduce-scatter the
     # results; in backward the transposed.
     widest = summed(rows.widest)
-    yield Collective.ALL_GATHER, "etp", forwards * (counts + widest * (c * h + FP32_BYTES)), forwards * 3 * passes
+    gathered = counts + widest * (c * h + FP32_BYTES)
+    yield Collective.ALL_GATHER, "etp", forwards * gathered, forwards * (told + 2) * passes
     yield Collective.REDUCE_SCATTER, "etp", forwards * layout.etp * widest * c * h, forwards * passes
     yield Collective.ALL_GATHER, "etp", widest * c * h, passes
     yield Collective.REDUCE_SCATTER, "etp", layout.etp * widest * (c * h + FP32_BYTES), 2 * passes

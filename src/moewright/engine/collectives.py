@@ -8,7 +8,7 @@ parallelism must not.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -236,6 +236,81 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+def all_to_all_beside(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    *,
+    send: Sequence[int],
+    receive: Sequence[int],
+    meanwhile: Callable[[], None] | None,
+) -> tuple[torch.Tensor, ...]:
+    """`all_to_all` of each tensor, `meanwhile` called while they travel; in backward their gradients travel while those
+    of what `meanwhile` made are found, for autograd takes the latest first.
+    """
+    if group.size == 1 or meanwhile is None:
+        out = tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
+        if meanwhile is not None:
+            meanwhile()
+        return out
+    trips = [_Trip(group=group, send=tuple(send), receive=tuple(receive)) for _ in tensors]
+    tickets = [_Depart.apply(tensor, trip) for tensor, trip in zip(tensors, trips, strict=True)]
+    meanwhile()
+    return tuple(_Arrive.apply(ticket, trip) for ticket, trip in zip(tickets, trips, strict=True))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Trip:
+    """One exchange under way, and in backward that of its gradient."""
+
+    group: Group
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    flight: Flight | None = None
+
+    def start(self, tensor: torch.Tensor, *, back: bool) -> None:
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        self.group.book(Collective.ALL_TO_ALL, tensor)
+        tensor = tensor.contiguous()
+        out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        handle = self.group.handle
+        work = dist.all_to_all_single(out, tensor, list(receive), list(send), group=handle, async_op=True)
+        self.flight = Flight(out=out, tensor=tensor, work=Transfer(work, self.group))
+
+    def end(self) -> torch.Tensor:
+        assert self.flight is not None  # started before
+        out = self.flight.land()
+        self.flight = None
+        return out
+
+
+class _Depart(torch.autograd.Function):
+    """Starts an exchange; its backward ends that of the gradient. Gives a ticket, empty, that orders the two ends."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        trip.start(tensor, back=False)
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.trip.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Ends an exchange; its backward starts that of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.end()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.trip.start(grad, back=True)
+        return grad.new_empty(0), None
 
 
 class Shift:

@@ -29,7 +29,7 @@ from moewright.engine.support import refuse_unrunnable
 from moewright.rules import grid
 from moewright.rules.routing import drops_by_probability
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Layout
+from moewright.spec.layout import ExpertPlacement, Layout
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
@@ -59,6 +59,10 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
         rule = "a dry run knows no probabilities, by which capacity drops rows and dedup finds none to copy"
         near = DropPolicy.POSITION
         raise BadInput(Reason(field="train.drop_policy", value=DropPolicy.PROBS, rule=rule, nearest=near))
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
+        rule = "a dry run takes experts in turn, whose load no placement evens"
+        field, value = "layout.expert_placement", layout.expert_placement
+        raise BadInput(Reason(field=field, value=value, rule=rule, nearest=ExpertPlacement.CONTIGUOUS))
     if layout.world_size > 1:
         collectives.pretend(rank=rank, world_size=layout.world_size)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moewright.engine.mesh import Mesh
 from moewright.rules.grid import axis_size
@@ -13,12 +13,21 @@ Cuts = tuple[tuple[str, int], ...]  # (mesh axis, tensor dim) pairs; an axis tha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A tensor of shape `local` holds the box at `offsets` of one of shape `whole`, and after it padding."""
+    """A tensor of shape `local` holds the box at `offsets` of one of shape `whole`, and after it padding.
+
+    With `rows` it holds these rows of the first dim instead of those from offsets[0] on.
+    """
 
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
     local: tuple[int, ...]
     cuts: Cuts
+    rows: tuple[int, ...] = ()
+
+    def apart(self) -> tuple[Placement, ...]:
+        """A tensor of given rows as tensors of one row each."""
+        local = (1, *self.local[1:])
+        return tuple(replace(self, offsets=(row, *self.offsets[1:]), local=local, rows=()) for row in self.rows)
 
     @property
     def inside(self) -> tuple[int, ...]:

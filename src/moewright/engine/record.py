@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moewright.codec import PACES_FILE, Numbers, parse_json, read_text, to_data, write_json, write_text
+from moewright.rules.placement import rank_loads
 from moewright.rules.routing import load_of_counts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
@@ -189,8 +190,7 @@ class TensorBoard:
             "train/grad_norm": record.grad_norm,
             "speed/tokens_per_s_per_rank": record.tokens_per_s_per_rank,
             "speed/mfu": record.mfu,
-            **{f"moe/load_max_over_mean_layer_{load.layer}": load.max_over_mean for load in record.loads},
-            **{f"moe/dead_experts_layer_{load.layer}": load.dead_experts for load in record.loads},
+            **{f"moe/{name}_layer_{load.layer}": value for load in record.loads for name, value in _scalars(load)},
         }
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, record.step)
@@ -200,6 +200,25 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
+    """Numbers of a layer, and of each EP rank its tokens over the mean."""
+    mean = sum(load.counts) / len(load.counts)
+    yield from (
+        ("load_max_over_mean", load.max_over_mean),
+        ("load_p95_over_mean", load.p95_over_mean),
+        ("load_mean", mean),
+        ("dead_experts", load.dead_experts),
+        ("load_entropy", load.entropy),
+        ("dropped_share", load.dropped_share),
+        ("aux_loss", load.aux_loss),
+        ("seq_aux_loss", load.seq_aux_loss),
+        ("global_aux_loss", load.global_aux_loss),
+        ("z_loss", load.z_loss),
+    )
+    of_rank = sum(load.counts) / len(load.rank_counts) or 1.0
+    yield from ((f"load_over_mean_rank_{rank}", count / of_rank) for rank, count in enumerate(load.rank_counts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,18 +244,30 @@ class Recorder:
             sink.close()
 
 
-def loads_of(loads: torch.Tensor, moe_layers: Sequence[int]) -> tuple[LayerLoad, ...]:
-    """Load statistics of counts [MoE layers, E]; `moe_layers` are the layers' numbers in the model."""
+def loads_of(
+    loads: torch.Tensor, losses: torch.Tensor, slots: Mapping[int, Sequence[int]], *, ep: int, chosen: int
+) -> tuple[LayerLoad, ...]:
+    """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the expert of every slot
+    by layer, in order, `chosen` is the number of rows that all tokens chose in each.
+    """
     found = []
-    for layer, counts in zip(moe_layers, loads.tolist(), strict=True):
+    for (layer, held), counts, parts in zip(slots.items(), loads.tolist(), losses.tolist(), strict=True):
         load = load_of_counts(counts)
+        aux, seq_aux, global_aux, z = map(finite, parts)
         found.append(
             LayerLoad(
                 layer=layer,
                 max_over_mean=load.max_over_mean,
+                p95_over_mean=load.p95_over_mean,
                 dead_experts=load.dead_experts,
                 entropy=load.entropy,
                 counts=tuple(counts),
+                rank_counts=rank_loads([counts[expert] for expert in held], ep),
+                dropped_share=1 - sum(counts) / chosen,
+                aux_loss=aux,
+                seq_aux_loss=seq_aux,
+                global_aux_loss=global_aux,
+                z_loss=z,
             )
         )
     return tuple(found)

@@ -8,7 +8,7 @@ from moewright.rules.context import factors
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Layout
+from moewright.spec.layout import CpComm, Dispatcher, Layout, Overlap
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -31,7 +31,7 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
-        ("overlap", "+".join(layout.overlap), ("", "p2p", "grad", "grad+p2p", "grad+param", "grad+p2p+param")),
+        ("overlap", "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.TP)), ("",)),
         ("graphs", "+".join(layout.graphs), ("",)),
     )
     choices = [

@@ -56,13 +56,14 @@ from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train
 from moewright.engine.support import refuse_unrunnable
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.inventory import count
+from moewright.rules.placement import slots_of
 from moewright.rules.ramp import workload_of
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
-from moewright.spec.run import WARM_STEPS, EvalRecord, Session, StepRecord
+from moewright.spec.run import WARM_STEPS, EvalRecord, LayerLoad, Session, StepRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -281,13 +282,22 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
         hfu=flops_per_s / peak * _replays(plan) if peak else 0.0,
         skipped=result.skipped,
         phases=result.phases,
-        loads=loads_of(result.loads, plan.model.routed_layers),
+        loads=_loads(plan, result, tokens=tokens) if _due(step, plan.workload.router_log_every_steps) else (),
     )
 
 
 def _replays(plan: Plan) -> float:
     """FLOPs with the planned replays over those without."""
     return plan.estimate.hfu / plan.estimate.mfu if plan.estimate.mfu else 1.0
+
+
+def _loads(plan: Plan, result: StepResult, *, tokens: int) -> tuple[LayerLoad, ...]:
+    moe = plan.model.moe
+    if moe is None:
+        return ()
+    chosen = tokens * moe.router.top_k
+    slots = {n: slots_of(plan.model, plan.workload, plan.layout, n) for n in plan.model.routed_layers}
+    return loads_of(result.loads, result.router_losses, slots, ep=plan.layout.ep, chosen=chosen)
 
 
 def _tuples(value: Any) -> Any:

@@ -314,6 +314,8 @@ def read_box(reader: HfReader, parts: Sequence[Theirs], offsets: Sequence[int], 
 
 def read_part(reader: HfReader, parts: Sequence[Theirs], at: Placement) -> torch.Tensor:
     """This rank's part of a tensor in fp32, its padding zero."""
+    if at.rows:
+        return torch.cat([read_part(reader, parts, one) for one in at.apart()])
     local = torch.zeros(at.local)
     local[tuple(map(slice, at.inside))] = read_box(reader, parts, at.offsets, at.inside)
     return local

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import Dispatcher, ExpertPlacement, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, PositionKind, QkNorm, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Assignment, Dtype, Workload
@@ -109,6 +109,9 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield _no("layout.dispatcher", layout.dispatcher, rule, Dispatcher.DEEPEP)
     if layout.shard:
         yield _no("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
+        rule = "holds experts in contiguous blocks"
+        yield _no("layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS)
     if layout.zero == 3 and layout.pp > 1 and layout.vpp > 1:
         yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
     if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:

@@ -10,7 +10,7 @@ from moewright.rules.context import factors
 from moewright.rules.ramp import batch_of
 from moewright.rules.stages import chunks
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Documents, Dtype, SaveMode, Workload
 
@@ -78,6 +78,8 @@ def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[F
         if layout.capacity:
             yield "--moe-expert-capacity-factor", number(layout.capacity)
             yield "--moe-token-drop-policy", workload.router.drop_policy.value
+        if layout.capacity_fill is CapacityFill.PADDED:
+            yield ("--moe-pad-expert-input-to-capacity",)
 
 
 def _memory(layout: Layout) -> Iterator[Flag]:
@@ -106,6 +108,7 @@ def _overlap(layout: Layout) -> Iterator[Flag]:
         Overlap.PARAM: "--overlap-param-gather",
         Overlap.TP: "--tp-comm-overlap",
         Overlap.EP: "--overlap-moe-expert-parallel-comm",
+        Overlap.SHARED: "--moe-shared-expert-overlap",
     }
     for each in layout.overlap:
         if each in flags:

@@ -14,7 +14,7 @@ from moewright.spec.plan import Assumption, Plan
 from moewright.spec.run import RunRecord
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, KIB, MIB, show_bytes, show_count, show_seconds
-from moewright.spec.workload import LossSpec, RouterForce
+from moewright.spec.workload import Assignment, LossSpec, RouterDtype, RouterForce, RouterTraining
 from moewright.tune.compare import TOTAL, Comparison, Section
 from moewright.tune.steps import median_phases
 
@@ -163,7 +163,7 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
                 ("precision", f"{job.precision}, gradients {job.grad_dtype}"),
                 ("optimizer", f"AdamW, lr {job.optimizer.lr:g}, weight decay {job.optimizer.weight_decay:g}"),
                 ("auxiliary losses", _losses(job.loss)),
-                ("routing", "by the router" if job.router.force is RouterForce.NONE else f"forced: {job.router.force}"),
+                ("routing", _routing(job.router)),
                 ("seed", str(job.seed)),
             ),
         ),
@@ -187,6 +187,18 @@ def sources(plan: Plan) -> tuple[Assumption, ...]:
     """Every default and constant that went into the estimate, the least certain kind first."""
     order = list(reversed(SourceKind))
     return tuple(sorted(plan.estimate.assumptions, key=lambda each: order.index(each.kind)))
+
+
+def _routing(router: RouterTraining) -> str:
+    """Who chooses the experts, and how, where not as by default."""
+    if router.force is not RouterForce.NONE:
+        return f"forced: {router.force}"
+    how = (
+        (router.assignment.value, router.assignment is not Assignment.TOP_K),
+        (f"jitter {router.jitter_eps:g}", router.jitter_eps > 0),
+        (router.router_dtype.value, router.router_dtype is not RouterDtype.FP32),
+    )
+    return ", ".join(("by the router", *(text for text, said in how if said)))
 
 
 def _losses(loss: LossSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
@@ -18,6 +18,17 @@ from moewright.tune.steps import median_step_s, settled
 
 LOAD_STEPS = 10  # the heatmap is the mean over at most this many last steps
 LOAD_POINTS = 4000  # of all curves of the load plot together
+LAYER_COLUMNS = (
+    "tokens an expert",
+    "hottest expert",
+    "95th percentile",
+    "dead experts",
+    "entropy",
+    "hottest rank",
+    "dropped",
+    "balance loss",
+    "z-loss",
+)
 TITLES = {
     Section.MEMORY: "Memory held, bytes",
     Section.COMM: "Collective payload, bytes a step",
@@ -70,13 +81,25 @@ class LedgerTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRow:
+    """A router's figures, means over the window, as text in the order of LAYER_COLUMNS."""
+
+    layer: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """Heat rows are mean loads over `window`; `plot` is the hottest expert's load over the steps, a curve a layer."""
+    """Heat rows are mean loads over `window`, those of `ranks` by EP rank; `layers` are the routers' figures; `plot` is
+    the hottest expert's load over the steps, a curve a layer.
+    """
 
     rows: tuple[HeatRow, ...]
-    experts: int
     window: str
     scale: tuple[Cell, ...]
+    ranks: tuple[HeatRow, ...]
+    layers: tuple[LayerRow, ...]
+    columns: tuple[str, ...]
     plot: Plot
     dead: str
 
@@ -220,7 +243,12 @@ def experts(record: RunRecord) -> Experts | None:
         return None
     last = steps[-LOAD_STEPS:]
     layers = [load.layer for load in last[-1].loads]
-    rows = tuple(_heat_row([load for step in last for load in step.loads if load.layer == layer]) for layer in layers)
+    of_layer = [[load for step in last for load in step.loads if load.layer == layer] for layer in layers]
+    rows = tuple(_heat_row(str(loads[0].layer), [load.counts for load in loads], "expert") for loads in of_layer)
+    ranked = len(last[-1].loads[0].rank_counts) > 1
+    ranks = [
+        _heat_row(str(loads[0].layer), [load.rank_counts for load in loads], "EP rank") for loads in of_layer if ranked
+    ]
     ratios: dict[int, list[Point]] = {layer: [] for layer in layers}
     for step in steps:
         for load in step.loads:
@@ -237,9 +265,11 @@ def experts(record: RunRecord) -> Experts | None:
     scale = (("no token", 0.0), ("≤ 0.5 ×", 0.5), ("0.7 ×", 0.7), ("mean", 1.0), ("1.4 ×", 1.4), ("≥ 2 ×", 2.0))
     return Experts(
         rows=rows,
-        experts=len(last[-1].loads[0].counts),
         window=f"mean over steps {first} to {end}" if first < end else f"step {end}",
         scale=tuple(Cell(level=heat_level(value), text=text) for text, value in scale),
+        ranks=tuple(ranks),
+        layers=tuple(map(_layer_row, of_layer)),
+        columns=LAYER_COLUMNS,
         plot=Plot(x=x, y=y, curves=curves),
         dead=f"{dead} of {sum(len(load.counts) for load in last[-1].loads)} experts got no token in step {end}",
     )
@@ -249,15 +279,38 @@ def _ratio_axis(values: Sequence[float]) -> Axis:
     return axis((1.0, *values), "hottest expert, x the mean load")
 
 
-def _heat_row(loads: Sequence[LayerLoad]) -> HeatRow:
-    counts = [fmean(column) for column in zip(*(load.counts for load in loads), strict=True)]
+def _heat_row(layer: str, counted: Sequence[Sequence[int]], place_name: str) -> HeatRow:
+    counts = [fmean(column) for column in zip(*counted, strict=True)]
     mean = fmean(counts) or 1.0
     parts = [count / mean for count in counts]
     return HeatRow(
-        label=str(loads[0].layer),
+        label=layer,
         cells=tuple(
-            Cell(level=heat_level(part), text=f"layer {loads[0].layer}, expert {place}: {part:.2f} x the mean")
+            Cell(level=heat_level(part), text=f"layer {layer}, {place_name} {place}: {part:.2f} x the mean")
             for place, part in enumerate(parts)
         ),
         summary=f"{max(parts):.2f}",
+    )
+
+
+def _layer_row(loads: Sequence[LayerLoad]) -> LayerRow:
+    def mean(of: Callable[[LayerLoad], float]) -> float:
+        return fmean(map(of, loads))
+
+    hottest = [
+        max(load.rank_counts) * len(load.rank_counts) / max(1, sum(load.counts)) for load in loads if load.rank_counts
+    ]
+    return LayerRow(
+        layer=str(loads[0].layer),
+        values=(
+            f"{mean(lambda load: sum(load.counts) / len(load.counts)):,.1f}",
+            f"{mean(lambda load: load.max_over_mean):.2f}",
+            f"{mean(lambda load: load.p95_over_mean):.2f}",
+            f"{mean(lambda load: load.dead_experts):.1f}",
+            f"{mean(lambda load: load.entropy):.3f}",
+            f"{fmean(hottest):.2f}" if hottest else "–",
+            f"{mean(lambda load: load.dropped_share):.1%}",
+            f"{mean(lambda load: load.aux_loss + load.seq_aux_loss + load.global_aux_loss):.3g}",
+            f"{mean(lambda load: load.z_loss):.3g}",
+        ),
     )

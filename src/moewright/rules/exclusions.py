@@ -9,7 +9,17 @@ from enum import StrEnum
 
 from moewright.rules.context import factors
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CapacityFill,
+    CpComm,
+    Dispatcher,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Assignment, Dtype, RouterForce, Workload
 
@@ -28,9 +38,12 @@ def exclusion_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
     yield from _overlap(layout)
     if Overlap.EP in layout.overlap:
         yield from _ep_overlap(model, workload, layout)
+    if Overlap.SHARED in layout.overlap:
+        yield from _shared_overlap(model, layout)
     yield from _graphs(model, layout)
     yield from _exchange(model, layout)
     yield from _assignment(model, workload, layout)
+    yield from _padding(layout)
 
 
 def _drop(field: str, chosen: tuple[StrEnum, ...], dropped: Iterable[StrEnum], rule: str) -> Reason:
@@ -115,6 +128,19 @@ def _ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> Iterato
         yield refuse("ep takes at most one MTP layer")
 
 
+def _shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    rules = (
+        ("shared needs a shared expert", not has_experts(model) or model.moe is None or not model.moe.shared_ffn_size),
+        ("shared needs ep > 1", layout.ep == 1),
+        ("shared needs an all-to-all dispatcher", layout.dispatcher is Dispatcher.ALL_GATHER),
+        ("shared cannot stand with ep, which runs another micro-batch there", Overlap.EP in layout.overlap),
+        ("shared cannot stand with recompute=shared_experts", Recompute.SHARED_EXPERTS in layout.recompute),
+    )
+    for rule, broken in rules:
+        if broken:
+            yield _drop("overlap", layout.overlap, [Overlap.SHARED], rule)
+
+
 def _graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     chosen = layout.graphs
     if not chosen:
@@ -156,6 +182,19 @@ def _exchange(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         rule += "heads or be a multiple of them"
     if rule:
         yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.P2P)
+
+
+def _padding(layout: Layout) -> Iterator[Reason]:
+    """Rows padded to a capacity need one, and rows that travel by expert."""
+    if layout.capacity_fill is CapacityFill.USED:
+        return
+    value, rule = layout.capacity_fill, ""
+    if not layout.capacity:
+        rule = "needs a capacity"
+    elif layout.dispatcher not in (Dispatcher.ALL_TO_ALL, Dispatcher.HYBRIDEP):
+        rule = f"does not go with dispatcher={layout.dispatcher}, which moves no row an expert"
+    if rule:
+        yield Reason(field="layout.capacity_fill", value=value, rule=rule, nearest=CapacityFill.USED)
 
 
 def _assignment(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:

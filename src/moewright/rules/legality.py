@@ -12,6 +12,7 @@ from math import gcd, isfinite, isqrt, lcm
 
 from moewright.rules.exclusions import exclusion_reasons, has_experts
 from moewright.rules.grid import min_world
+from moewright.rules.placement import placement_reasons
 from moewright.rules.ramp import ramp_reasons, workload_of
 from moewright.rules.routing import load_reasons
 from moewright.rules.schedule import schedule_reasons
@@ -59,7 +60,7 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
         least = workload_of(workload, 0)  # the fewest micro-batches; () without a ramp is the workload itself
         reasons += ramp or schedule_reasons(layout, micro_batches(least, layout))
     reasons += exclusion_reasons(model, workload, layout)
-    reasons += load_reasons(model, workload)
+    reasons += placement_reasons(model, workload, layout) or load_reasons(model, workload, layout)
     return tuple(reasons)
 
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
-from moewright.rules import grid
+from moewright.rules import grid, placement
 from moewright.spec.errors import Reason
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import CapacityFill, Dispatcher, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
@@ -22,12 +22,15 @@ class Load:
     """How even the tokens of one layer fell on its experts; `entropy` in units of log(experts), 1 is even."""
 
     max_over_mean: float
+    p95_over_mean: float  # of the least expert that 95% of all do not exceed
     dead_experts: int
     entropy: float
 
 
 def experts_of(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
-    """The global ids of the experts on one EP rank: a contiguous block. Empty for a dense model."""
+    """The slots of experts on one EP rank, a contiguous block; without a placement (rules.placement) a slot's number is
+    its expert's. Empty for a dense model.
+    """
     local = (model.moe.experts if model.moe else 0) // layout.ep
     return range(ep_rank * local, (ep_rank + 1) * local)
 
@@ -52,7 +55,7 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
     """Rows the experts of one rank compute per MoE layer and micro-batch, when their load is `load` x the mean.
 
     Even load: tokens * top_k rows leave every rank and as many arrive; ETP ranks share the rows of their group.
-    A capacity bounds the rows by what each source may send.
+    A capacity bounds the rows by what each source may send, or padded to makes them that whatever the load.
     """
     if model.moe is None:
         return 0
@@ -62,6 +65,8 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
         return round(load * even)
     sources = layout.ep * layout.etp
     most = capacity_rows(tokens, top_k, experts, layout.capacity) * sources * (experts // layout.ep)
+    if layout.capacity_fill is CapacityFill.PADDED:
+        return most
     return min(round(load * min(even, most)), most)
 
 
@@ -85,7 +90,9 @@ def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Move
     tokens, top_k = micro_batch_tokens(workload, layout), model.moe.router.top_k
     rows = capacity_rows(tokens, top_k, model.moe.experts, layout.capacity)
     copies = round(tokens * expected_distinct(layout.ep, top_k))
-    sent = min(tokens * top_k, rows * model.moe.experts)
+    sent = rows * model.moe.experts
+    if layout.capacity_fill is not CapacityFill.PADDED:
+        sent = min(tokens * top_k, sent)
     return Moved(sent=sent, copies_out=copies, copies_in=copies, gathered=copies * layout.etp)
 
 
@@ -145,7 +152,11 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
         return workload.load_factor
     if workload.routing is Routing.SKEWED:
         return skewed_load(model.moe.experts, layout.ep, model.moe.router.top_k, workload.load_skew)
-    return fmean(rank_load_factor(counts, layout.ep) for counts in workload.load_histogram)
+    even = layout.expert_placement is ExpertPlacement.BALANCED
+    return fmean(
+        placement.rank_load_factor(placement.placed(counts, layout.ep) if even else counts, layout.ep)
+        for counts in workload.load_histogram
+    )
 
 
 def skewed_load(experts: int, ep: int, top_k: int, skew: float) -> float:
@@ -165,10 +176,11 @@ def skewed_load(experts: int, ep: int, top_k: int, skew: float) -> float:
     return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
 
 
-def load_reasons(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
+def load_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     """What is wrong with a load histogram, as there must be one where it decides: a count for every expert, layers
     as many as have experts."""
-    if workload.routing is not Routing.MEASURED or model.moe is None:
+    used = workload.routing is Routing.MEASURED or layout.expert_placement is ExpertPlacement.BALANCED
+    if not used or model.moe is None:
         return ()
     found, experts = workload.load_histogram, model.moe.experts
     if len(found) != model.moe_layer_count:
@@ -196,28 +208,26 @@ def load_of_counts(counts: Sequence[int]) -> Load:
     total = sum(counts)
     dead = sum(1 for value in counts if value == 0)
     if total == 0:
-        return Load(max_over_mean=1.0, dead_experts=dead, entropy=1.0)
+        return Load(max_over_mean=1.0, p95_over_mean=1.0, dead_experts=dead, entropy=1.0)
     spread = -sum(value / total * log(value / total) for value in counts if value)
     return Load(
         max_over_mean=max(counts) * len(counts) / total,
+        p95_over_mean=sorted(counts)[ceil(0.95 * len(counts)) - 1] * len(counts) / total,
         dead_experts=dead,
         entropy=spread / log(len(counts)) if len(counts) > 1 else 1.0,
     )
 
 
-def rank_load_factor(counts: Sequence[int], ep: int) -> float:
-    """Load of the hottest EP rank over the mean, experts in contiguous blocks. 1 when nothing was routed."""
-    total, local = sum(counts), len(counts) // ep
-    if total == 0:
-        return 1.0
-    return max(sum(counts[rank * local : (rank + 1) * local]) for rank in range(ep)) * ep / total
-
-
-def expert_rows(by_source: Sequence[Sequence[int]], experts: range) -> tuple[int, ...]:
+def expert_rows(by_source: Sequence[Sequence[int]], experts: Sequence[int]) -> tuple[int, ...]:
     """Rows each of the given experts receives from all source ranks; by_source[source_rank][expert]."""
     return tuple(sum(source[expert] for source in by_source) for expert in experts)
 
 
-def rank_rows(model: ModelSpec, layout: Layout, by_source: Sequence[Sequence[int]], rank: int) -> int:
-    """Rows a rank's local experts receive, when `by_source` holds the counts of the sources of its EP group."""
-    return sum(expert_rows(by_source, experts_of(model, layout, grid.coordinate(layout, rank, "ep"))))
+def rank_rows(
+    model: ModelSpec, layout: Layout, by_source: Sequence[Sequence[int]], rank: int, slots: Sequence[int]
+) -> int:
+    """Rows a rank's experts receive, when `by_source` holds the counts of the sources of its EP group and `slots` the
+    expert of every slot.
+    """
+    here = experts_of(model, layout, grid.coordinate(layout, rank, "ep"))
+    return sum(expert_rows(by_source, [slots[slot] for slot in here]))

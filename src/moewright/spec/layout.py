@@ -39,6 +39,20 @@ class Dispatcher(StrEnum):
     HYBRIDEP = "hybridep"
 
 
+class CapacityFill(StrEnum):
+    """What an expert with a capacity gets from a source."""
+
+    USED = "used"  # the rows that chose it, as far as there is room
+    PADDED = "padded"  # as many rows as there is room for, so that all sizes are known beforehand
+
+
+class ExpertPlacement(StrEnum):
+    """Which expert-parallel rank holds which expert."""
+
+    CONTIGUOUS = "contiguous"  # blocks by number
+    BALANCED = "balanced"  # equally many a rank, packed to even the load that Workload.load_histogram counts
+
+
 class Recompute(StrEnum):
     """Modules replayed in backward; FULL stands alone. See docs/formulas.md 6."""
 
@@ -69,6 +83,7 @@ class Overlap(StrEnum):
     TP = "tp"
     P2P = "p2p"
     EP = "ep"
+    SHARED = "shared"  # shared experts run while dispatch and combine move rows
 
 
 class Graphs(StrEnum):
@@ -104,7 +119,9 @@ class Layout:
     offload: tuple[Offload, ...] = ()
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
     capacity: float = 0.0  # 0: dropless
+    capacity_fill: CapacityFill = CapacityFill.USED
     overlap: tuple[Overlap, ...] = ()
     graphs: tuple[Graphs, ...] = ()
     stages: str = ""  # pipeline layout string, e.g. "Et*3|(tt|)*29,m|L"; "": even split

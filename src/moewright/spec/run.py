@@ -13,13 +13,22 @@ WARM_STEPS = 2  # first steps of a session, which are not settled: allocations, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLoad:
-    """Tokens per expert of one MoE layer in one step, over all data-parallel ranks."""
+    """Tokens per expert of one MoE layer in one step, over all data-parallel ranks, and its router's losses with their
+    coefficients: of the micro-batch, of sequences, of the global batch, z.
+    """
 
     layer: int
     max_over_mean: float
     dead_experts: int  # experts that got no token
     entropy: float  # of the load, in units of log(experts): 1 is even
     counts: tuple[int, ...]
+    p95_over_mean: float = 0.0  # of the expert that 95% of the others do not exceed
+    rank_counts: tuple[int, ...] = ()  # tokens of the experts on each EP rank
+    dropped_share: float = 0.0  # of the rows chosen, left out for lack of capacity
+    aux_loss: float = 0.0
+    seq_aux_loss: float = 0.0
+    global_aux_loss: float = 0.0
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +97,7 @@ class StepRecord:
     mfu: float
     skipped: bool
     phases: tuple[TimeRow, ...]
-    loads: tuple[LayerLoad, ...]
+    loads: tuple[LayerLoad, ...]  # () on steps that the job does not log them on
     samples_per_s: float = 0.0  # sequences, of the whole job
     hfu: float = 0.0  # MFU with the planned replays counted too
     waits: tuple[GroupWait, ...] = ()

@@ -199,6 +199,7 @@ class Workload:
     load_skew: float = 0.0  # standard deviation of an expert's load over the mean
     load_histogram: tuple[tuple[int, ...], ...] = ()  # tokens an expert, of each layer that has experts
     eval_every_steps: int = 0  # 0: only at the end
+    router_log_every_steps: int = 1  # loads and losses of every layer's router in the record; 0: never
     eval_batches: int = 8  # global batches of held-out data
     ledger_step: int = 2  # the step, counted in a session from 0, on which every op is counted
     gc_every_steps: int = (

@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from moewright.cost.compute import interpolate
 from moewright.rules.legality import micro_batches
-from moewright.rules.routing import rank_load_factor
+from moewright.rules.placement import rank_load_factor
 from moewright.spec.finding import Basis, Cause, Drop, Finding, Wall, Waterfall
 from moewright.spec.hardware import Op
 from moewright.spec.ledger import Component, Ledger, Phase
@@ -303,7 +303,10 @@ def _imbalance(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     """A hot expert rank makes every other rank of its group wait at the combine; any late rank does so elsewhere."""
     ep = record.plan.layout.ep
     factors = [
-        (rank_load_factor(load.counts, ep), load.layer) for step in settled(record) for load in step.loads if ep > 1
+        (rank_load_factor(load.rank_counts or load.counts, ep), load.layer)
+        for step in settled(record)
+        for load in step.loads
+        if ep > 1
     ]
     typical = median(factor for factor, _ in factors) if factors else 1.0
     late = pace.late_s / pace.step_s

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from moewright.codec.run_files import read_run
-from moewright.rules.routing import rank_load_factor
+from moewright.rules.placement import rank_load_factor
 from moewright.spec.errors import BadInput
 from moewright.spec.run import RunRecord
 from moewright.spec.workload import Routing, Workload
@@ -59,5 +59,5 @@ def row_of(record: RunRecord, *, name: str) -> Measured:
 def _loaded(workload: Workload, record: RunRecord) -> Workload:
     """The workload with the load of the hottest expert rank, as the run recorded it."""
     ep = record.plan.layout.ep
-    factors = [rank_load_factor(load.counts, ep) for step in settled(record) for load in step.loads]
+    factors = [rank_load_factor(load.rank_counts or load.counts, ep) for step in settled(record) for load in step.loads]
     return replace(workload, routing=Routing.LEARNED, load_factor=median(factors)) if factors and ep > 1 else workload

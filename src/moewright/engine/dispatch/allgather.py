@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, gather
-from moewright.engine.dispatch.seam import Known, Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
 from moewright.engine.model.functions import SumSlots, count_rows
 
 
@@ -49,8 +49,8 @@ class AllGather:
         route = Route(slots=slots, ends=counts.cumsum(0).to(torch.int32), sent=sent)
         return Routed(rows=x_TH, weights=weights_Tk), route
 
-    def dispatch(self, routed: Routed, route: Route) -> Routed:
-        """All ranks' tokens and weights."""
+    def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
+        """All ranks' tokens and weights. Nothing goes on beside a gather (rules.exclusions)."""
         return Routed(rows=Gather.apply(routed.rows, self._group), weights=Gather.apply(routed.weights, self._group))
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
@@ -59,9 +59,9 @@ class AllGather:
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """What the experts here add to each token of all ranks."""
-        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows)
+        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows, route.slots.full)
 
-    def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
         """The sum over ranks, each its own tokens."""
         return ScatterSum.apply(rows, self._group)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
-from moewright.engine.dispatch.seam import Known, Routed, Rows, on_host, padded, sorted_rows
+from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
+from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows
 from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots, count_rows
 
 
@@ -81,7 +81,7 @@ class AllToAll:
             places=places,
             widest=widest,
         )
-        rows = Spread.apply(x_TH, slots.tokens, slots.rows)
+        rows = Spread.apply(x_TH, slots.tokens, slots.rows, slots.full)
         if self._drops:
             weights = Select.apply(weights_Tk.flatten(), slots.places)
         else:
@@ -94,10 +94,12 @@ class AllToAll:
         here = to[self._group.index]
         return to, (here,) * size, (here * size,) * self._slices.size
 
-    def dispatch(self, routed: Routed, route: Route) -> Routed:
+    def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
         """Rows and weights to the ranks of their experts."""
-        rows = all_to_all(routed.rows, self._group, send=route.send, receive=route.receive)
-        weights = all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
+        both = routed.rows, routed.weights
+        rows, weights = all_to_all_beside(
+            both, self._group, send=route.send, receive=route.receive, meanwhile=meanwhile
+        )
         if route.places is not None:
             rows, weights = (Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights))
         return Routed(rows=rows, weights=weights)
@@ -121,15 +123,16 @@ class AllToAll:
             return Place.apply(rows, route.places, route.widest * self._slices.size)
         return rows if route.regroup is None else Reorder.apply(rows, route.ungroup, route.regroup)
 
-    def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
         """Rows back to the ranks of their tokens, the parts of cut experts summed."""
         if route.places is not None:
             rows = ScatterSum.apply(rows, self._slices)[: sum(route.receive)]
-        return all_to_all(rows, self._group, send=route.receive, receive=route.send)
+        (back,) = all_to_all_beside((rows,), self._group, send=route.receive, receive=route.send, meanwhile=meanwhile)
+        return back
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """Sum the rows of each token: [T*k,H] -> [T,H]."""
-        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows)
+        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows, route.slots.full)
 
 
 def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:

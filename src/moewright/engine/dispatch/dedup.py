@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, gather
-from moewright.engine.dispatch.seam import Known, Routed, Rows, on_host, padded, sorted_rows, wanted_rows
+from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
+from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows, wanted_rows
 from moewright.engine.model.functions import Spread, SumSlots, count_rows
 from moewright.rules.routing import InTurn
 
@@ -76,8 +76,8 @@ class Dedup:
         # A copy takes all weights of its token along; the receiver uses those of its own experts.
         return (
             Routed(
-                rows=Spread.apply(x_TH, copies.tokens, copies.rows),
-                weights=Spread.apply(weights_Tk, copies.tokens, copies.rows),
+                rows=Spread.apply(x_TH, copies.tokens, copies.rows, copies.full),
+                weights=Spread.apply(weights_Tk, copies.tokens, copies.rows, copies.full),
             ),
             route,
         )
@@ -88,10 +88,12 @@ class Dedup:
         rows = slices * size * sum(sent.rows[here * local : (here + 1) * local])
         return sent.copies, coming, (sum(coming),) * slices, (rows,)
 
-    def dispatch(self, routed: Routed, route: Route) -> Routed:
+    def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
         """Copies and weights to the ranks of their experts."""
-        rows = all_to_all(routed.rows, self._group, send=route.send, receive=route.receive)
-        weights = all_to_all(routed.weights, self._group, send=route.send, receive=route.receive)
+        both = routed.rows, routed.weights
+        rows, weights = all_to_all_beside(
+            both, self._group, send=route.send, receive=route.receive, meanwhile=meanwhile
+        )
         if self._slices.size > 1:
             rows, weights = (Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights))
         return Routed(rows=rows, weights=weights)
@@ -102,17 +104,18 @@ class Dedup:
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """The weighted sum of the experts here for each copy."""
-        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows)
+        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows, route.slots.full)
 
-    def combine(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
         """Partial sums back to the ranks of their tokens, the parts of cut experts summed."""
         if self._slices.size > 1:
             rows = ScatterSum.apply(rows, self._slices)[: sum(route.receive)]
-        return all_to_all(rows, self._group, send=route.receive, receive=route.send)
+        (back,) = all_to_all_beside((rows,), self._group, send=route.receive, receive=route.send, meanwhile=meanwhile)
+        return back
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """Sum what the ranks sent for each token."""
-        return SumSlots.apply(rows, route.copies.tokens, route.copies.rows)
+        return SumSlots.apply(rows, route.copies.tokens, route.copies.rows, route.copies.full)
 
 
 def first_of_each(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:

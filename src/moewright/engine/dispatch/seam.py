@@ -1,6 +1,7 @@
 """The seam between router and experts: dispatch (pre, comm, post) and combine (pre, comm, post).
 
-Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced.
+Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced: they call `meanwhile`,
+where there is such work, while rows travel.
 Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the experts here, E_local experts held here.
 """
 
@@ -15,6 +16,8 @@ import torch
 from moewright.engine.model.functions import Select, Spread
 from moewright.rules.routing import InTurn
 
+Meanwhile = Callable[[], None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
@@ -27,12 +30,14 @@ class Routed:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
     """Which row each (token, slot) pair became: tokens [R] says of which token a row is, rows [T,k] which row a slot
-    has, R where it has none; `places` [R] are the slots of the rows, numbered t * k + j.
+    has, R where it has none; `places` [R] are the slots of the rows, numbered t * k + j. `full`: every slot has a row,
+    every row a slot.
     """
 
     tokens: torch.Tensor
     rows: torch.Tensor
     places: torch.Tensor
+    full: bool
 
 
 def on_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
@@ -46,14 +51,15 @@ def sorted_rows(ids_Tk: torch.Tensor, kept: int) -> Rows:
     order = torch.argsort(ids_Tk.flatten(), stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(order.numel(), device=order.device)
-    if kept < order.numel():
+    full = kept == order.numel()
+    if not full:
         order, rows = order[:kept].clone(), rows.clamp_(max=kept)
-    return Rows(tokens=order // ids_Tk.shape[1], rows=rows.view(ids_Tk.shape), places=order)
+    return Rows(tokens=order // ids_Tk.shape[1], rows=rows.view(ids_Tk.shape), places=order, full=full)
 
 
 def wanted_rows(routed: Routed, slots: Rows) -> Routed:
     """A row for each slot of received tokens that has an expert here, with its own of the token's weights [*,k]."""
-    rows = Spread.apply(routed.rows, slots.tokens, slots.rows)
+    rows = Spread.apply(routed.rows, slots.tokens, slots.rows, slots.full)
     return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
 
 
@@ -78,12 +84,12 @@ class Dispatcher(Protocol):
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[Routed, Any]: ...
 
-    def dispatch(self, routed: Routed, route: Any) -> Routed: ...
+    def dispatch(self, routed: Routed, route: Any, meanwhile: Meanwhile | None) -> Routed: ...
 
     def postprocess(self, routed: Routed, route: Any) -> Routed: ...
 
     def combine_preprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
-    def combine(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
+    def combine(self, rows: torch.Tensor, route: Any, meanwhile: Meanwhile | None) -> torch.Tensor: ...
 
     def combine_postprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...

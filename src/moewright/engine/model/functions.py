@@ -216,37 +216,43 @@ class JoinHeads(torch.autograd.Function):
 class Spread(torch.autograd.Function):
     """Copy each token to its routed rows: x [T,K] -> [R,K]; the transpose of SumSlots. Keeps `rows`.
 
-    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none.
+    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none, which is nowhere so
+    where `full`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows_Tk)
+        ctx.full = full
         return x_TK.index_select(0, tokens_R)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (rows_Tk,) = ctx.saved_tensors
-        return _sum_slots(grad, rows_Tk), None, None
+        return _sum_slots(grad, rows_Tk, ctx.full), None, None, None
 
 
 class SumSlots(torch.autograd.Function):
     """Sum each token's routed rows: [R,K] -> [T,K]; the transpose of Spread. Keeps `tokens`."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows_RK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(tokens_R)
-        return _sum_slots(rows_RK, rows_Tk)
+        return _sum_slots(rows_RK, rows_Tk, full)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (tokens_R,) = ctx.saved_tensors
-        return grad.index_select(0, tokens_R), None, None
+        return grad.index_select(0, tokens_R), None, None, None
 
 
-def _sum_slots(rows_RK: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+def _sum_slots(rows_RK: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
     """A sum over a token's own rows in their fixed order: deterministic, unlike a scatter-add."""
-    if len(rows_RK) == rows_Tk.numel():  # every slot has a row
+    if full:
         return rows_RK.index_select(0, rows_Tk.flatten()).unflatten(0, rows_Tk.shape).sum(1)
     padded = torch.cat((rows_RK, rows_RK.new_zeros((1, *rows_RK.shape[1:]))))
     total = padded.index_select(0, rows_Tk[:, 0])
@@ -277,7 +283,9 @@ class Reorder(torch.autograd.Function):
 
 
 class Select(torch.autograd.Function):
-    """x.index_select(0, places), each place at most once; the transpose of Place. Keeps `places`."""
+    """x.index_select(0, places), each place at most once, or its gradient is that of one time; the transpose of Place.
+    Keeps `places`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

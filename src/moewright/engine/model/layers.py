@@ -9,7 +9,7 @@ Shapes: T = B*S tokens, t = T / tp those of this rank between blocks, H hidden, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,16 +44,17 @@ def sharers_of(run: Runtime) -> Group | None:
 class Weight(nn.Module):
     """This rank's part of a named tensor `weight` of `shape`, on the meta device until the flat buffers own it.
 
-    Whoever takes `weight` calls `arrive` first: its values may still be on their way from other ranks.
+    Whoever takes `weight` calls `arrive` first: its values may still be on their way from other ranks. `rows` as in
+    Placement.
     """
 
     own_name = "weight"
 
-    def __init__(self, run: Runtime, *shape: int, cuts: Cuts = ()) -> None:
+    def __init__(self, run: Runtime, *shape: int, cuts: Cuts = (), rows: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.arrive: Callable[[], object] | None = None
         self.bias: Vector | None = None
-        self.placement = place(run.mesh, shape, cuts)
+        self.placement = replace(place(run.mesh, shape, cuts), rows=rows)
         self.weight = nn.Parameter(torch.empty(self.placement.local, dtype=run.dtype, device="meta"))
 
     def __getattr__(self, name: str) -> Any:
@@ -234,30 +235,38 @@ class Mlp(nn.Module):
             return out
 
     def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self._second(x_tH, self._first(x_tH)),)
+
+    def _first(self, x_tH: torch.Tensor) -> torch.Tensor:
+        """Up to the activation."""
         books, tp = self._run.books, self._run.mesh.tensor
         (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
-        out = RowLinear.apply(SwiGlu.apply(self.gate_up.biased(hidden), None), self.down.weight, tp, books)
-        return (self.down.biased(out, sharers_of(self._run)),)
+        return SwiGlu.apply(self.gate_up.biased(hidden), None)
+
+    def _second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        """From the activation of `x` on."""
+        out = RowLinear.apply(active, self.down.weight, self._run.mesh.tensor, self._run.books)
+        return self.down.biased(out, sharers_of(self._run))
 
 
 class Experts(nn.Module):
     """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by expert, weights [R] ->
-    weighted outputs [R,H], to be summed over ETP.
+    weighted outputs [R,H], to be summed over ETP. `held` are the experts here where they are no contiguous block.
     """
 
     ledger_module = Module.EXPERTS
 
-    def __init__(self, run: Runtime, experts: int, width: int) -> None:
+    def __init__(self, run: Runtime, experts: int, width: int, held: tuple[int, ...]) -> None:
         super().__init__()
         self._run = run
         hidden = run.model.hidden_size
-        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)))
-        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)))
+        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held)
+        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
         self._activate = activation_of(run.model)
         if run.model.moe is not None and run.model.moe.expert_bias:
-            self.gate_up.bias = Vector(run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)))
+            self.gate_up.bias = Vector(run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
             # Outputs are summed over ETP: each rank adds its part of the bias.
-            self.down.bias = Vector(run, experts, hidden, cuts=(("ep", 0), ("etp", 1)))
+            self.down.bias = Vector(run, experts, hidden, cuts=(("ep", 0), ("etp", 1)), rows=held)
 
     def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         run, keeper = self._run, self._run.keeper

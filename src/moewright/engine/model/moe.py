@@ -6,6 +6,7 @@ Shapes: T tokens of this rank, E experts in all, k experts a token, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,13 +15,22 @@ from moewright.engine.dispatch import seam
 from moewright.engine.dispatch.allgather import AllGather
 from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import Dedup
+from moewright.engine.dispatch.padded import PaddedAllToAll
 from moewright.engine.keep import Decided, replayed
 from moewright.engine.model.layers import Experts, Mlp, Weight
 from moewright.engine.model.linears import GateLinear
 from moewright.engine.model.router import Router, Selected
 from moewright.engine.runtime import Runtime
-from moewright.rules.routing import InTurn, capacity_rows, drops_by_probability, experts_of, in_turn
-from moewright.spec.layout import Dispatcher, Recompute
+from moewright.rules.placement import slots_of
+from moewright.rules.routing import (
+    InTurn,
+    capacity_rows,
+    drops_by_probability,
+    experts_of,
+    in_turn,
+    micro_batch_tokens,
+)
+from moewright.spec.layout import CapacityFill, Dispatcher, ExpertPlacement, Overlap, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MoeSpec
 from moewright.spec.workload import RouterForce
@@ -35,11 +45,36 @@ class SharedExperts(Mlp):
             self.gate = Weight(run, 1, run.model.hidden_size)
         self._gated = spec.shared_gate
 
-    def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
-        (out_tH,) = super()._block(x_tH)
+    def _second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        out_tH = super()._second(x_tH, active)
         if not self._gated:
-            return (out_tH,)
-        return (out_tH * torch.sigmoid(GateLinear.apply(x_tH, self.gate.weight, self._run.books)),)
+            return out_tH
+        return out_tH * torch.sigmoid(GateLinear.apply(x_tH, self.gate.weight, self._run.books))
+
+    def halves(self, x_tH: torch.Tensor) -> Halves:
+        """The same in two parts, each to be run when there is time for it."""
+        return Halves(self._run, partial(self._first, x_tH), partial(self._second, x_tH))
+
+
+class Halves:
+    """What shared experts make of their input, by two calls: `first`, `second`; then `out` has it."""
+
+    def __init__(
+        self, run: Runtime, first: Callable[[], torch.Tensor], second: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._books, self._first, self._second = run.books, first, second
+        self._made: list[torch.Tensor] = []
+
+    def first(self) -> None:
+        with self._books.within(Module.SHARED_EXPERTS):
+            self._made.append(self._first())
+
+    def second(self) -> None:
+        with self._books.within(Module.SHARED_EXPERTS):
+            self._made.append(self._second(self._made.pop()))
+
+    def out(self) -> torch.Tensor:
+        return self._made.pop()
 
 
 class Moe(torch.nn.Module):
@@ -52,9 +87,16 @@ class Moe(torch.nn.Module):
             raise ValueError("a MoE layer needs model.moe")
         self._run, self._spec = run, spec
         self.router = Router(run, spec.experts, number)
-        self.experts = Experts(run, spec.experts, spec.ffn_size)
+        slots = slots_of(run.model, run.workload, run.mesh.layout, number)
+        here: tuple[int, ...] = ()
+        self._slot_of: torch.Tensor | None = None  # by expert, and of E, which stands for none
+        if slots != tuple(range(spec.experts)):
+            here = tuple(slots[i] for i in experts_of(run.model, run.mesh.layout, run.mesh.coordinate("ep")))
+            self._slot_of = torch.tensor((*slots, spec.experts), device=run.device).argsort()
+        self.experts = Experts(run, spec.experts, spec.ffn_size, here)
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
         self._dispatcher = _dispatcher(run, spec)
+        self._beside = Overlap.SHARED in run.mesh.layout.overlap  # shared experts run while rows travel
 
     def forward(
         self, x_TH: torch.Tensor, decided: Decided | None, first: int | None
@@ -72,9 +114,17 @@ class Moe(torch.nn.Module):
         with books.within(Module.ROUTER):
             selected, aux = self.router(x_TH, decided, first)
         with books.within(Module.EXPERTS):
-            out, sent = self._routed(x_TH, self._kept(selected), selected.weights.float())
-        if self.shared is not None:
+            experts_Tk = self._kept(selected)
+            slots_Tk = experts_Tk if self._slot_of is None else self._slot_of[experts_Tk]
+            halves = self.shared.halves(x_TH) if self.shared is not None and self._beside else None
+            out, sent = self._routed(x_TH, slots_Tk, selected.weights.float(), halves)
+        if halves is not None:
+            out = out + halves.out()
+        elif self.shared is not None:
             out = out + self.shared(x_TH)
+        if self._slot_of is not None:
+            rows, copies = sent.split((self._spec.experts, len(sent) - self._spec.experts))
+            sent = torch.cat((rows[self._slot_of[:-1]], copies))
         return out, aux, sent
 
     @torch.no_grad()
@@ -87,13 +137,16 @@ class Moe(torch.nn.Module):
         return selected.within(rows, self._run.workload.router.drop_policy)
 
     def _routed(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, beside: Halves | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`beside` runs while rows go to their experts, and while they return."""
+        there, back = (beside.first, beside.second) if beside else (None, None)
         way = self._dispatcher
         routed, route = way.preprocess(x_TH, experts_Tk, weights_Tk)
-        routed = way.postprocess(way.dispatch(routed, route), route)
+        routed = way.postprocess(way.dispatch(routed, route, there), route)
         rows = self.experts(routed.rows, routed.weights, route.ends)
-        return way.combine_postprocess(way.combine(way.combine_preprocess(rows, route), route), route), route.sent
+        rows = way.combine(way.combine_preprocess(rows, route), route, back)
+        return way.combine_postprocess(rows, route), route.sent
 
 
 def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
@@ -104,13 +157,17 @@ def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
         return AllGather(mesh.group("etp_ep"), experts, here=here, known=known)
     if layout.dispatcher is Dispatcher.DEDUP:
         return Dedup(mesh.group("ep"), mesh.group("etp"), experts, known=known)
+    if layout.capacity_fill is CapacityFill.PADDED:
+        room = capacity_rows(micro_batch_tokens(run.workload, layout), spec.router.top_k, experts, layout.capacity)
+        return PaddedAllToAll(mesh.group("ep"), mesh.group("etp"), experts, room=room)
     return AllToAll(mesh.group("ep"), mesh.group("etp"), experts, known=known, drops=layout.capacity > 0)
 
 
 def _known(run: Runtime, spec: MoeSpec) -> seam.Known | None:
-    """What is sent where experts are taken in turn, unless it hangs on which rows a capacity drops."""
+    """What is sent where experts are taken in turn and lie so, unless it hangs on which rows a capacity drops."""
     layout, training = run.mesh.layout, run.workload.router
-    if training.force is not RouterForce.BALANCED or drops_by_probability(layout, training):
+    placed = layout.expert_placement is not ExpertPlacement.CONTIGUOUS
+    if training.force is not RouterForce.BALANCED or placed or drops_by_probability(layout, training):
         return None
 
     def known(tokens: int, top_k: int) -> InTurn:

@@ -208,7 +208,7 @@ def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
     if ".experts." not in slot.name:
         value[tuple(map(slice, at.inside))] = normal(run.workload.seed, slot.name, at.whole, std)[mine]
         return value
-    for place, expert in enumerate(range(mine[0].start, mine[0].stop)):
+    for place, expert in enumerate(at.rows or range(mine[0].start, mine[0].stop)):
         value[place] = normal(run.workload.seed, f"{slot.name}[{expert}]", at.whole[1:], std)[mine[1:]]
     return value
 

@@ -97,18 +97,21 @@ def boxes_of(parts: Sequence[Part], prefix: str, flat: torch.Tensor) -> list[Pie
     """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in none."""
     found: list[Piece] = []
     for part in parts:
-        at = part.slot.placement
-        # Only the first dim is ever padded, so what lies inside comes first.
-        last = min(part.last, prod(at.inside))
-        if part.first < last:
-            found += flat_pieces(
-                prefix + part.slot.name,
-                global_shape=at.whole,
-                offsets=at.offsets,
-                local_shape=at.inside,
-                start=part.first,
-                flat=flat[part.start : part.start + last - part.first],
-            )
+        passed = 0  # elements of the parameter before those of `at`
+        for at in part.slot.placement.apart() or (part.slot.placement,):
+            # Only the first dim is ever padded, so what lies inside comes first.
+            first, last = max(part.first - passed, 0), min(part.last - passed, prod(at.inside))
+            if first < last:
+                start = part.start + passed + first - part.first
+                found += flat_pieces(
+                    prefix + part.slot.name,
+                    global_shape=at.whole,
+                    offsets=at.offsets,
+                    local_shape=at.inside,
+                    start=first,
+                    flat=flat[start : start + last - first],
+                )
+            passed += prod(at.local)
     return found
 
 

@@ -1,0 +1,80 @@
+"""Placements of experts: even packing, replicas, and what of them a plan and a layout say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moewright.codec import parse_layout
+from moewright.rules import placement, routing
+from moewright.rules.legality import illegal
+from moewright.spec.workload import Routing, Workload
+from tiny_jobs import MODEL
+
+HOT = (900, 10, 500, 20, 700, 30, 5, 600)
+WORK = Workload(seq_len=32, global_batch=8, load_histogram=(HOT, (1,) * 8))
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    ep = draw(st.sampled_from((1, 2, 4, 8)))
+    local = draw(st.integers(1, 8))
+    return tuple(draw(st.lists(st.integers(0, 10**6), min_size=ep * local, max_size=ep * local))), ep
+
+
+@given(loads())
+def test_a_balanced_placement_holds_every_expert_once_and_is_never_worse_than_blocks(
+    load: tuple[tuple[int, ...], int],
+) -> None:
+    counts, ep = load
+    slots = placement.balanced(counts, ep)
+    assert sorted(slots) == list(range(len(counts)))
+    even, blocks = placement.placed(counts, ep), placement.rank_load_factor(counts, ep)
+    assert placement.rank_load_factor(even, ep) <= blocks
+    if sum(counts):
+        # Greedy by size: the hottest rank is over the mean by no more than one expert's load.
+        assert max(placement.rank_loads(even, ep)) <= max(
+            sum(counts) / ep + max(counts), 0 if slots != tuple(range(len(counts))) else max(counts) * len(counts)
+        )
+
+
+@given(loads(), st.integers(1, 3))
+def test_replicas_fill_every_slot_and_leave_no_expert_out(load: tuple[tuple[int, ...], int], spare: int) -> None:
+    counts, ep = load
+    found = placement.replicated(counts, ep, spare)
+    assert len(found.slots) == len(counts) + spare * ep
+    assert set(found.slots) == set(range(len(counts)))
+    if sum(counts):
+        room = len(found.slots) // ep
+        share = [counts[expert] / found.slots.count(expert) for expert in found.slots]
+        of_rank = [sum(share[rank * room : (rank + 1) * room]) for rank in range(ep)]
+        assert abs(found.load_factor - max(of_rank) * ep / sum(counts)) < 1e-9
+
+
+def test_one_flooded_expert_is_beyond_packing_and_shared_by_replicas() -> None:
+    flooded = (1000, 0, 0, 0, 0, 0, 0, 0)
+    assert placement.rank_load_factor(placement.placed(flooded, 4), 4) == 4.0
+    assert placement.replicated(flooded, 4, 1).load_factor == 1.0
+    assert placement.replicated((0,) * 8, 4, 1).load_factor == 1.0
+
+
+def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain() -> None:
+    work = replace(WORK, routing=Routing.MEASURED)
+    blocks, even = (parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced"))
+    assert routing.expected_load(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
+    assert routing.expected_load(MODEL, work, even) < routing.expected_load(MODEL, work, blocks)
+    assert placement.slots_of(MODEL, WORK, even, 2) == tuple(range(8))  # even already
+    assert "1.02 x the mean in contiguous blocks" in placement.even_loads(WORK, 2)
+
+
+def test_a_placement_needs_ranks_and_a_load() -> None:
+    even = parse_layout("ep2,expert_placement=balanced", world_size=2)
+    assert illegal(MODEL, WORK, even) == ()
+    (reason,) = illegal(MODEL, replace(WORK, load_histogram=()), even)
+    assert "load_histogram" in reason.rule
+    (reason,) = illegal(MODEL, replace(WORK, load_histogram=(HOT,)), even)
+    assert reason.field == "workload.load_histogram"
+    (reason,) = illegal(MODEL, WORK, replace(even, ep=1))
+    assert reason.rule == "needs ep > 1"
