@@ -149,6 +149,7 @@ CORNERS = (
     _corner("sinks round a ring", "deep", 4, "cp2,tp2,ep2,mbs2"),
     _corner("windows by heads, biases over ETP", "oss", 4, "cp2,cp_comm=a2a,tp2,ep2,etp2,mbs2"),
     _corner("more ranks than key heads, biases", "oss", 4, "tp4,ep4,mbs4,recompute=core_attn+moe_act"),
+    _corner("room in shards and beside them", "oss", 4, "ep4,zero3,mbs1"),
     _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
     _corner("documents round a ring", "qwen", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
     _corner("documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED),
