@@ -139,3 +139,49 @@ def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
     assert "from ideal to measured" in out
     assert "WALL: " in out
     assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800", "--layout", "tp2"]) == 2
+
+
+DUMP = {
+    "world_size": 8,
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 16,
+    "kv_channels": 128,
+    "max_position_embeddings": 4096,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 50304,
+    "num_experts": 64,
+    "moe_ffn_hidden_size": 1024,
+    "moe_router_topk": 8,
+    "seq_length": 4096,
+    "micro_batch_size": 1,
+    "global_batch_size": 128,
+    "bf16": True,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall",
+    "use_distributed_optimizer": True,
+    "recompute_modules": ["core_attn"],
+    "recompute_granularity": None,
+    "data_parallel_size": 8,
+    "virtual_pipeline_model_parallel_size": None,
+}
+
+
+def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    dump = "\n".join(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in DUMP.items())
+    text = log(ms=2000.0, tflops=150.0).replace(HEAD, f"---- arguments ----\n{dump}\n---- end of arguments ----\n")
+    path.write_text(text)
+    assert main(["diagnose", str(path), "--on", "8xH100"]) == 0
+    out = capsys.readouterr().out
+    assert "from ideal to measured" in out
+    assert "predicted: " in out

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from moewright.spec.plan import Plan
     from moewright.tune.advise import Known
+    from moewright.tune.traces.megatron_log import MegatronLog
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -70,7 +71,7 @@ def diagnose(
         raise BadInput(Reason(field=str(run), rule="no such run folder, trace or log"))
     if run.is_dir() or run.name.endswith((".json", ".json.gz", ".gz")) or _is_sqlite(run):
         return _traces(console, run, known)
-    return _log(console, run, known)
+    return _log(console, run, known, model, on)
 
 
 def _is_sqlite(path: Path) -> bool:
@@ -166,18 +167,35 @@ def _traces(console: Console, path: Path, known: Known | None) -> int:
     return 0
 
 
-def _log(console: Console, path: Path, known: Known | None) -> int:
+def _of_dump(console: Console, log: MegatronLog, path: Path, model: str, on: str) -> Known | None:
+    """The job by the arguments that the log itself printed; None, with the reason, where they do not make one."""
+    from moewright.cli.flags import plan_of_dump
+
+    if not log.arguments or not on:
+        return None
+    try:
+        found = plan_of_dump(log.arguments, path, model=model, on=on)
+    except BadInput as error:
+        console.print(f"the log's arguments make no job that can be planned: {error}", soft_wrap=True)
+        return None
+    return _of_plan(found[0]) if found else None
+
+
+def _log(console: Console, path: Path, known: Known | None, model: str, on: str) -> int:
     from moewright.report.wall_view import print_findings, print_log, print_waterfall
     from moewright.tune.traces.log_verdict import findings
     from moewright.tune.traces.megatron_log import read_log
     from moewright.tune.waterfall import predicted
 
     log = read_log(path)
+    known = known or _of_dump(console, log, path, model, on)
     print_log(console, log, known)
     found = findings(log, known)
     print_findings(console, found)
     if known is None:
-        console.print("the log alone tells no wall of time: say the job with --model, --on, --layout", soft_wrap=True)
+        console.print(
+            "the log alone tells no wall of time: say --on (and --model, --layout, or --script)", soft_wrap=True
+        )
     elif log.step_s:
         print_waterfall(
             console, predicted(known, log.step_s), known.estimate.model_flops_per_step / known.layout.world_size

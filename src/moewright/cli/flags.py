@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moewright.export.flags import Read
+    from moewright.export.options import Launch
     from moewright.spec.plan import Plan
 
 _BESIDE = 3  # of the planner's layouts shown beside the script's
@@ -49,18 +50,33 @@ def plan_of_script(script: Path, *, model: str, on: str, arguments: str = "") ->
     `arguments` stand behind the script's name, as a shell reads them. `on` may leave out how many devices: the script
     says it. `model` stands in where the script gives no sizes.
     """
+    from moewright.export.flags import launch_of
+
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise BadInput(Reason(field="--script-args", value=arguments[:60], rule=f"is not read: {error}")) from None
+    return _plan_of(launch_of(script, os.environ, words), script, model=model, on=on)
+
+
+def plan_of_dump(arguments: Sequence[tuple[str, str]], log: Path, *, model: str, on: str) -> tuple[Plan, Read] | None:
+    """The plan of the arguments that a log printed; None when it does not say how many ranks there were."""
+    from moewright.export.dump import command_of
+    from moewright.export.options import launch
+    from moewright.export.shell import commands
+
+    text = command_of(arguments)
+    return _plan_of(launch(commands(text, {})), log, model=model, on=on) if text else None
+
+
+def _plan_of(command: Launch, script: Path, *, model: str, on: str) -> tuple[Plan, Read]:
     from moewright.cli.jobs import as_written
-    from moewright.export.flags import launch_of, read
+    from moewright.export.flags import read
     from moewright.intake import catalogue
     from moewright.search.search import plan_of
 
     if not on:
         raise BadInput(Reason(field="--on", rule="is needed: a script does not name its devices", nearest="--on H100"))
-    try:
-        words = shlex.split(arguments)
-    except ValueError as error:
-        raise BadInput(Reason(field="--script-args", value=arguments[:60], rule=f"is not read: {error}")) from None
-    command = launch_of(script, os.environ, words)
     with as_written(lambda field: "--on" if field == "hardware" else field):
         hardware = catalogue.hardware(on)
     if command.world and not on.strip()[0].isdigit():
