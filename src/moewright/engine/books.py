@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moewright.engine.kernels import GROUP_BY_GROUP, ONEDNN_LINEAR
 from moewright.engine.later import Later
 from moewright.engine.pace import Waits
 from moewright.spec.hardware import Collective
@@ -31,6 +32,11 @@ _Named = Mapping[str, Any]
 def _mm(args: _Args, named: _Named) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
+
+
+def _linear(args: _Args, named: _Named) -> int:
+    x, weight = args[0], args[1]
+    return 2 * int(x.shape[0]) * int(x.shape[1]) * int(weight.shape[0])
 
 
 def _grouped_mm(args: _Args, named: _Named) -> int:
@@ -114,6 +120,7 @@ class _FlopMode(TorchDispatchMode):
         super().__init__()
         self._books = books
         self._rules = {getattr(_aten, name): (op, rule) for name, op, rule in _FLOPS if hasattr(_aten, name)}
+        self._rules |= {GROUP_BY_GROUP: (FlopOp.GROUPED_GEMM, _grouped_mm), ONEDNN_LINEAR: (FlopOp.GEMM, _linear)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = self._rules.get(func.overloadpacket)

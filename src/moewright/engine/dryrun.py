@@ -134,8 +134,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is _aten._local_scalar_dense:
             return 1
-        run = _grouped_product if func.overloadpacket is _aten._grouped_mm else func
-        out = run(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         if func.namespace == "fsdp":
             self._follow((kwargs or {}).get("out"))
         self._weigh_again()
@@ -181,10 +180,3 @@ class Meter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._weigh(key, 0)
         del self._known[key]
-
-
-def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """torch knows the shape of a grouped product in bf16 alone."""
-    if b.dim() == 3:
-        return a.new_empty(a.shape[0], b.shape[-1])
-    return a.new_empty(ends.shape[0], a.shape[0], b.shape[-1])

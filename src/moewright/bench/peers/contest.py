@@ -84,9 +84,9 @@ def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def hidden(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input of a layer [2048,512] and the gradient of its output."""
-    dice = torch.Generator().manual_seed(1)
+def hidden(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input of a layer [2048,512] and the gradient of its output; new ones, and so another routing, in every turn."""
+    dice = torch.Generator().manual_seed(number)
     shape = (WORK.tokens_per_step, MODEL.hidden_size)
     x, grad = (torch.randn(shape, generator=dice).to(dtype) for _ in range(2))
     return x, grad

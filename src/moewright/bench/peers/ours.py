@@ -17,7 +17,11 @@ from moewright.engine.runtime import Runtime
 from moewright.engine.step import Trainee, train_step
 from moewright.spec.layout import Layout
 
-_KINDS = {"products": ("mm", "linear"), "attention": ("attention",), "optimizer": ("adamw", "_norm")}
+_KINDS = {
+    "products": ("mm", "_linear_", "group_by_group"),
+    "attention": ("attention",),
+    "optimizer": ("adamw", "_norm"),
+}
 _REST = "element by element"
 _LAYOUT = Layout(world_size=1, mbs=WORK.global_batch)
 
@@ -47,9 +51,9 @@ def turn(how: Asked) -> Callable[[int], float]:
 
         return step
     layer: Any = made.model.layers["0"].moe
-    x, grad = hidden(how.torch_dtype)
 
     def once(number: int) -> float:
+        x, grad = hidden(number, how.torch_dtype)
         leaf: Any = x.detach().requires_grad_()
         out, _, _ = layer(leaf, None, None)
         out.backward(grad)
@@ -68,7 +72,7 @@ def split(run: Callable[[int], float]) -> Callable[[int], Mapping[str, float]]:
             wall = time.perf_counter() - started
         found = dict.fromkeys((*_KINDS, _REST), 0.0)
         for row in profile.key_averages():
-            if row.key.startswith("aten::"):
+            if "::" in row.key:
                 kind = next((kind for kind, words in _KINDS.items() if any(word in row.key for word in words)), _REST)
                 found[kind] += row.self_cpu_time_total * 1e-6
         return {**found, "outside of torch": wall - sum(found.values())}

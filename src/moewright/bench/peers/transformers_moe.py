@@ -24,9 +24,9 @@ def turn(how: Asked, made: Any) -> Callable[[int], float]:
     if how.part is Part.STEP:
         return _step(made)
     layer = made.model.layers[0].mlp
-    x, grad = hidden(how.torch_dtype)
 
     def once(number: int) -> float:
+        x, grad = hidden(number, how.torch_dtype)
         leaf: Any = x[None].detach().requires_grad_()
         out = layer(leaf)
         (out[0] if isinstance(out, tuple) else out).backward(grad[None])

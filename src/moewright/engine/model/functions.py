@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
 from moewright.engine.books import Books
@@ -251,14 +252,10 @@ class SumSlots(torch.autograd.Function):
 
 
 def _sum_slots(rows_RK: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
-    """A sum over a token's own rows in their fixed order: deterministic, unlike a scatter-add."""
-    if full:
-        return rows_RK.index_select(0, rows_Tk.flatten()).unflatten(0, rows_Tk.shape).sum(1)
-    padded = torch.cat((rows_RK, rows_RK.new_zeros((1, *rows_RK.shape[1:]))))
-    total = padded.index_select(0, rows_Tk[:, 0])
-    for slot in range(1, rows_Tk.shape[1]):
-        total += padded.index_select(0, rows_Tk[:, slot])
-    return total
+    """A sum over a token's own rows in their fixed order, in fp32: deterministic, unlike a scatter-add."""
+    if not full:
+        rows_RK = torch.cat((rows_RK, rows_RK.new_zeros((1, *rows_RK.shape[1:]))))
+    return F.embedding_bag(rows_Tk, rows_RK, mode="sum")
 
 
 def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:

@@ -87,14 +87,14 @@ class RouterLinear(Booked):
         Booked.remember(ctx, books)
         ctx.save_for_backward(x_TK, w_EK)
         ctx.noise = noise
-        return torch.mm(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
+        return matmul(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
 
     @staticmethod
     def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_TK, w_EK = ctx.saved_tensors
         with ctx.books.within(ctx.where):
-            grad_x = _shaken(torch.mm(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
-            grad_w = torch.mm(g_TE.T, _shaken(x_TK.to(g_TE.dtype), ctx.noise))
+            grad_x = _shaken(matmul(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
+            grad_w = matmul(g_TE.T, _shaken(x_TK.to(g_TE.dtype), ctx.noise))
         return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
 
 

@@ -1,0 +1,69 @@
+"""Products of row groups and what stands between them, against plain ones; groups of any size, also empty ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moewright.engine.books import Books
+from moewright.engine.kernels import grouped_matmul
+from moewright.engine.model.activations import SwiGlu
+from moewright.engine.model.functions import SumSlots
+from moewright.spec.ledger import FlopOp
+
+SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
+
+
+@given(sizes=SIZES)
+@settings(max_examples=60, deadline=None)
+def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
+    """Whatever stands behind a group, and at the end; each row is booked once, those that fill a shape are not."""
+    make = torch.Generator().manual_seed(len(sizes))
+    a, b = torch.randn(sum(sizes), 24, generator=make), torch.randn(len(sizes), 24, 8, generator=make)
+    g, ends = torch.randn(sum(sizes), 12, generator=make), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    books = Books()
+    with books.counting():
+        out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
+    rows = list(zip(a.split(sizes), g.split(sizes), b, strict=True))
+    torch.testing.assert_close(out, torch.cat([x @ w for x, _, w in rows]))
+    torch.testing.assert_close(contracted, torch.stack([y.T @ x for x, y, _ in rows]))
+    booked = sum(flops for (op, _), flops in books.flops.items() if op is FlopOp.GROUPED_GEMM)
+    assert booked == 2 * sum(sizes) * 24 * (8 + 12)
+
+
+def test_a_bf16_product_is_rounded_once() -> None:
+    sizes = [5, 0, 40, 17, 2]
+    make = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(shape, generator=make).bfloat16() for shape in ((64, 32), (5, 32, 8)))
+    out = grouped_matmul(a, b, torch.tensor(sizes).cumsum(0).to(torch.int32))
+    wide = torch.cat([x.float() @ w.float() for x, w in zip(a.split(sizes), b, strict=True)])
+    assert (out.float() - wide).abs().max() <= 2**-8 * wide.abs().max()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_swiglu_in_parts_has_the_gradients_of_its_formula(weighted: bool) -> None:
+    make = torch.Generator().manual_seed(1)
+    x = torch.randn(1100, 16, generator=make, requires_grad=True)
+    weight = torch.rand(1100, generator=make, requires_grad=True) if weighted else None
+    grad = torch.randn(1100, 8, generator=make)
+    leaves = [leaf for leaf in (x, weight) if leaf is not None]
+    gate, up = x.chunk(2, -1)
+    plain = torch.sigmoid(gate) * gate * up * (1.0 if weight is None else weight[:, None])
+    ours = SwiGlu.apply(x, weight)
+    torch.testing.assert_close(ours, plain)
+    for found, wanted in zip(
+        torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(plain, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_slots_without_a_row_add_nothing() -> None:
+    rows = torch.arange(12.0).view(4, 3).requires_grad_()
+    places = torch.tensor([[0, 2], [4, 4], [3, 1]])
+    tokens = torch.tensor([0, 2, 0, 2])
+    out = SumSlots.apply(rows, tokens, places, False)
+    torch.testing.assert_close(out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1])))
+    (back,) = torch.autograd.grad(out, rows, torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
+    assert back[:, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
