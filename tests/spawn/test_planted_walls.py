@@ -196,8 +196,8 @@ CASES = (
 
 
 def _often(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    """Some cases in every test run. Bubbles and hot ranks are told from a crowd of other programs on idle cores."""
-    sure = [each for each in CASES if each.plant is not nothing or each.world == 1]
+    """Some cases in every test run. Bubbles, hot and late ranks are told from a crowd on idle cores only."""
+    sure = [each for each in CASES if (each.plant is not nothing or each.world == 1) and "one_rank" not in each.name]
     order = sorted(sure, key=lambda each: hashlib.sha256(each.name.encode()).digest())
     return () if case in order[:IN_EVERY_TEST] else (pytest.mark.sweep,)
 

@@ -113,6 +113,8 @@ def pace_of(record: RunRecord) -> Pace:
         cause = Cause.CP if group == "tp_cp" and record.plan.layout.tp == 1 else _GROUPS[group]
         of_cause[Cause.PP if drains else cause] += kept * seconds
     timed = running > 0 and (bool(by_group) or record.plan.layout.world_size == 1)
+    if timed and step_s:  # loading stands in line for a core as all else does
+        phases[Phase.DATA] = phases.get(Phase.DATA, 0.0) * max(0.0, 1 - queued / step_s)
     apart = running + kept * waited + asleep  # the step as it were with a core for every rank
     return Pace(
         rank=rank,
