@@ -42,38 +42,35 @@ def made(shape: str, world: int, text: str, training: RouterTraining = WORK.rout
     return replace(plan(work, "", world_size=world, model=SHAPES[shape]), layout=parse_layout(text, world_size=world))
 
 
+# One of each choice in every test run, the others with the sweep.
+_OFTEN = (
+    ("sinkhorn over TP and EP", made("qwen", 4, "tp2,ep4,mbs2", _UNTIL_SETTLED, _Z)),
+    ("noise over stages, replayed", made("olmoe", 4, "pp2,ep2,mbs1,recompute=full", _NOISY)),
+    ("placed over TP and DP", made("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced")),
+    ("shared experts beside dispatch, gated, TP", made("deep", 4, "tp2,ep4,mbs2,overlap=shared")),
+    ("padded", made("qwen", 4, "tp2,ep4,mbs2,capacity=4,capacity_fill=padded")),
+)
+_SELDOM = (
+    ("fixed sinkhorn, noise, over CP", made("deep", 4, "cp2,ep2,mbs2,recompute=moe", _FIXED, _Z)),
+    ("noise over TP, CP and DP", made("qwen", 8, "tp2,cp2,ep4,mbs2", _NOISY)),
+    ("fp64, four losses", made("deepseek", 2, "tp2,ep2,mbs2", _WIDE, _EVERY_LOSS)),
+    ("placed, cut, replayed", made("deep", 4, "ep2,etp2,mbs2,recompute=moe,expert_placement=balanced")),
+    ("placed copies, EDP", made("deepseek", 4, "ep2,mbs2,dispatcher=dedup,expert_placement=balanced")),
+    (
+        "shared experts beside copies, split backwards",
+        made("deepseek", 4, "pp2,ep2,mbs1,schedule=zb-h1,dispatcher=dedup,overlap=shared"),
+    ),
+    ("shared experts beside, replayed, ETP", made("deep", 4, "ep2,etp2,mbs2,recompute=moe,overlap=shared+grad")),
+    ("padded, cut", made("deepseek", 2, "tp2,etp2,mbs2,recompute=moe,capacity=4,capacity_fill=padded")),
+    ("placed shards", made("olmoe", 4, "ep2,zero3,mbs2,dispatcher=allgather,expert_placement=balanced")),
+)
+
+
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(made("qwen", 4, "tp2,ep4,mbs2", _UNTIL_SETTLED, _Z), id="sinkhorn over TP and EP"),
-        pytest.param(made("deep", 4, "cp2,ep2,mbs2,recompute=moe", _FIXED, _Z), id="fixed sinkhorn, noise, over CP"),
-        pytest.param(made("olmoe", 4, "pp2,ep2,mbs1,recompute=full", _NOISY), id="noise over stages, replayed"),
-        pytest.param(made("qwen", 8, "tp2,cp2,ep4,mbs2", _NOISY), id="noise over TP, CP and DP"),
-        pytest.param(made("deepseek", 2, "tp2,ep2,mbs2", _WIDE, _EVERY_LOSS), id="fp64, four losses"),
-        pytest.param(made("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced"), id="placed over TP and DP"),
-        pytest.param(
-            made("deep", 4, "ep2,etp2,mbs2,recompute=moe,expert_placement=balanced"), id="placed, cut, replayed"
-        ),
-        pytest.param(
-            made("deepseek", 4, "ep2,mbs2,dispatcher=dedup,expert_placement=balanced"), id="placed copies, EDP"
-        ),
-        pytest.param(made("deep", 4, "tp2,ep4,mbs2,overlap=shared"), id="shared experts beside dispatch, gated, TP"),
-        pytest.param(
-            made("deepseek", 4, "pp2,ep2,mbs1,schedule=zb-h1,dispatcher=dedup,overlap=shared"),
-            id="shared experts beside copies, split backwards",
-        ),
-        pytest.param(
-            made("deep", 4, "ep2,etp2,mbs2,recompute=moe,overlap=shared+grad"),
-            id="shared experts beside, replayed, ETP",
-        ),
-        pytest.param(made("qwen", 4, "tp2,ep4,mbs2,capacity=4,capacity_fill=padded"), id="padded"),
-        pytest.param(
-            made("deepseek", 2, "tp2,etp2,mbs2,recompute=moe,capacity=4,capacity_fill=padded"),
-            id="padded, cut",
-        ),
-        pytest.param(
-            made("olmoe", 4, "ep2,zero3,mbs2,dispatcher=allgather,expert_placement=balanced"), id="placed shards"
-        ),
+        *(pytest.param(job, id=name) for name, job in _OFTEN),
+        *(pytest.param(job, id=name, marks=pytest.mark.sweep) for name, job in _SELDOM),
     ],
 )
 def test_a_choice_of_routing_equals_one_process(job: Plan, tmp_path: Path) -> None:

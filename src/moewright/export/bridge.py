@@ -191,10 +191,10 @@ def _model(plan: Plan) -> Iterator[tuple[str, str]]:
         ("sequence_parallel", layout.sp, "False"),
         ("recompute_granularity", bool(layout.recompute), "None"),
         ("cuda_graph_impl", bool(layout.graphs), "'none'"),
+        ("moe_shared_expert_overlap", "shared" in layout.overlap, "False"),
         ("moe_router_force_load_balancing", plan.workload.router.force is RouterForce.BALANCED, "False"),
     )
     yield from ((field, off) for field, on, off in unsaid if not on)
-    yield "moe_shared_expert_overlap", "False"
     if layout.graphs:
         yield "use_te_rng_tracker", "True"
 

@@ -8,7 +8,17 @@ from moewright.export.given import Given
 from moewright.rules.context import factors
 from moewright.rules.stages import chunks, parse_stages, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CapacityFill,
+    CpComm,
+    Dispatcher,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import ModelSpec
 
 _NOT_PLANNED = {
@@ -17,7 +27,6 @@ _NOT_PLANNED = {
     "--tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--moe-expert-rank-capacity-factor": "a budget of rows a rank",
-    "--moe-pad-expert-input-to-capacity": "experts filled up to their capacity",
 }
 
 
@@ -134,6 +143,7 @@ def _experts(given: Given, layout: Layout) -> Layout:
         etp=given.whole("--expert-tensor-parallel-size", layout.tp),
         dispatcher=Dispatcher(backend if kind == "flex" else kind),
         capacity=given.real("--moe-expert-capacity-factor"),
+        capacity_fill=CapacityFill.PADDED if given.has("--moe-pad-expert-input-to-capacity") else CapacityFill.USED,
     )
 
 
@@ -273,6 +283,7 @@ def _overlap(given: Given, layout: Layout) -> tuple[Overlap, ...]:
         "--overlap-param-gather": Overlap.PARAM,
         "--tp-comm-overlap": Overlap.TP,
         "--overlap-moe-expert-parallel-comm": Overlap.EP,
+        "--moe-shared-expert-overlap": Overlap.SHARED,
     }
     found = [overlap for name, overlap in flags.items() if given.has(name)]
     alone = given.has("--no-overlap-p2p-communication")

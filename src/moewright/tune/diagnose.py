@@ -105,7 +105,7 @@ def pace_of(record: RunRecord) -> Pace:
         by_group = {
             group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps) for group in groups
         }
-    step_s, waited = sum(phases.values()), sum(by_group.values())
+    step_s, waited = sum(phases.values()) or median_step_s(record), sum(by_group.values())
     kept = max(0.0, 1 - others)  # peers without a core so much of the time come so much later
     of_cause: dict[Cause, float] = defaultdict(float)
     for group, seconds in by_group.items():
