@@ -67,7 +67,7 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
     for slot in slots_of(bare.model):  # parameters that nothing of the engine hangs on
         slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
     wrapped = wrap(bare.model, seat.world)  # its hooks live as long as it does
-    out = wrapped(*data.micro_batch(bare.run, 0, 0))
+    out = wrapped(data.micro_batch(bare.run, 0, 0))
     loss = out.nll.sum() / int((data.targets[0] >= 0).sum()) + out.aux.sum() / seat.world
     # DDP takes the mean over ranks, of a sum that is already over all valid targets.
     (loss * (seat.world if isinstance(wrapped, DistributedDataParallel) else 1)).backward()
