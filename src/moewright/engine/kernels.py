@@ -57,7 +57,7 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
     if a.shape[0 if b.dim() == 3 else 1] == 0:
         return a.new_zeros(_grouped_shape(a, b, ends))
     if a.device.type == "cpu":
-        return group_by_group(_widen(a), _widen(b), ends).to(a.dtype)
+        return GROUP_BY_GROUP(_widen(a), _widen(b), ends).to(a.dtype)
     return F.grouped_mm(a, b, offs=ends)
 
 
@@ -65,9 +65,7 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tupl
     return (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
 
 
-# An operation of its own, so that whoever counts products sees the rows that are, not those that fill up a shape.
-@torch.library.custom_op("moewright::group_by_group", mutates_args=())
-def group_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _group_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """`grouped_matmul` on a CPU, where a product's kernel is made for its exact shape when that is first seen.
 
     Making one takes longer than the product of a few hundred rows, and routing brings new shapes in every step. So
@@ -92,11 +90,12 @@ def group_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
     return out
 
 
-@group_by_group.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    return a.new_empty(_grouped_shape(a, b, ends))
-
-
+# An operation of its own, so that whoever counts products sees the rows that are, not those that fill up a shape.
+# Not torch.library.custom_op, whose first call takes two seconds to import a compiler.
+_LIBRARY = torch.library.Library("moewright", "DEF")
+_LIBRARY.define("group_by_group(Tensor a, Tensor b, Tensor ends) -> Tensor")
+_LIBRARY.impl("group_by_group", _group_by_group, "CPU")
+_LIBRARY.impl("group_by_group", lambda a, b, ends: a.new_empty(_grouped_shape(a, b, ends)), "Meta")
 GROUP_BY_GROUP = torch.ops.moewright.group_by_group
 
 
