@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moewright.engine.books import Books
-from moewright.engine.kernels import grouped_matmul
+from moewright.engine.kernels import grouped_matmul, matmul
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.functions import SumSlots
 from moewright.spec.ledger import FlopOp
@@ -31,6 +31,17 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
     torch.testing.assert_close(contracted, torch.stack([y.T @ x for x, y, _ in rows]))
     booked = sum(flops for (op, _), flops in books.flops.items() if op is FlopOp.GROUPED_GEMM)
     assert booked == 2 * sum(sizes) * 24 * (8 + 12)
+
+
+def test_a_large_product_is_fp32_throughout_and_booked() -> None:
+    make = torch.Generator().manual_seed(2)
+    a, b = torch.randn(256, 384, generator=make), torch.randn(96, 384, generator=make)
+    books = Books()
+    with books.counting():
+        out = matmul(a, b.T)
+    wide = a.double() @ b.double().T
+    assert (out - wide).norm() <= 1e-6 * wide.norm()
+    assert sum(books.flops.values()) == 2 * 256 * 384 * 96
 
 
 def test_a_bf16_product_is_rounded_once() -> None:

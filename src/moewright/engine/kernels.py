@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 _aten = torch.ops.aten
+_WORTH_A_KERNEL = 1 << 22  # multiplications
 # x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
 ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 
@@ -40,9 +41,10 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """a @ b. torch.mm takes MKL for fp32 on a CPU, which runs at half of oneDNN's rate where the CPU is not Intel's;
-    both are fp32 throughout.
+    both are fp32 throughout. A product must be worth the kernel that oneDNN makes for each new shape.
     """
-    if ONEDNN_LINEAR is None or a_MK.device.type != "cpu" or a_MK.dtype != torch.float32 or not a_MK.numel():
+    fp32_on_cpu = a_MK.dtype == torch.float32 and a_MK.device.type == "cpu"
+    if ONEDNN_LINEAR is None or not fp32_on_cpu or a_MK.numel() * b_KN.shape[1] < _WORTH_A_KERNEL:
         return torch.mm(a_MK, b_KN)
     return ONEDNN_LINEAR(a_MK, b_KN.mT, None, "none", [], "")
 
