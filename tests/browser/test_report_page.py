@@ -93,8 +93,10 @@ def test_curves_span_their_plots(page):
 
 
 def test_heat_cells_fill_their_rows_and_differ_in_colour(page):
-    cells = page.locator("#experts .cells i")
+    experts, ranks = page.locator("#experts .heat").all()
+    cells = experts.locator(".cells i")
     assert cells.count() == 6 * 16
+    assert ranks.locator(".cells i").count() == 6 * 2
     box = cells.nth(37).bounding_box()
     assert box["width"] > 8
     assert box["height"] > 12

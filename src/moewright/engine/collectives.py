@@ -136,6 +136,15 @@ def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> F
     return Flight(out=out, tensor=tensor, work=Transfer(work, group))
 
 
+def start_all_to_all(tensor: torch.Tensor, group: Group, *, send: tuple[int, ...], receive: tuple[int, ...]) -> Flight:
+    """Start to send `send[i]` leading rows to rank i and to get `receive[i]` from it, over more than one rank."""
+    group.book(Collective.ALL_TO_ALL, tensor)
+    tensor = tensor.contiguous()
+    out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    work = dist.all_to_all_single(out, tensor, list(receive), list(send), group=group.handle, async_op=True)
+    return Flight(out=out, tensor=tensor, work=Transfer(work, group))
+
+
 def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:
     """Sum (or maximum) over the group, in place."""
     return start_all_reduce(tensor, group, maximum=maximum).land()
@@ -217,25 +226,18 @@ def all_to_all(tensor: torch.Tensor, group: Group, *, send: Sequence[int], recei
     return _AllToAll.apply(tensor, group, tuple(send), tuple(receive))
 
 
-def _exchange(tensor: torch.Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
-    group.book(Collective.ALL_TO_ALL, tensor)
-    out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    with group.waiting():
-        dist.all_to_all_single(out, tensor.contiguous(), list(receive), list(send), group=group.handle)
-    return out
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
-        return _exchange(tensor, group, send, receive)
+        return start_all_to_all(tensor, group, send=send, receive=receive).land()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+        back = start_all_to_all(grad, ctx.group, send=ctx.receive, receive=ctx.send).land()
+        return back, None, None, None
 
 
 def all_to_all_beside(
@@ -271,12 +273,7 @@ class _Trip:
 
     def start(self, tensor: torch.Tensor, *, back: bool) -> None:
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
-        self.group.book(Collective.ALL_TO_ALL, tensor)
-        tensor = tensor.contiguous()
-        out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        handle = self.group.handle
-        work = dist.all_to_all_single(out, tensor, list(receive), list(send), group=handle, async_op=True)
-        self.flight = Flight(out=out, tensor=tensor, work=Transfer(work, self.group))
+        self.flight = start_all_to_all(tensor, self.group, send=send, receive=receive)
 
     def end(self) -> torch.Tensor:
         assert self.flight is not None  # started before

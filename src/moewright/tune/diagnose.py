@@ -22,7 +22,7 @@ from moewright.spec.run import RunRecord
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.advise import Known, fixes_for
 from moewright.tune.steps import median_phases, median_step_s, settled
-from moewright.tune.walls import MEMORY_SHARE, ordered
+from moewright.tune.walls import MEMORY_SHARE, WAITS_FOR, ordered
 from moewright.tune.waterfall import NAMES, closed, ideal_note, ideal_s
 
 LOAD_FACTOR = 1.20  # hottest expert rank over the mean
@@ -37,14 +37,6 @@ _GROUPS: Mapping[str, Cause] = {
     **dict.fromkeys(("ep", "etp_ep"), Cause.EP),
     "pp": Cause.PP,
     **dict.fromkeys(("dp", "dp_cp", "edp", "tp_cp_dp", "world"), Cause.DP),
-}
-_PREDICTED: Mapping[TimePart, Cause] = {
-    TimePart.TP_COMM: Cause.TP,
-    TimePart.CP_COMM: Cause.CP,
-    TimePart.EP_COMM: Cause.EP,
-    TimePart.PP_COMM: Cause.PP,
-    TimePart.BUBBLE: Cause.PP,
-    TimePart.DP_COMM: Cause.DP,
 }
 
 
@@ -144,7 +136,7 @@ def waterfall_of(record: RunRecord, pace: Pace, known: Known) -> Waterfall:
         drops += [
             Drop(name=NAMES[share.part], seconds=share.seconds, basis=Basis.PREDICTED)
             for share in found.shares
-            if share.part in _PREDICTED
+            if share.part in WAITS_FOR
         ]
     data_s = pace.phases.get(Phase.DATA, 0.0)
     host = max(0.0, pace.stalled_s - pace.collecting_s)
@@ -199,8 +191,8 @@ def _unwatched(record: RunRecord, pace: Pace) -> dict[Cause, float]:
     """Without timed waits: the phases of reduction and gather, and what is predicted inside forward and backward."""
     found: dict[Cause, float] = defaultdict(float)
     for share in record.plan.estimate.shares:
-        if share.part in _PREDICTED:
-            found[_PREDICTED[share.part]] += share.seconds
+        if share.part in WAITS_FOR:
+            found[WAITS_FOR[share.part]] += share.seconds
     found[Cause.DP] = pace.phases.get(Phase.GRAD_REDUCE, 0.0) + pace.phases.get(Phase.PARAM_GATHER, 0.0)
     return found
 

@@ -111,6 +111,8 @@ def _cp_comm(job: Job) -> Layout:
     return replace(layout, cp_comm=wanted) if layout.cp > 1 else layout
 
 
+_OFFLOADED = (Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT)
+_OFFLOAD_FLAGS = f"--fine-grained-activation-offloading --offload-modules {' '.join(_OFFLOADED)}"
 _FULL_RECOMPUTE = "overlap of expert communication, and graphs over the recomputed part"
 _GRAPH_FLAGS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
 _RECOMPUTE_FLAGS = "--recompute-granularity selective --recompute-modules"
@@ -156,8 +158,8 @@ _MEMORY = (
     ),
     Remedy(
         text="offload activations of the experts and of attention",
-        change=_offload(Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT),
-        megatron="--fine-grained-activation-offloading --offload-modules core_attn expert_fc1 moe_act",
+        change=_offload(*_OFFLOADED),
+        megatron=_OFFLOAD_FLAGS,
         excludes="recompute=moe and recompute=full",
     ),
     Remedy(
@@ -181,6 +183,12 @@ _MEMORY = (
         megatron="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         excludes=_FULL_RECOMPUTE,
     ),
+)
+_BETTER_PRODUCTS = (
+    Remedy(text="one grouped product for all local experts", megatron="--moe-grouped-gemm"),
+    *_MORE_ROWS,
+    _FUSIONS,
+    _LOWER_PRECISION,
 )
 _LAUNCH = (
     _MANUAL_GC,
@@ -298,10 +306,8 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(text="replay nothing", change=_only(), megatron="no --recompute-granularity"),
             Remedy(
                 text="offload activations instead",
-                change=lambda job: replace(
-                    job.layout, recompute=(), offload=(Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT)
-                ),
-                megatron="--fine-grained-activation-offloading --offload-modules core_attn expert_fc1 moe_act",
+                change=lambda job: replace(job.layout, recompute=(), offload=_OFFLOADED),
+                megatron=_OFFLOAD_FLAGS,
             ),
         ),
         Cause.IMBALANCE: (
@@ -320,17 +326,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 megatron="--expert-model-parallel-size",
             ),
         ),
-        Cause.FEW_ROWS: (
-            Remedy(text="one grouped product for all local experts", megatron="--moe-grouped-gemm"),
-            *_MORE_ROWS,
-            _FUSIONS,
-            _LOWER_PRECISION,
-        ),
-        Cause.RATES: (
-            Remedy(text="one grouped product for all local experts", megatron="--moe-grouped-gemm"),
-            *_MORE_ROWS,
-            _FUSIONS,
-            _LOWER_PRECISION,
-        ),
+        Cause.FEW_ROWS: _BETTER_PRODUCTS,
+        Cause.RATES: _BETTER_PRODUCTS,
     }
 )

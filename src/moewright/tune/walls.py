@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from moewright.spec.finding import Cause, Finding, Wall
+from moewright.spec.plan import TimePart
 
 COMMUNICATION_SHARE = 0.15
 HOST_SHARE = 0.10
 MEMORY_SHARE = 0.90
 RESERVED_OVER = 0.10  # held by the allocator beyond what it gave out: fragmentation, not capacity
 
+# What a predicted part of a step waits for.
+WAITS_FOR: Mapping[TimePart, Cause] = {
+    TimePart.TP_COMM: Cause.TP,
+    TimePart.CP_COMM: Cause.CP,
+    TimePart.EP_COMM: Cause.EP,
+    TimePart.PP_COMM: Cause.PP,
+    TimePart.BUBBLE: Cause.PP,
+    TimePart.DP_COMM: Cause.DP,
+}
 _LIMITS = {Wall.COMMUNICATION: COMMUNICATION_SHARE, Wall.HOST: HOST_SHARE}
 
 

@@ -6,6 +6,7 @@ In fp32 torch.mm runs MKL, which is slow on some CPUs, where oneDNN is not.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,9 +19,9 @@ _FLOPS = 2 * _SIDE**3
 def best_rate(a: torch.Tensor, b: torch.Tensor) -> float:
     """FLOP/s of the faster one."""
 
-    def rate(product: object) -> float:
+    def rate(product: Callable[[], object]) -> float:
         started = time.perf_counter()
-        product()  # type: ignore[operator]
+        product()
         return _FLOPS / (time.perf_counter() - started)
 
     onednn = torch.ops.mkldnn._linear_pointwise

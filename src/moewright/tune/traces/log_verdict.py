@@ -9,17 +9,9 @@ from moewright.spec.plan import TimePart, Verdict
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.advise import Known, fixes_for
 from moewright.tune.traces.megatron_log import MegatronLog
-from moewright.tune.walls import MEMORY_SHARE, RESERVED_OVER, ordered
+from moewright.tune.walls import MEMORY_SHARE, RESERVED_OVER, WAITS_FOR, ordered
 from moewright.tune.waterfall import WORKING
 
-_COMM = {
-    TimePart.TP_COMM: Cause.TP,
-    TimePart.CP_COMM: Cause.CP,
-    TimePart.EP_COMM: Cause.EP,
-    TimePart.PP_COMM: Cause.PP,
-    TimePart.BUBBLE: Cause.PP,
-    TimePart.DP_COMM: Cause.DP,
-}
 _SPIKE = 1.5  # of the median step
 _SPIKES = 0.05  # of the steps: more often than checkpoints and evaluations explain
 
@@ -101,8 +93,8 @@ def _predicted(log: MegatronLog, known: Known) -> Iterator[Finding]:
     beside = f"{measured}predicted {show_seconds(found.step_s)}; the share is the planner's (predicted)"
     causes: dict[Cause, float] = {}
     for share in found.shares:
-        if share.part in _COMM:
-            causes[_COMM[share.part]] = causes.get(_COMM[share.part], 0.0) + share.seconds
+        if share.part in WAITS_FOR:
+            causes[WAITS_FOR[share.part]] = causes.get(WAITS_FOR[share.part], 0.0) + share.seconds
     for cause, seconds in causes.items():
         part = seconds / found.step_s
         title = f"{cause} is expected to expose {part:.0%} of the step"
