@@ -17,9 +17,12 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     variables(monkeypatch)
     env = torchrun()
     assert env is not None
-    assert (env.rank, env.world, env.local_rank) == (1, 2, 1)
+    assert (env.rank, env.world, env.local_rank, env.host, env.port) == (1, 2, 1, "127.0.0.1", 29500)
     monkeypatch.delenv("RANK")
     assert torchrun() is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(BadInput, match="SLURM_STEP_NUM_TASKS=8: srun started so many tasks"):
+        torchrun()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
 
 
 def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000) -> Outcome:
-    """Steps that agree on a stop flag by an all-reduce, as the trainer does; `rank` does `fault` at step 3."""
+    """Steps that agree on a stop flag by an all-reduce over a group made of the world, as in training; `rank` does
+    `fault` at step 3.
+    """
     pids = Path(os.environ["TOY_PIDS"])
     (pids / str(context.rank)).write_text(str(os.getpid()))
     assert torch.get_num_threads() == 1
@@ -36,12 +38,17 @@ def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 20
         backend="gloo",
         timeout_s=context.timeouts.collective_s,
     )
+    everyone = collectives.new_handles([tuple(range(context.world))], context.rank)
     for step in range(1, steps + 1):
         context.beat(step)
         if step == 3 and context.rank == rank:
             misbehave(fault)
         stop = torch.tensor([int(context.stop.requested)])
-        dist.all_reduce(stop)
+        try:
+            dist.all_reduce(stop, group=everyone)
+        except RuntimeError:
+            (pids / f"lost{context.rank}").touch()
+            raise
         if stop.item():
             (pids / f"saving{context.rank}").touch()
             time.sleep(0.5)
@@ -155,6 +162,7 @@ def test_a_rank_that_spins_is_named_though_another_times_out_first(
     code = launch(partial(toy, fault="spin", rank=0), nproc=2, run_dir=tmp_path / "run", timeouts=QUICK)
     assert code == Exit.RANK_FAILED
     assert capfd.readouterr().err.startswith("rank 0 stopped answering at step 3: the others wait for it")
+    assert (tmp_path / "lost1").exists()  # by the group's own timeout: under torchrun there is no launcher that watches
 
 
 def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
@@ -298,7 +306,7 @@ def late(context: RankContext) -> Outcome:
 
 def test_a_rank_that_never_joins_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     began_s = time.monotonic()
-    timeouts = Timeouts(rendezvous_s=2.0, collective_s=4.0)
+    timeouts = Timeouts(rendezvous_s=1.0, collective_s=2.0)
     assert launch(late, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == Exit.RANK_FAILED
     assert time.monotonic() - began_s < timeouts.collective_s + 8
     assert capfd.readouterr().err.startswith("rank 1 stopped answering before its first step")

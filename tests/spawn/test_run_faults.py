@@ -62,6 +62,18 @@ def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     assert last.name == f"step-{saved_at:08d}"
 
 
+def test_a_stop_signal_before_there_are_ranks_leaves_nothing(
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to save yet: the process ends by the signal."""
+    monkeypatch.setattr(train, "require_space", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    process = multiprocessing.get_context("fork").Process(target=run, args=(make_plan(data, steps=3), tmp_path / "run"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
 def test_lines_that_cannot_be_written_do_not_end_a_run(where: str, data: DataSpec, tmp_path: Path) -> None:
     def job() -> None:
@@ -114,8 +126,8 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
     assert after["loss"] < first["loss"]  # learning goes on
 
 
-@pytest.mark.parametrize("field", ["plan", "moewright", "torch"])
-def test_ranks_of_another_plan_or_code_are_refused(field: str, data: DataSpec) -> None:
+@pytest.mark.parametrize("field", ["plan", "moewright", "torch", "NVIDIA_TF32_OVERRIDE"])
+def test_ranks_of_another_plan_code_or_setting_are_refused(field: str, data: DataSpec) -> None:
     """Rank 1 tells what differs; it would be told the same by rank 0."""
     plan = make_plan(data, steps=3)
     comm = Coordinator(rank=1, world=2, gather=lambda mine: [mine | {field: "another"}, mine])

@@ -75,10 +75,17 @@ def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGro
     if dist.get_backend() == _FAKE:  # nobody waits for the groups of others
         groups = [ranks for ranks in groups if rank in ranks]
     for ranks in groups:
-        handle = dist.new_group(list(ranks))
+        handle = dist.new_group(list(ranks), timeout=_patience())
         if rank in ranks:
             mine = handle
     return mine
+
+
+def _patience() -> timedelta:
+    """The world's timeout. A new group would not take it over: torch has a default of its own, half an hour on gloo."""
+    world: Any = dist.group.WORLD
+    patience: timedelta = world._get_backend(_control_device(None)).options._timeout
+    return patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +362,7 @@ def receive(out: torch.Tensor, group: Group, *, source: int) -> Transfer:
 
 def aside() -> dist.ProcessGroup | None:
     """A process group of the whole world for the control traffic of a second thread; every rank makes it at once."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    return dist.new_group(backend="gloo", timeout=_patience()) if dist.is_initialized() else None
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

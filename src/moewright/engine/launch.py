@@ -36,6 +36,7 @@ from moewright.engine.rank import (
     rank_file,
     read_failure,
 )
+from moewright.engine.rendezvous import Door
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
@@ -73,7 +74,7 @@ def launch(
     with run_lock(run_dir), _folder(run_dir) as folder:
         first()
         seats = [
-            Seat(rank=rank, local_rank=rank, world=nproc, timeouts=timeouts, device=device, store_file=folder / "store")
+            Seat(rank=rank, local_rank=rank, world=nproc, timeouts=timeouts, device=device, meeting=folder / "store")
             for rank in range(nproc)
         ]
         failure_or_exit = _run_ranks(worker, seats, folder)
@@ -97,8 +98,9 @@ def _run_here(
         raise BadInput(
             Reason(field="nproc", value=str(nproc), rule=f"torchrun started {env.world} ranks", nearest=str(env.world))
         )
+    door = Door(host=env.host, port=env.port, opens=env.rank == 0 and not env.store_open, attempt=env.attempt)
     seat = Seat(
-        rank=env.rank, local_rank=env.local_rank, world=env.world, timeouts=timeouts, device=device, store_file=None
+        rank=env.rank, local_rank=env.local_rank, world=env.world, timeouts=timeouts, device=device, meeting=door
     )
     heart = Heart(None)
     with run_lock(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:

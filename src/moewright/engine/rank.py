@@ -20,8 +20,8 @@ from types import FrameType
 
 import torch
 from torch._C._distributed_c10d import FileStore, Store  # torch.distributed re-exports them, unseen by type checkers
-from torch.distributed.rendezvous import rendezvous
 
+from moewright.engine.rendezvous import Door, meet
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
@@ -114,14 +114,14 @@ def last_beat(path: Path) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """What a rank is told before it starts. Under torchrun there is no `store_file`: its own store is used."""
+    """What a rank is told before it starts. Ranks meet over a file of the launcher, or at the door of torchrun."""
 
     rank: int
     local_rank: int
     world: int
     timeouts: Timeouts
     device: DeviceKind
-    store_file: Path | None
+    meeting: Path | Door
 
 
 def rank_file(folder: Path, kind: str, rank: int) -> Path:
@@ -154,14 +154,13 @@ class RankContext:
         return self.seat.timeouts
 
     def store(self) -> Store:
-        """Where the ranks meet: a file of the launcher, or torchrun's store. Call once."""
-        patience = timedelta(seconds=self.timeouts.rendezvous_s)
-        if self.seat.store_file is None:
-            made: Store = next(rendezvous("env://", self.rank, self.world, timeout=patience))[0]
-            return made
-        rank_file(self.seat.store_file.parent, "met", self.rank).touch()  # whoever lacks one is waited for
-        store = FileStore(str(self.seat.store_file), self.world)
-        store.set_timeout(patience)
+        """Where the ranks meet. Call once."""
+        meeting, patience_s = self.seat.meeting, self.timeouts.rendezvous_s
+        if isinstance(meeting, Door):
+            return meet(meeting, rank=self.rank, world=self.world, patience_s=patience_s)
+        rank_file(meeting.parent, "met", self.rank).touch()  # whoever lacks one is waited for
+        store = FileStore(str(meeting), self.world)
+        store.set_timeout(timedelta(seconds=patience_s))
         return store
 
 

@@ -31,7 +31,7 @@ from moewright.engine.data.build import read_corpus
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import Order, sampler_of, whole_batches
-from moewright.engine.env import torchrun
+from moewright.engine.env import shared_settings, torchrun
 from moewright.engine.faults import look_into
 from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
@@ -226,12 +226,14 @@ def _data(plan: Plan) -> tuple[Data, Data]:
 
 
 def _agree_on_plan(plan: Plan, comm: Coordinator) -> None:
-    """Refuse a job whose ranks were started with different plans or code: they would train different models."""
-    mine = {"plan": plan.fingerprint, "moewright": moewright.__version__, "torch": torch.__version__}
+    """Refuse a job whose ranks have different plans, code or settings: they would train different models."""
+    code = {"plan": plan.fingerprint, "moewright": moewright.__version__, "torch": torch.__version__}
+    mine = {**code, **shared_settings()}
     for rank, theirs in enumerate(comm.gather(mine)):
-        for field, value in theirs.items():
-            if value != mine[field]:
-                rule = f"rank {rank} has {value}, rank {comm.rank} has {mine[field]}; all ranks need the same"
+        for field in sorted({*mine, *theirs}, key=[*mine, *theirs].index):
+            here, there = (each.get(field, "none") for each in (mine, theirs))
+            if here != there:
+                rule = f"rank {rank} has {there}, rank {comm.rank} has {here}; all ranks need the same"
                 raise BadInput(Reason(field=field, rule=rule))
 
 
