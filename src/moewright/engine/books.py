@@ -122,6 +122,11 @@ class _FlopMode(TorchDispatchMode):
         self._rules = {getattr(_aten, name): (op, rule) for name, op, rule in _FLOPS if hasattr(_aten, name)}
         self._rules |= {GROUP_BY_GROUP: (FlopOp.GROUPED_GEMM, _grouped_mm), ONEDNN_LINEAR: (FlopOp.GEMM, _linear)}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: wrapping the rule below against a compiler imports the compiler, two seconds in every rank."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = self._rules.get(func.overloadpacket)
         if found is not None:
@@ -201,7 +206,6 @@ class Books:
         self._counting = True
         try:
             with _FlopMode(self):
-                torch.zeros(())  # the first operation under a mode imports much of torch: not on the step's time
                 yield
         finally:
             self._counting = False
