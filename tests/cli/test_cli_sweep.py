@@ -38,6 +38,32 @@ def test_memory_is_drawn_by_component_and_by_module(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("by component") == 2
     assert out.count("by module") == 2
+    assert (tmp_path / "memory.svg").read_text().count(" by module") == 2
+
+
+SWEEP = """
+title = "t"
+job = {{ model = "Qwen3-30B-A3B", on = "64xH800", seq_len = 4096, global_batch = 256 }}
+table = [{{ title = "t", row = [
+  {{ name = "even", layout = "ep8", tokens = 1.0 }},
+  {{ name = "hot", layout = "ep8", tokens = 1.0, {said} }},
+] }}]
+"""
+
+
+@pytest.mark.parametrize("said", ['routing = "skewed", load_skew = 1.0', 'routing = "learned", load_factor = 1.5'])
+def test_a_row_says_how_its_experts_were_loaded(said, tmp_path):
+    (tmp_path / "s.toml").write_text(SWEEP.format(said=said))
+    assert main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 0
+    even, hot = (float(row["predicted time/iter (s)"]) for row in rows_of(tmp_path))
+    assert hot > 1.02 * even
+
+
+@pytest.mark.parametrize("said", ["load_skew = 1.0", 'routing = "learned", load_factor = 0.5', 'routing = "measured"'])
+def test_a_load_without_its_routing_is_refused(said, tmp_path, capsys):
+    (tmp_path / "s.toml").write_text(SWEEP.format(said=said))
+    assert main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 2
+    assert 'row "hot"' in capsys.readouterr().err
 
 
 def test_a_published_sweep_is_not_run(tmp_path, capsys):

@@ -83,6 +83,19 @@ def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
     assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
 
 
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, 5.0])
+def test_a_capacity_cuts_skewed_loads_expert_by_expert(capacity: float) -> None:
+    """Over the balanced load that it keeps; drawn loads of 1000 layers are within 0.02 of their expectation."""
+    draw, sigma, ep = random.Random(7), sqrt(log(1 + 2.0**2)), 8
+    hottest = []
+    for _ in range(1000):
+        loads = [min(draw.lognormvariate(-(sigma**2) / 2, sigma), capacity) for _ in range(128)]
+        hottest.append(max(sum(loads[rank * 16 : (rank + 1) * 16]) / 16 for rank in range(ep)))
+    expected = routing.skewed_load(128, ep, 8, 2.0, capacity=capacity)
+    assert expected == pytest.approx(sum(hottest) / 1000 / min(1.0, capacity), abs=0.06)
+    assert routing.skewed_load(128, 1, 8, 2.0, capacity=capacity) <= max(1.0, capacity)
+
+
 def test_no_rank_gets_more_than_every_token_on_each_of_its_experts() -> None:
     assert routing.skewed_load(128, 128, 8, 100.0) == 128 / 8
     loads = [routing.skewed_load(128, 4, 8, skew) for skew in (0.0, 0.1, 1.0, 10.0, 100.0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,10 +38,11 @@ def bench_sweep(
     out
         The folder of the sweep; runs/<name of the sweep file> when not given.
     """
-    from moewright.codec import write_text
+    from moewright.codec import parse_layout, write_text
+    from moewright.cost.estimate import estimate
     from moewright.report.console import console_for
-    from moewright.report.sweep_view import csv_of, drawing, markdown, memory_text
-    from moewright.tune.sweep import read_sweep, read_trials, row_of
+    from moewright.report.sweep_view import csv_of, drawing, markdown, memory_drawing, memory_text
+    from moewright.tune.sweep import read_sweep, read_trials, row_of, workload_of
 
     spec = read_sweep(sweep)
     folder = out or Path("runs") / sweep.stem
@@ -52,32 +52,30 @@ def bench_sweep(
             rule = "is needed to run a sweep; a model on other machines can be estimated"
             raise BadInput(Reason(field=f"{sweep.name}: job.file", rule=rule, nearest="--predict"))
         for row in (row for table in spec.table for row in table.row):
-            _try(row, model, _of(row, workload), hardware, folder)
+            _try(row, model, workload_of(row, workload), hardware, folder)
     trials = read_trials(folder)
     tables = {
-        table.title: [row_of(row, model, _of(row, workload), hardware, trials) for row in table.row]
+        table.title: [row_of(row, model, workload_of(row, workload), hardware, trials) for row in table.row]
         for table in spec.table
     }
     notes = {table.title: table.note for table in spec.table}
     text = [f"# {spec.title}", "", *([f"Measured: {spec.source}.", ""] if spec.source else [])]
     text += [markdown(title, rows, notes[title]) for title, rows in tables.items()]
-    for layout in spec.memory:
-        from moewright.codec import parse_layout
-        from moewright.cost.estimate import estimate
-
-        chosen = parse_layout(layout, world_size=hardware.count)
-        text.append(memory_text(layout, estimate(model, workload, hardware, chosen)))
+    held = {
+        layout: estimate(model, workload, hardware, parse_layout(layout, world_size=hardware.count))
+        for layout in spec.memory
+    }
+    text += [memory_text(layout, found) for layout, found in held.items()]
     whole = "\n".join(text)
     console = console_for(sys.stdout)
     console.print(whole, soft_wrap=True)
-    for name, content in (("table.md", whole), ("table.csv", csv_of(tables)), ("table.svg", drawing(tables))):
+    files = {"table.md": whole, "table.csv": csv_of(tables), "table.svg": drawing(tables)}
+    if held:
+        files["memory.svg"] = memory_drawing(held)
+    for name, content in files.items():
         write_text(folder / name, content)
-    console.print(f"wrote {folder}/table.md, table.csv, table.svg", soft_wrap=True)
+    console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
     return 0
-
-
-def _of(row: RowSpec, workload: Workload) -> Workload:
-    return replace(workload, global_batch=row.global_batch or workload.global_batch)
 
 
 def _job(spec: SweepSpec, path: Path) -> tuple[ModelSpec, Workload, Hardware]:

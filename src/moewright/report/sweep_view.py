@@ -15,7 +15,7 @@ HEAD = (
     *("configuration", "SeqLen", "GBS", "GPUs", "time/iter (s)", "tokens/GPU/s", "TFLOP/s/GPU"),
     *("predicted time/iter (s)", "predicted tokens/GPU/s", "predicted TFLOP/s/GPU", "error", "predicted memory"),
 )
-_ROW, _LEFT, _WIDE = 34, 330, 420  # of a drawing, pixels
+_ROW, _THIN, _LEFT, _WIDE = 34, 18, 330, 420  # of a drawing, pixels
 
 
 def cells(row: SweepRow) -> tuple[str, ...]:
@@ -88,9 +88,31 @@ def drawing(tables: Mapping[str, Sequence[SweepRow]]) -> str:
         parts.append(f'<text x="8" y="{at + 14}">{escape(row.spec.name)}</text>')
         parts += _bars(row, at, most)
         at += _ROW
+    return _svg(parts, at)
+
+
+def _svg(parts: Sequence[str], at: int) -> str:
     size = f'width="{_LEFT + _WIDE + 90}" height="{at + 10}"'
     style = 'font-family="sans-serif" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
+
+
+def memory_drawing(found: Mapping[str, Estimate]) -> str:
+    """SVG bars of what fills the fullest rank of each layout: by component, then by module, on one scale."""
+    pictures = [(name, what, held) for name, each in found.items() for what, held in memory_of(each)]
+    most = max((size for _, _, held in pictures for size in held.values()), default=1) or 1
+    parts, at = [], 10
+    for name, what, held in pictures:
+        at += 26
+        title = f"{name}: {sum(held.values()) / GIB:.1f} GiB by {what}"
+        parts.append(f'<text x="8" y="{at - 8}" font-weight="bold">{escape(title)}</text>')
+        for key, size in held.items():
+            wide = _WIDE * size / most
+            parts.append(f'<text x="8" y="{at + 13}">{escape(key)}</text>')
+            parts.append(f'<rect x="{_LEFT}" y="{at + 2}" width="{wide:.1f}" height="12" fill="#3b6ea5"/>')
+            parts.append(f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 13}">{size / GIB:.2f} GiB</text>')
+            at += _THIN
+    return _svg(parts, at)
 
 
 def _both(row: SweepRow) -> Iterator[Figures]:

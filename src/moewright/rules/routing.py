@@ -151,7 +151,9 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
     if workload.routing is Routing.LEARNED:
         return workload.load_factor
     if workload.routing is Routing.SKEWED:
-        return skewed_load(model.moe.experts, layout.ep, model.moe.router.top_k, workload.load_skew)
+        return skewed_load(
+            model.moe.experts, layout.ep, model.moe.router.top_k, workload.load_skew, capacity=layout.capacity
+        )
     even = layout.expert_placement is ExpertPlacement.BALANCED
     return fmean(
         placement.rank_load_factor(placement.placed(counts, layout.ep) if even else counts, layout.ep)
@@ -159,14 +161,21 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
     )
 
 
-def skewed_load(experts: int, ep: int, top_k: int, skew: float) -> float:
+def skewed_load(experts: int, ep: int, top_k: int, skew: float, *, capacity: float = 0.0) -> float:
     """Expected load of the hottest of `ep` ranks over the mean when experts' loads vary by `skew` about it.
+
+    A `capacity` cuts each expert off: what is left has a smaller mean and spread, and is told over the mean that even
+    loads keep under it.
 
     A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation
     d = skew sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the hottest of N
     is exp(s z - s^2 / 2), z the expected largest of N normal draws whose sum is 0 (Blom). No rank can get more than
     every token on each of its experts, nor more than everything. docs/formulas.md 4.
     """
+    if capacity > 0 and skew > 0:
+        kept, spread_left = _cut_off(skew, capacity)
+        hottest = kept * skewed_load(experts, ep, top_k, spread_left)
+        return min(hottest, capacity) / min(1.0, capacity)
     if ep == 1 or experts == 1:
         return 1.0
     local = experts // ep
@@ -174,6 +183,15 @@ def skewed_load(experts: int, ep: int, top_k: int, skew: float) -> float:
     largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25)) * sqrt(ep / (ep - 1))
     spread = min(sqrt(log(1 + deviation**2)), largest)  # beyond, the formula would fall again
     return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
+
+
+def _cut_off(skew: float, most: float) -> tuple[float, float]:
+    """Mean of min(X, most), and its deviation over that mean, X log-normal of mean 1 and deviation `skew`."""
+    spread, below = sqrt(log(1 + skew**2)), NormalDist().cdf
+    edge = log(most) / spread + spread / 2
+    mean = below(edge - spread) + most * below(-edge)
+    square = (1 + skew**2) * below(edge - 2 * spread) + most**2 * below(-edge)
+    return mean, sqrt(max(0.0, square - mean**2)) / mean
 
 
 def load_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:

@@ -2,14 +2,15 @@
 
 A sweep file holds [job] (model, on, seq_len, global_batch, precision; or `file`, a job to run) and [[table]]s with
 [[table.row]]s: `name` as it stands in the table, `layout`, and `global_batch`, `time_s`, `tokens`, `tflops` where the
-row has its own or was published. Each trial that was run is a line of trials.jsonl, and is not run again.
+row has its own or was published; `routing` with `load_factor` or `load_skew` where its experts are not loaded as the
+job's. Each trial that was run is a line of trials.jsonl, and is not run again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewright.codec import from_data, parse_json, parse_layout, read_text, to_data, toml_data
@@ -19,7 +20,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
 TRIALS_FILE = "trials.jsonl"
 
@@ -34,6 +35,9 @@ class RowSpec:
     time_s: float = 0.0
     tokens: float = 0.0  # a second and device
     tflops: float = 0.0  # a device
+    routing: Routing | None = None  # None: the job's, and its load with it
+    load_factor: float = 1.0
+    load_skew: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +106,44 @@ def read_sweep(path: Path) -> SweepSpec:
     if not spec.job.file and not (spec.job.model and spec.job.on and spec.job.seq_len and spec.job.global_batch):
         rule = "needs file, or model, on, seq_len and global_batch"
         raise BadInput(Reason(field=f"{path.name}: job", rule=rule, nearest='model = "Qwen3-235B-A22B"'))
+    faults = tuple(_wrong_loads(spec, path.name))
+    if faults:
+        raise BadInput(*faults)
     return spec
+
+
+def _wrong_loads(spec: SweepSpec, where: str) -> Iterator[Reason]:
+    for row in (row for table in spec.table for row in table.row):
+        field = f'{where}: row "{row.name}"'
+        if row.load_factor < 1:
+            yield Reason(field=f"{field}: load_factor", value=f"{row.load_factor:g}", rule="is at least 1", nearest="1")
+        if row.load_skew < 0:
+            yield Reason(field=f"{field}: load_skew", value=f"{row.load_skew:g}", rule="is at least 0", nearest="0")
+        if row.load_factor > 1 and row.routing is not Routing.LEARNED:
+            yield Reason(
+                field=f"{field}: load_factor", rule="is used with one routing alone", nearest='routing = "learned"'
+            )
+        if row.load_skew > 0 and row.routing is not Routing.SKEWED:
+            yield Reason(
+                field=f"{field}: load_skew", rule="is used with one routing alone", nearest='routing = "skewed"'
+            )
+        if row.routing is Routing.MEASURED:
+            rule = "stands in a job, with its histogram"
+            yield Reason(field=f"{field}: routing", value=row.routing, rule=rule, nearest=Routing.SKEWED)
+
+
+def workload_of(spec: RowSpec, workload: Workload) -> Workload:
+    """The job's workload with the row's own batch, and the load that the row says its experts had."""
+    batch = spec.global_batch or workload.global_batch
+    if spec.routing is None:
+        return replace(workload, global_batch=batch)
+    return replace(
+        workload,
+        global_batch=batch,
+        routing=spec.routing,
+        load_factor=spec.load_factor,
+        load_skew=spec.load_skew,
+    )
 
 
 def read_trials(folder: Path) -> tuple[Trial, ...]:
