@@ -180,6 +180,14 @@ CORNERS = (
     _corner("a V, tied ends on one rank", "olmoe", 2, "pp2,schedule=zbv,mbs2"),
     _corner("every rank sees all tokens", "deepseek", 4, "tp2,etp2,ep2,dispatcher=allgather"),
     _corner("a token crosses once", "deep", 4, "tp2,ep4,dispatcher=dedup,mbs2"),
+    _corner("a token crosses to a node, then to ranks", "deep", 4, "ep4,ep_node2,dispatcher=dedup,mbs2"),
+    _corner("to a node, then to ranks of cut experts", "olmoe", 8, "tp2,ep4,etp2,ep_node2,dispatcher=dedup,mbs4"),
+    _corner(
+        "to four nodes, beside shared experts, replayed",
+        "deepseek",
+        8,
+        "ep8,ep_node2,dispatcher=dedup,mbs1,overlap=shared,recompute=moe",
+    ),
     _corner("weights in shards", "qwen", 4, "ep2,zero3,mbs2"),
     _corner("weights in shards of TP and ETP parts", "olmoe", 4, "tp2,etp2,zero3,mbs2,overlap=grad+param"),
     _corner("weights in shards, TP alone", "qwen", 2, "tp2,etp2,zero3,mbs4"),
@@ -279,6 +287,8 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
         dispatcher=dice.choice([Dispatcher.ALL_TO_ALL, *Dispatcher]) if model.moe else Dispatcher.ALL_TO_ALL,
         overlap=_some(dice, list(Overlap), 0.3),
     )
+    if layout.dispatcher is Dispatcher.DEDUP and layout.ep > 2 and dice.random() < 0.6:
+        layout = replace(layout, ep_node=dice.choice((2, 4)))
     if layout.zero == 3 and dice.random() < 0.4:
         layout = replace(layout, shard=dice.choice((2, 4)))
     if Recompute.FULL in layout.recompute:
@@ -307,7 +317,7 @@ def _choices(case: Case) -> Iterator[tuple[str, str]]:
     """Axes and values of a case, for pairs of them."""
     layout = case.layout
     yield "shape", case.shape
-    for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "shard", "dp", "edp"):
+    for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "shard", "ep_node", "dp", "edp"):
         yield axis, str(getattr(layout, axis))
     yield "documents", case.documents
     for axis in ("schedule", "cp_comm", "dispatcher"):

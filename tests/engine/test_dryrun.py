@@ -48,6 +48,7 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
         (64, "cp2,cp_comm=allgather,ep8,offload=moe_act", Dtype.BF16),
         (1024, "tp2,ep8,dispatcher=allgather", Dtype.BF16),
         (1024, "tp2,ep4,etp2,dispatcher=dedup,recompute=moe", Dtype.BF16),
+        (256, "tp2,ep8,ep_node4,dispatcher=dedup", Dtype.BF16),
         (256, "ep8,capacity0.5", Dtype.FP32),
         (256, "tp2,ep8,capacity1.5,dispatcher=allgather,recompute=full", Dtype.BF16),
         (256, "tp2,ep8,zero3,recompute=moe", Dtype.BF16),

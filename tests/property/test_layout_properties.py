@@ -31,7 +31,9 @@ small = st.integers(1, 4)
 def folded(draw: st.DrawFn) -> Layout:
     degrees = {name: draw(small) for name in ("tp", "cp", "pp", "ep", "etp")}
     exchange = draw(st.sampled_from(CpComm))
-    return Layout(world_size=min_world(**degrees) * draw(st.integers(1, 3)), cp_comm=exchange, **degrees)
+    node = draw(st.sampled_from([0, *divisors(degrees["ep"])]))
+    world = min_world(**degrees) * draw(st.integers(1, 3))
+    return Layout(world_size=world, cp_comm=exchange, ep_node=node, **degrees)
 
 
 @unhurried
@@ -52,11 +54,12 @@ def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObjec
     assert rank in ranks
     assert ranks in all_groups(layout, group)
     grids = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
-    parts = ("cp_a2a", "cp_kv")
-    own = "expert" if set(GROUPS[group]) - {*grids["dense"], *parts} else "dense"
-    varied = {*GROUPS[group], *(parts if "cp" in GROUPS[group] else ())}
-    for axis in (*grids[own], *(parts if own == "dense" else ())):
-        if axis != "cp" or group not in parts:
+    parts = {"cp": ("cp_a2a", "cp_kv"), "ep": ("ep_near", "ep_far")}
+    own = "expert" if set(GROUPS[group]) - {*grids["dense"], *parts["cp"]} else "dense"
+    whole = "cp" if own == "dense" else "ep"
+    varied = {*GROUPS[group], *(parts[whole] if whole in GROUPS[group] else ())}
+    for axis in (*grids[own], *parts[whole]):
+        if axis != whole or group not in parts[whole]:
             seen = {coordinate(layout, other, axis) for other in ranks}
             assert seen == set(range(axis_size(layout, axis))) if axis in varied else len(seen) == 1
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from moewright.rules.grid import (
@@ -9,9 +11,10 @@ from moewright.rules.grid import (
     group_ranks,
     group_size,
     min_world,
+    on_fabric,
 )
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Dispatcher, Layout
 
 FOLDED = Layout(world_size=16, tp=2, sp=True, pp=2, ep=4)  # docs/formulas.md 1, worked example
 
@@ -60,6 +63,37 @@ def test_expert_tensor_parallel_is_the_fastest_expert_axis() -> None:
     assert all_groups(layout, "ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert all_groups(layout, "etp_ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert [coordinate(layout, rank, "edp") for rank in range(8)] == [0] * 4 + [1] * 4
+
+
+def test_nodes_cut_the_expert_axis() -> None:
+    layout = Layout(world_size=16, etp=2, ep=8, ep_node=4)
+    assert group_ranks(layout, "ep_near", 11) == (9, 11, 13, 15)
+    assert group_ranks(layout, "ep_far", 11) == (3, 11)
+    alone = Layout(world_size=16, etp=2, ep=8)
+    assert (group_size(alone, "ep_far"), group_ranks(alone, "ep_near", 3)) == (1, group_ranks(alone, "ep", 3))
+
+
+@pytest.mark.parametrize(
+    ("domain", "etp", "ep", "node"),
+    [
+        (8, 1, 16, 8),
+        (8, 2, 16, 4),
+        (8, 1, 8, 0),
+        (8, 1, 4, 0),
+        (1, 1, 8, 0),
+        (72, 1, 64, 8),
+        (8, 1, 12, 4),
+        (4, 8, 4, 0),
+    ],
+)
+def test_a_fabric_gives_the_nodes_of_the_expert_axis(domain: int, etp: int, ep: int, node: int) -> None:
+    """As many ranks as lie in one fast domain, wherever the group starts; none where the group spans no two."""
+    layout = Layout(world_size=etp * ep, etp=etp, ep=ep, dispatcher=Dispatcher.DEDUP)
+    assert on_fabric(layout, domain).ep_node == node
+    named = replace(layout, ep_node=2)
+    assert on_fabric(named, domain) == named
+    plain = replace(layout, dispatcher=Dispatcher.ALL_TO_ALL)
+    assert on_fabric(plain, domain) == plain
 
 
 def test_min_world_is_a_least_common_multiple() -> None:

@@ -17,7 +17,7 @@ from moewright.spec.hardware import Collective
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import MoeSpec, RouterSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Assignment, LossSpec, RouterDtype, RouterForce, RouterTraining
+from moewright.spec.workload import Assignment, LossSpec, RouterDtype, RouterForce, RouterTraining, Workload
 from tiny_jobs import MODEL, corpus, plan, workload
 
 pytestmark = pytest.mark.spawn
@@ -119,20 +119,34 @@ def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:
             assert one.counts == other.counts
 
 
-def test_under_uniform_routing_copies_are_what_is_expected_of_them(tmp_path: Path) -> None:
-    """A preference of no spread chooses uniformly: each token reaches N (1 - (1 - 1/N)^k) of N ranks on average."""
+@pytest.mark.parametrize(
+    ("text", "places"), [("ep4", {"ep": 4}), ("ep4,ep_node2", {"ep_far": 2, "ep_near": 4})], ids=["ranks", "nodes"]
+)
+def test_under_uniform_routing_copies_are_what_is_expected_of_them(
+    text: str, places: dict[str, int], tmp_path: Path
+) -> None:
+    """A preference of no spread chooses uniformly: each token reaches N (1 - (1 - 1/N)^k) of N ranks on average, and of
+    N nodes where it crosses to those first."""
     moe = MoeSpec(experts=64, ffn_size=16, router=RouterSpec(top_k=2))
     uniform = RouterTraining(force=RouterForce.SKEWED, force_std=0.0)
     work = workload(corpus(tmp_path / "corpus"), steps=2, router=uniform, loss=LossSpec())
-    job = plan(work, "ep4,dispatcher=dedup,mbs2", world_size=4, model=replace(MODEL, moe=moe))
+    job = plan(work, f"{text},dispatcher=dedup,mbs2", world_size=4, model=replace(MODEL, moe=moe))
     assert run(job, tmp_path / "run") is Exit.DONE
 
-    def moved(ledger: Ledger) -> int:
-        return sum(row.bytes for row in ledger.comm if (row.op, row.group) == (Collective.ALL_TO_ALL, "ep"))
+    counted = read_run(tmp_path / "run").ledgers
+    expected = tuple(predict(job, rank=rank, selection=None) for rank in range(4))
+    for group, count in places.items():
+        _assert_copies(count, *(_moved(ledgers, group) for ledgers in (counted, expected)), work, moe)
 
-    counted = sum(map(moved, read_run(tmp_path / "run").ledgers))
-    expected = sum(moved(predict(job, rank=rank, selection=None)) for rank in range(4))
-    tokens, reached = 2 * work.tokens_per_step, 4 * (1 - 0.75**2)
+
+def _moved(ledgers: tuple[Ledger, ...], group: str) -> int:
+    rows = [row for ledger in ledgers for row in ledger.comm]
+    return sum(row.bytes for row in rows if (row.op, row.group) == (Collective.ALL_TO_ALL, group))
+
+
+def _assert_copies(places: int, counted: int, expected: int, work: Workload, moe: MoeSpec) -> None:
+    """Bytes of copies to so many places, within three deviations."""
+    tokens, reached = 2 * work.tokens_per_step, places * (1 - (1 - 1 / places) ** 2)
     # A copy's row goes out and comes back, in forward and in backward; its choices go out, its weights there and back.
     of_copy = 4 * (4 * MODEL.hidden_size) + 3 * (4 * moe.router.top_k)
     deviation = ((2 - reached) * (reached - 1)) ** 0.5  # one rank or two

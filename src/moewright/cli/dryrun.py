@@ -43,7 +43,7 @@ def dryrun(
     from moewright.intake.job import read_job
     from moewright.report.console import console_for
     from moewright.report.dry_view import print_dry_run
-    from moewright.rules.grid import coordinate
+    from moewright.rules.grid import coordinate, on_fabric
     from moewright.rules.legality import micro_batches
     from moewright.rules.routing import selection_in_turn
     from moewright.search.search import plan_of
@@ -51,7 +51,10 @@ def dryrun(
 
     asked = read_job(job, tuple(set_ or ()))
     with as_written(lambda field: "--rank" if field == "rank" else job_field(job)(field)):
+        device = catalogue.hardware(f"{asked.nproc}x{asked.hardware}") if _is_known(asked.hardware) else None
         layout = parse_layout(asked.layout_text, world_size=asked.nproc)
+        if device is not None:
+            layout = on_fabric(layout, device.fabric.domain_size)
         refuse_unrunnable(asked.model, asked.workload, layout)
         coordinate(layout, rank, "pp")  # refuses a rank outside of the world
 
@@ -64,7 +67,6 @@ def dryrun(
         found = dry_run(asked.model, workload, layout, rank=rank)
     selection = selection_in_turn(asked.model, workload, layout, micro_batches=run)
     comparison = compare(predict_rank(asked.model, workload, layout, rank=rank, selection=selection), found.ledger)
-    device = catalogue.hardware(f"{asked.nproc}x{asked.hardware}") if _is_known(asked.hardware) else None
     planned = None
     if device is not None:
         planned = plan_of(asked.model, asked.workload, device, layout).estimate.ledgers[found.ledger.pp_rank]

@@ -25,7 +25,7 @@ from moewright.spec.layout import (
 )
 
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
-_NUMBERS = (*_DEGREES, "dp", "zero", "shard", "vpp_group", "sp", "capacity")  # may be written without "="
+_NUMBERS = (*_DEGREES, "dp", "zero", "shard", "vpp_group", "ep_node", "sp", "capacity")  # may be written without "="
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("schedule", Schedule),
     ("cp_comm", CpComm),
@@ -103,8 +103,14 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"cp_comm={layout.cp_comm}")
     if layout.dispatcher is not Dispatcher.ALL_TO_ALL:
         parts.append(f"dispatcher={layout.dispatcher}")
+    if layout.ep_node:
+        parts.append(f"ep_node{layout.ep_node}")
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
+        parts.append(f"expert_placement={layout.expert_placement}")
     if layout.capacity:
         parts.append(f"capacity={layout.capacity!r}")
+    if layout.capacity_fill is not CapacityFill.USED:
+        parts.append(f"capacity_fill={layout.capacity_fill}")
     parts += [f"{key}={'+'.join(_words(layout, key))}" for key, _ in _SETS if getattr(layout, key)]
     if layout.stages:
         parts.append(f"layout='{layout.stages}'")
@@ -228,7 +234,7 @@ def _value(item: _Item) -> Any:
 
 
 def _whole(item: _Item) -> int:
-    lowest = 0 if item.key in ("zero", "shard", "vpp_group") else 1
+    lowest = 0 if item.key in ("zero", "shard", "vpp_group", "ep_node") else 1
     if not re.fullmatch(r"-?[0-9]+", item.value):
         raise BadInput(
             Reason(field=item.key, value=item.value[:60], rule="must be a whole number", nearest=str(lowest))

@@ -83,7 +83,7 @@ class Links:
         """One direction of expert parallelism (dispatch or combine) of `tokens` tokens with `top_k` rows each.
 
         A plain all-to-all sends every row. De-duplicating dispatchers send one copy to each domain that a token
-        visits, and fan it out to the distinct ranks there.
+        visits, and fan it out to the distinct ranks there; nodes that the layout names count for domains.
         """
         where = self.span(layout, "ep")
         if where.size == 1:
@@ -92,13 +92,14 @@ class Links:
             return self.seconds(Collective.ALL_GATHER, where, tokens * row_bytes)
         if layout.dispatcher is Dispatcher.ALL_TO_ALL:
             return self.seconds(Collective.ALL_TO_ALL, where, load * tokens * top_k * row_bytes)
-        n = where.domains
-        between = tokens * routing.expected_distinct(n, top_k) * (1 - 1 / n) * row_bytes / self._network_Bps
+        n, near = routing.nodes_of(layout) or where.domains, where.domains == 1
+        leaving = tokens * routing.expected_distinct(n, top_k) * (1 - 1 / n) * row_bytes
+        between = leaving / (self._domain_Bps if near else self._network_Bps)
         fan_out = tokens * routing.expected_distinct(where.size, top_k) * row_bytes
         inside = fan_out / (self._fabric.domain_Bps.value * self.constants["dedup_domain_efficiency"])
         c = self.constants
         moving = c["dedup_inside_time_scale"] * inside + c["dedup_between_time_scale"] * between
-        return load * moving + self._latency(n == 1)
+        return load * moving + self._latency(near)
 
 
 def _along(curve: Curve, payload_bytes: float) -> float:

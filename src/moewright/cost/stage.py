@@ -164,15 +164,28 @@ def _moved(layout: Layout, rank: int, selection: Selection, micro_batch: int, la
     """What one rank's dispatch moved, as recorded."""
     sources = _sources(layout, rank, selection)
     here = grid.coordinate(layout, rank, "ep")
-    out, received = 0, [0]
+    out, received, crossing = 0, [0], (0, 0)
+    near = grid.axis_size(layout, "ep_near")
+    node, place = divmod(here, near)
+    abreast = sources[place::near]  # at this rank's place in every node
     if selection.copies:
         of_source = selection.copies[micro_batch][layer]
-        out = sum(of_source[sources[here]])
+        out = sum(sum(of_source[source][node * near : (node + 1) * near]) for source in abreast)
         peers = (rank, *grid.group_ranks(layout, "etp", rank))
         received = [sum(of_source[source][here] for source in _sources(layout, peer, selection)) for peer in peers]
+    if selection.nodes:
+        to_nodes = selection.nodes[micro_batch][layer]
+        crossing = sum(to_nodes[sources[here]]), sum(to_nodes[source][node] for source in abreast)
     sent = sum(selection.counts[micro_batch][layer][sources[here]])
     gathered = layout.etp * max(received)
-    return routing.Moved(sent=sent, copies_out=out, copies_in=received[0], gathered=gathered)
+    return routing.Moved(
+        sent=sent,
+        copies_out=out,
+        copies_in=received[0],
+        gathered=gathered,
+        node_out=crossing[0],
+        node_in=crossing[1],
+    )
 
 
 def _over(

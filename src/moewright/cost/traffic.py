@@ -159,16 +159,24 @@ def _gathered(
 def _copied(
     moe: MoeSpec, layout: Layout, row: int, moves: Sequence[tuple[routing.Moved, int]], forwards: int, passes: int
 ) -> Iterator[_Call]:
-    """The de-duplicating dispatcher: counts; a copy's wanted experts (int32), its row and its probabilities; partial
-    sums back. Backward: gradients of the sums out, of rows and probabilities back. ETP ranks gather all that each other
-    receives, parts padded to the widest, and reduce-scatter the sums; in backward the transposed.
+    """The de-duplicating dispatcher, once a crossing: counts; a copy's wanted experts (int32), its row and its
+    probabilities; partial sums back. Backward: gradients of the sums out, of rows and probabilities back. ETP ranks
+    gather all that each other receives, parts padded to the widest, and reduce-scatter the sums; in backward the
+    transposed.
     """
     out = sum(times * moved.copies_out for moved, times in moves)
     coming = sum(times * moved.copies_in for moved, times in moves)
-    told, k = passes * INT64_BYTES * (moe.experts + layout.ep), moe.router.top_k
-    forward = told + out * (INT32_BYTES * k + row + FP32_BYTES * k) + coming * row
-    yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 5 * passes
-    yield Collective.ALL_TO_ALL, "ep", out * row + coming * (row + FP32_BYTES * k), 3 * passes
+    ranks, k = grid.axis_size(layout, "ep_near"), moe.router.top_k
+    told = passes * INT64_BYTES * (moe.experts * ranks // layout.ep + ranks)
+    crossings = [("ep_near" if layout.ep_node else "ep", told, out, coming)]
+    if nodes := routing.nodes_of(layout):
+        leaving = sum(times * moved.node_out for moved, times in moves)
+        entering = sum(times * moved.node_in for moved, times in moves)
+        crossings.append(("ep_far", passes * INT64_BYTES * (moe.experts + layout.ep + nodes), leaving, entering))
+    for group, counts, there, back in crossings:
+        forward = counts + there * (INT32_BYTES * k + row + FP32_BYTES * k) + back * row
+        yield Collective.ALL_TO_ALL, group, forwards * forward, forwards * 5 * passes
+        yield Collective.ALL_TO_ALL, group, there * row + back * (row + FP32_BYTES * k), 3 * passes
     padded = sum(times * moved.gathered for moved, times in moves)
     widest = padded // layout.etp
     gathered = told + widest * (INT32_BYTES * k + row + FP32_BYTES * k)

@@ -314,13 +314,14 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
     shape = run.mesh.layout.pp, seat.world // run.mesh.layout.pp, *result.counts.shape
     every = torch.tensor(collectives.gather_json(result.counts.tolist())).view(shape)
     of_source = every.sum(0).permute(1, 2, 0, 3)
-    experts = run.model.moe.experts if run.model.moe else 0
+    experts, ranks = run.model.moe.experts if run.model.moe else 0, run.mesh.layout.ep
     dedup = run.mesh.layout.dispatcher is Dispatcher.DEDUP
     bounded = run.workload.data.documents is not Documents.JOINED
     selection = Selection(
         step=step,
         counts=_tuples(of_source[..., :experts].tolist()),
-        copies=_tuples(of_source[..., experts:].tolist()) if dedup else (),
+        copies=_tuples(of_source[..., experts : experts + ranks].tolist()) if dedup else (),
+        nodes=_tuples(of_source[..., experts + ranks :].tolist()) if run.mesh.layout.ep_node else (),
         attended=tuple(collectives.gather_json(result.attended)) if bounded else (),
     )
     notes: tuple[str, ...] = ()

@@ -8,16 +8,18 @@ here expects the world to divide by both grids (rules.legality says so) and is O
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import lcm, prod
+from dataclasses import replace
+from math import gcd, lcm, prod
 from types import MappingProxyType
 
 from moewright.rules.context import factors
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Dispatcher, Layout
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
+_EP_AXES = ("ep_near", "ep_far")  # what the ep axis consists of: ranks of one node, and nodes
 # What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard ranks, and across.
 _HYBRID_AXES = ("shard", "copies", "edp_shard", "edp_copies")
 
@@ -35,6 +37,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tp_cp_dp": ("tp", "cp", "dp"),
         "etp": ("etp",),
         "ep": ("ep",),
+        "ep_near": ("ep_near",),
+        "ep_far": ("ep_far",),
         "edp": ("edp",),
         "etp_ep": ("etp", "ep"),
         "shard": ("shard",),
@@ -48,9 +52,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def axis_size(layout: Layout, axis: str) -> int:
-    """Ranks along one axis of either grid, or along a part of the cp axis."""
+    """Ranks along one axis of either grid, or along a part of the cp or the ep axis."""
     if axis in _CP_AXES:
         return factors(layout)[_CP_AXES.index(axis)]
+    if axis in _EP_AXES:
+        near = layout.ep_node or layout.ep
+        return near if axis == "ep_near" else layout.ep // near
     if axis in _HYBRID_AXES:
         return _hybrid(layout)[_HYBRID_AXES.index(axis)]
     if axis not in DENSE_AXES and axis not in EXPERT_AXES:
@@ -79,6 +86,8 @@ def stride(layout: Layout, axis: str) -> int:
     """What one step along the axis adds to the rank."""
     if axis in _CP_AXES:
         return stride(layout, "cp") * prod(factors(layout)[: _CP_AXES.index(axis)])
+    if axis in _EP_AXES:
+        return stride(layout, "ep") * (1 if axis == "ep_near" else axis_size(layout, "ep_near"))
     if axis in _HYBRID_AXES:
         place = _HYBRID_AXES.index(axis)
         first = place // 2 * 2  # of the two that make up one run of ranks
@@ -126,3 +135,13 @@ def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
 def min_world(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
     """Fewest ranks on which both grids fit; legal world sizes are its multiples."""
     return pp * lcm(tp * cp, etp * ep)
+
+
+def on_fabric(layout: Layout, domain_size: int) -> Layout:
+    """The layout with the nodes that fast domains of `domain_size` ranks are to a de-duplicating dispatcher, unless it
+    names them: as many ranks of ep as lie in one domain, where ep spans several.
+    """
+    if layout.dispatcher is not Dispatcher.DEDUP or layout.ep_node or domain_size % layout.etp:
+        return layout
+    near = gcd(layout.ep, domain_size // layout.etp)
+    return replace(layout, ep_node=near) if 1 < near < layout.ep else layout

@@ -49,6 +49,7 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
     reasons += _grid_reasons(model, layout)
     grid_fits = not reasons
     reasons += _expert_reasons(model, layout)
+    reasons += _node_reasons(layout)
     reasons += _tensor_reasons(model, layout)
     reasons += _sequence_reasons(model, workload, layout)
     reasons += stage_reasons(model, layout)
@@ -92,6 +93,7 @@ def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
         *_bounded("layout.mbs", layout.mbs, 1, _MAX_BATCH),
         *_bounded("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
         *_bounded("layout.shard", layout.shard, 0, _MAX_DEGREE),
+        *_bounded("layout.ep_node", layout.ep_node, 0, _MAX_DEGREE),
         *_zero_and_capacity(layout),
     ]
     if not reasons:
@@ -260,6 +262,20 @@ def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         near = nearest(layout.etp, _etp_choices(model, layout) or divisors(gcd(ffn, _stage_ranks(layout))))
         rule = f"must divide the expert ffn width {ffn}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest=near)
+
+
+def _node_reasons(layout: Layout) -> Iterator[Reason]:
+    """Nodes that a token crosses to before it crosses to a rank: several, of several ranks each."""
+    if not layout.ep_node:
+        return
+    legal = [n for n in divisors(layout.ep) if 1 < n < layout.ep]
+    rule, near = "", nearest(layout.ep_node, legal) or "0"
+    if layout.dispatcher is not Dispatcher.DEDUP:
+        rule, near = f"dispatcher={layout.dispatcher} finds nodes by itself or not at all: goes with dedup", "0"
+    elif layout.ep_node not in legal:
+        rule = f"must divide ep={layout.ep} into several nodes of several ranks"
+    if rule:
+        yield Reason(field="layout.ep_node", value=str(layout.ep_node), rule=rule, nearest=near)
 
 
 def _sequence_step(layout: Layout) -> int:

@@ -200,14 +200,16 @@ def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved)
     """Numbers that say which row went where, kept for the way back.
 
     Each sort keeps the row of every slot and the token of every row; where slots may have no row, the slots of the rows
-    too. All-to-all sorts by expert on this side, and by local expert where rows come mixed; rows that ETP ranks
-    gathered are picked out of their padding in that order: the places are kept, they have no inverse.
+    too. De-duplication sorts once for each crossing and once for the experts. All-to-all sorts by expert on this side,
+    and by local expert where rows come mixed; rows that ETP ranks gathered are picked out of their padding in that
+    order: the places are kept, they have no inverse.
     """
     slots = t * moe.router.top_k
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         return slots * layout.ep * layout.etp + 2 * R
     if layout.dispatcher is Dispatcher.DEDUP:
-        return slots + moved.copies_out + moved.gathered * moe.router.top_k + 2 * R
+        crossed = slots + moved.node_out + moved.node_in * moe.router.top_k
+        return crossed + moved.copies_out + moved.gathered * moe.router.top_k + 2 * R
     mixed = 2 * R if layout.ep > 1 and moe.experts > layout.ep else 0
     return slots + moved.sent * (2 if layout.capacity else 1) + (R if layout.etp > 1 else mixed)
 

@@ -73,7 +73,9 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
     """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends, and under dedup the
-    copies of tokens, one a rank, that it sends and receives. `gathered` are the copies that the ranks of its ETP group
+    copies of tokens, one a rank, that it sends and receives; where they cross to nodes before, those that it sends to
+    ranks of its node are of tokens that nodes sent, and `node_out` and `node_in` are the copies, one a node, that it
+    sends and receives. `gathered` are the copies that the ranks of its ETP group
     have received together, each part padded to the largest.
     """
 
@@ -81,6 +83,13 @@ class Moved:
     copies_out: int
     copies_in: int
     gathered: int
+    node_out: int = 0
+    node_in: int = 0
+
+
+def nodes_of(layout: Layout) -> int:
+    """Nodes that a token crosses to before it crosses to a rank; 0 where it does not."""
+    return grid.axis_size(layout, "ep_far") if layout.ep_node else 0
 
 
 def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Moved:
@@ -93,21 +102,32 @@ def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Move
     sent = rows * model.moe.experts
     if layout.capacity_fill is not CapacityFill.PADDED:
         sent = min(tokens * top_k, sent)
-    return Moved(sent=sent, copies_out=copies, copies_in=copies, gathered=copies * layout.etp)
+    crossing = round(tokens * expected_distinct(nodes, top_k)) if (nodes := nodes_of(layout)) else 0
+    return Moved(
+        sent=sent,
+        copies_out=copies,
+        copies_in=copies,
+        gathered=copies * layout.etp,
+        node_out=crossing,
+        node_in=crossing,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InTurn:
-    """What every rank sends where experts are taken in turn: rows to each expert, and copies of tokens to each rank."""
+    """What every rank sends where experts are taken in turn: rows to each expert, and copies of tokens to each rank and
+    to each node.
+    """
 
     rows: tuple[int, ...]
     copies: tuple[int, ...]
+    nodes: tuple[int, ...]
 
 
 @lru_cache(maxsize=8)  # of one job, whose micro-batches are alike
-def in_turn(tokens: int, top_k: int, experts: int, *, most: int, ranks: int) -> InTurn:
+def in_turn(tokens: int, top_k: int, experts: int, *, most: int, ranks: int, nodes: int = 0) -> InTurn:
     """Slot s of a rank's tokens, `top_k` a token, takes expert s % `experts`, of which each takes the first `most`."""
-    rows, copies, local = [0] * experts, [0] * ranks, experts // ranks
+    rows, copies, crossing, local = [0] * experts, [0] * ranks, [0] * nodes, experts // ranks
     for token in range(tokens):
         reached = set()
         for slot in range(token * top_k, (token + 1) * top_k):
@@ -117,7 +137,9 @@ def in_turn(tokens: int, top_k: int, experts: int, *, most: int, ranks: int) -> 
                 reached.add(expert // local)
         for rank in reached:
             copies[rank] += 1
-    return InTurn(rows=tuple(rows), copies=tuple(copies))
+        for node in {rank * nodes // ranks for rank in reached} if nodes else ():
+            crossing[node] += 1
+    return InTurn(rows=tuple(rows), copies=tuple(copies), nodes=tuple(crossing))
 
 
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
@@ -132,13 +154,18 @@ def selection_in_turn(model: ModelSpec, workload: Workload, layout: Layout, *, m
         return None
     tokens, top_k, experts = micro_batch_tokens(workload, layout), model.moe.router.top_k, model.moe.experts
     most = capacity_rows(tokens, top_k, experts, layout.capacity)
-    sent = in_turn(tokens, top_k, experts, most=most, ranks=layout.ep)
+    sent = in_turn(tokens, top_k, experts, most=most, ranks=layout.ep, nodes=nodes_of(layout))
 
     def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
         return (((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),) * micro_batches
 
     dedup = layout.dispatcher is Dispatcher.DEDUP
-    return Selection(step=1, counts=everywhere(sent.rows), copies=everywhere(sent.copies) if dedup else ())
+    return Selection(
+        step=1,
+        counts=everywhere(sent.rows),
+        copies=everywhere(sent.copies) if dedup else (),
+        nodes=everywhere(sent.nodes) if sent.nodes else (),
+    )
 
 
 def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float:

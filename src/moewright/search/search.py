@@ -10,6 +10,7 @@ import numpy as np
 
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
+from moewright.rules.grid import on_fabric
 from moewright.rules.legality import illegal
 from moewright.search.best import RESOLVED, Best, Candidate, cut_of
 from moewright.search.explain import departure, why_first
@@ -104,7 +105,8 @@ def fastest_near(ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: All
 
 
 def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
-    """A plan of one layout with its full estimate. Raises BadInput when the layout is illegal."""
+    """A plan of one layout on the nodes of a hardware, with its full estimate. Raises BadInput when it is illegal."""
+    layout = on_fabric(layout, hardware.fabric.domain_size)
     return Plan(
         model=model,
         workload=workload,

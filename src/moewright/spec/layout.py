@@ -119,6 +119,7 @@ class Layout:
     offload: tuple[Offload, ...] = ()
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    ep_node: int = 0  # ranks of ep in one node, where dedup crosses to a node before it crosses to a rank; 0: all
     expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
     capacity: float = 0.0  # 0: dropless
     capacity_fill: CapacityFill = CapacityFill.USED

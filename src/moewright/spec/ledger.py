@@ -105,12 +105,14 @@ class Selection:
     """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks.
 
     Rows that a capacity dropped are in no count. Under dedup, copies[...][...][source_rank][ep_rank] counts the tokens
-    that crossed, each once a rank; () otherwise. Where documents bound attention, attended[rank] is twice the
-    causal pairs of queries and keys that attend each other in the step, of all heads: the queries of the rank's tokens,
-    or of all that it shares heads with; () otherwise.
+    that crossed, each once a rank; () otherwise. Where they cross to a node first, nodes[...][...][source_rank][node]
+    counts them, each once a node; () otherwise. Where documents bound attention, attended[rank] is twice the causal
+    pairs of queries and keys that attend each other in the step, of all heads: the queries of the rank's tokens, or of
+    all that it shares heads with; () otherwise.
     """
 
     step: int
     counts: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     copies: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
+    nodes: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     attended: tuple[int, ...] = ()

@@ -77,7 +77,8 @@ class Dispatcher(Protocol):
 
     `preprocess` agrees with the other ranks on sizes and gives, beside the rows, what the later steps need to know: its
     own kind of route. Others read of it `ends` [E_local] int32, the running ends of the local experts' rows, and `sent`
-    int64, what this rank sends: rows to each expert [E], under de-duplication followed by copies to each rank [E + ep].
+    int64, what this rank sends: rows to each expert [E], under de-duplication followed by copies to each rank [ep] and,
+    where they cross to nodes first, to each node.
     """
 
     def preprocess(

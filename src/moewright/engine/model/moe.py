@@ -29,6 +29,7 @@ from moewright.rules.routing import (
     experts_of,
     in_turn,
     micro_batch_tokens,
+    nodes_of,
 )
 from moewright.spec.layout import CapacityFill, Dispatcher, ExpertPlacement, Overlap, Recompute
 from moewright.spec.ledger import Module
@@ -156,7 +157,8 @@ def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
         here = experts_of(run.model, layout, mesh.coordinate("ep"))
         return AllGather(mesh.group("etp_ep"), experts, here=here, known=known)
     if layout.dispatcher is Dispatcher.DEDUP:
-        return Dedup(mesh.group("ep"), mesh.group("etp"), experts, known=known)
+        ways = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
+        return Dedup([mesh.group(way) for way in ways], mesh.group("etp"), experts, known=known)
     if layout.capacity_fill is CapacityFill.PADDED:
         room = capacity_rows(micro_batch_tokens(run.workload, layout), spec.router.top_k, experts, layout.capacity)
         return PaddedAllToAll(mesh.group("ep"), mesh.group("etp"), experts, room=room)
@@ -172,6 +174,6 @@ def _known(run: Runtime, spec: MoeSpec) -> seam.Known | None:
 
     def known(tokens: int, top_k: int) -> InTurn:
         most = capacity_rows(tokens, top_k, spec.experts, layout.capacity)
-        return in_turn(tokens, top_k, spec.experts, most=most, ranks=layout.ep)
+        return in_turn(tokens, top_k, spec.experts, most=most, ranks=layout.ep, nodes=nodes_of(layout))
 
     return known
