@@ -181,7 +181,7 @@ CORNERS = (
     _corner("every rank sees all tokens", "deepseek", 4, "tp2,etp2,ep2,dispatcher=allgather"),
     _corner("a token crosses once", "deep", 4, "tp2,ep4,dispatcher=dedup,mbs2"),
     _corner("a token crosses to a node, then to ranks", "deep", 4, "ep4,ep_node2,dispatcher=dedup,mbs2"),
-    _corner("to a node, then to ranks of cut experts", "olmoe", 8, "tp2,ep4,etp2,ep_node2,dispatcher=dedup,mbs4"),
+    _corner("to a node, then to ranks of cut experts", "deep", 8, "tp2,ep4,etp2,ep_node2,dispatcher=dedup,mbs2"),
     _corner(
         "to four nodes, beside shared experts, replayed",
         "deepseek",
