@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,34 @@ def write_fused(source: Path, folder: Path) -> None:
     )
     fused = {**kept, f"{base}gate_up_proj": torch.cat((gate, up), 1), f"{base}down_proj": down}
     save_file(fused, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """The model of `source` with its matrices in e4m3, a factor a block of rows and columns, as DeepSeek-V3 is
+    published (not those that it keeps wide: embedding, head, routers); factors lie in a file of their own. Returns what
+    the tensors stand for, in fp32.
+    """
+    folder.mkdir()
+    stored = {name: t for file in sorted(source.glob("*.safetensors")) for name, t in load_file(file).items()}
+    values, factors, wide = {}, {}, {}
+    for name, tensor in stored.items():
+        values[name], wide[name] = tensor, tensor.float()
+        if tensor.dim() < 2 or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+            continue
+        of_row, of_column = (torch.arange(size) // step for size, step in zip(tensor.shape, block, strict=True))
+        largest = torch.zeros(int(of_row[-1]) + 1, int(of_column[-1]) + 1)
+        for row, strip in zip(of_row, tensor.float().abs(), strict=True):
+            largest[row] = largest[row].scatter_reduce(0, of_column, strip, "amax")
+        factors[f"{name}_scale_inv"] = largest / 448
+        spread = factors[f"{name}_scale_inv"][of_row][:, of_column]
+        values[name] = (tensor.float() / spread).to(torch.float8_e4m3fn)
+        wide[name] = values[name].float() * spread
+    placed = {}
+    for file, tensors in (("values.safetensors", values), ("factors.safetensors", factors)):
+        save_file(tensors, folder / file, {"format": "pt"})
+        placed |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return wide

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_jobs
-from hf_families import write_model
+from hf_families import write_fp8, write_model
 from moewright.cli.main import main
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
@@ -67,6 +67,17 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(
     assert run(plan_from(folder, data, layout, world, lr=0.0), tmp_path / "run") is Exit.DONE
     assert main(("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"))) == 0
     found, wanted = tensors(tmp_path / "back"), tensors(folder)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_ranks_read_their_parts_of_blocks_that_share_a_factor(data: DataSpec, tmp_path: Path) -> None:
+    """FP8, in blocks that no cut of the layout falls between; the run's fp32 is what the blocks stand for."""
+    wanted = write_fp8(write("deepseek_v3", tmp_path / "hf"), tmp_path / "fp8", (10, 12))
+    assert run(plan_from(tmp_path / "fp8", data, "tp2,ep2,pp2,mbs2", 4, lr=0.0), tmp_path / "run") is Exit.DONE
+    assert main(("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"))) == 0
+    found = tensors(tmp_path / "back")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name

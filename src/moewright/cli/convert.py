@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def convert_import(hf_dir: Path, /, *, out: Path) -> int:
     """Write the weights of a Hugging Face folder as a checkpoint, for `weights` of a job's model section.
 
-    Every tensor is written exactly once, or nothing is; memory holds about one file of the folder at most.
+    Every tensor is written exactly once, or nothing is; memory holds about one file of the folder at most. Weights in
+    FP8 blocks or MXFP4 are written as what they stand for.
 
     Parameters
     ----------
@@ -37,7 +38,7 @@ def convert_import(hf_dir: Path, /, *, out: Path) -> int:
 def convert_export(checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf16", "fp16"] | None = None) -> int:
     """Write a checkpoint, whatever layout wrote it, as a Hugging Face folder that transformers loads.
 
-    What `convert import` wrote goes back byte for byte.
+    What `convert import` wrote goes back byte for byte, but for packed weights, which go back in bf16.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ def convert_export(checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf
     out
         The folder to write, which is new.
     dtype
-        Of the weights; as they were imported, or as the run computed, when not given.
+        Of the weights; as they were imported (packed ones: bf16), or as the run computed, when not given.
     """
     from moewright.engine.checkpoint import checkpoint_at
     from moewright.engine.hf_export import plan_export, run_export

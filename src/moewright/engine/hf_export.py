@@ -64,7 +64,8 @@ def model_of(index: Index, checkpoint: Path) -> ModelSpec:
 
 def plan_export(checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSpec, Dtype], str]) -> Export:
     """A checkpoint that was imported goes back as it came, but for a `dtype` that is asked for; one of a run goes out
-    in the names of its family, in the precision that it was trained in, with the config.json that `config` makes.
+    in the names of its family, in the precision that it was trained in, with the config.json that `config` makes;
+    so does one that was imported packed, in bf16.
 
     Raises BadInput for a model that has no form of Hugging Face.
     """
@@ -84,7 +85,8 @@ def plan_export(checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSp
     else:
         spare = {name: ours for name, ours in copies(model).items() if name.startswith("model.layers.")}
         places = _places(usual(model), spare)
-    dtype = dtype or Dtype(index.extra.get("train", {}).get("precision", Dtype.FP32))
+    computed = index.extra.get("train", {}).get("precision", Dtype.FP32)
+    dtype = dtype or Dtype(index.extra.get("unpacked_to", computed))
     trained = {held.name for held in held_tensors(model) if held.trained}
     files = _cut(
         [

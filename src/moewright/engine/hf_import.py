@@ -1,7 +1,8 @@
 """A Hugging Face folder into a checkpoint of ours: one box of a tensor in memory at a time, one file mapped.
 
 Weights become fp32, as all checkpoints of ours hold them; what they were, in which files, and the texts beside them are
-kept, so that the way back (hf_export) gives the same bytes.
+kept, so that the way back (hf_export) gives the same bytes. Scales of packed weights are multiplied in and not kept:
+such weights go back in bf16, which software computes in that cannot multiply them packed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 
 from moewright.codec import to_data
 from moewright.engine.checkpoint import Order, Shard, TensorEntry, checkpoint_path, payload_name, write_alone
-from moewright.engine.hf_folder import INDEX, MXFP4, HfReader, open_folder
+from moewright.engine.hf_folder import INDEX, HfReader, open_folder
+from moewright.engine.hf_packed import PACKED
 from moewright.engine.weights import Held, Table, held_tensors, read_box, refusal, table_of, without_absent_mtp
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import CheckpointSpec
+from moewright.spec.workload import CheckpointSpec, Dtype
 
 TEXTS = ("config.json", "generation_config.json", INDEX)
 _FILE_BYTES = 4 * 2**30  # a file is closed with the box that makes it as long
@@ -48,15 +50,16 @@ def plan_import(source: Path, model: ModelSpec, out: Path) -> Import:
     model = without_absent_mtp(model, folder.tensors.keys())
     table = table_of(model, folder)
     for name, stored in folder.tensors.items():
-        if stored.dtype not in (*_EXACT, MXFP4):
+        if stored.dtype not in (*_EXACT, *PACKED):
             raise refusal(name, source, f"is of {stored.dtype}; checkpoints hold fp32")
     texts = {name: (source / name).read_text("utf-8") for name in TEXTS if (source / name).is_file()}
     files = {file: [[name, folder.tensors[name].dtype] for name in names] for file, names in folder.files.items()}
-    packed = any(stored.dtype == MXFP4 for stored in folder.tensors.values())  # and are not packed again
+    packed = any(stored.dtype in PACKED for stored in folder.tensors.values())  # and are not packed again
+    history = {"unpacked_to": Dtype.BF16.value} if packed else {"hf": {"texts": texts, "files": files}}
     order = Order(
         final=checkpoint_path(out, 0),
         step=0,
-        extra={"model": to_data(model)} | ({} if packed else {"hf": {"texts": texts, "files": files}}),
+        extra={"model": to_data(model), **history},
         tensors=tuple(_placed(held_tensors(model))),
         pieces=(),
         keep=CheckpointSpec(),

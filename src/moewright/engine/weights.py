@@ -15,14 +15,15 @@ from types import MappingProxyType
 
 import torch
 
-from moewright.engine.hf_folder import MXFP4, HfFolder, HfReader
+from moewright.engine.hf_folder import HfFolder, HfReader
+from moewright.engine.hf_packed import PACKED
 from moewright.engine.placement import Placement
 from moewright.rules.inventory import parameters, selection_bias_name
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-FLOATS = ("F64", "F32", "BF16", "F16", MXFP4)
+FLOATS = ("F64", "F32", "BF16", "F16", *PACKED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

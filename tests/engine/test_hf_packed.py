@@ -1,0 +1,92 @@
+"""Weights in 8 bits with a factor a block: every box of them is what they stand for, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from hf_families import write_fp8, write_model
+from moewright.cli.main import main
+from moewright.engine.hf_packed import FP8, Stored, unpacked
+
+SIZES = (2, 300, 150)  # experts, rows and columns, the last blocks of 128 cut off
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+
+def cuts(size: int) -> st.SearchStrategy[slice]:
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: slice(min(ends), max(ends)))
+
+
+@given(box=st.tuples(*map(cuts, SIZES)), dims=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_any_box_is_that_of_the_whole(box: tuple[slice, ...], dims: int) -> None:
+    """A power of two for every block says which one each value was multiplied by."""
+    ones = torch.ones(SIZES).to(torch.float8_e4m3fn)
+    held = {"x": ones, "x_scale_inv": 2.0 ** torch.arange(12).view(2, 3, 2)}
+    expert, row, column = torch.meshgrid(*map(torch.arange, SIZES), indexing="ij")
+    wanted = 2.0 ** (6 * expert + 2 * (row >= 128) + 2 * (row >= 256) + (column >= 128))
+    stored = Stored(file="", dtype=FP8, shape=SIZES, block=(128, 128))
+    found = unpacked("x", stored, box[:dims], lambda name, part: held[name][part])
+    assert torch.equal(found, wanted[box[:dims]])
+
+
+def test_an_import_is_what_the_blocks_stand_for(tmp_path: Path) -> None:
+    """In fp32 bit for bit, and in bf16 where no dtype is asked for, without scales and without a word of them."""
+    write_model("deepseek_v3", tmp_path / "wide")
+    wanted = write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
+    assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
+    for name, more, dtype in (("fp32", ("--dtype", "fp32"), torch.float32), ("bf16", (), torch.bfloat16)):
+        assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / name), *more)) == 0
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        for tensor, value in wanted.items():
+            kept_wide = tensor.endswith("e_score_correction_bias")
+            assert torch.equal(found[tensor], value if kept_wide else value.to(dtype)), tensor
+        assert "quantization_config" not in json.loads((tmp_path / name / "config.json").read_text())
+
+
+def test_blocks_that_divide_a_tensor_are_scaled_as_transformers_does() -> None:
+    rule = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
+    dice = torch.Generator().manual_seed(5)
+    for shape in ((256, 384), (3, 256, 128)):
+        values = (torch.randn(shape, generator=dice) * 50).to(torch.float8_e4m3fn)
+        factors = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128, generator=dice)
+        for given_as in (factors, factors.bfloat16()):
+            held = {"x": values, "x_scale_inv": given_as}
+            stored = Stored(file="", dtype=FP8, shape=shape, block=(128, 128))
+            found = unpacked("x", stored, (), lambda name, part, held=held: held[name][part])
+            for dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(found.to(dtype), rule._dequantize_one(values, given_as, dtype))
+
+
+def test_what_is_wrong_with_scales_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model("deepseek_v3", tmp_path / "wide")
+    write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
+    path, index = tmp_path / "hf" / "factors.safetensors", tmp_path / "hf" / "model.safetensors.index.json"
+    before, placed = load_file(path), json.loads(index.read_text())["weight_map"]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    factors, norm = f"{EXPERT}_scale_inv", "model.layers.0.input_layernorm.weight_scale_inv"
+
+    def refused(changed: dict[str, torch.Tensor | None], block: object = (10, 12)) -> str:
+        stored = {name: tensor for name, tensor in {**before, **changed}.items() if tensor is not None}
+        save_file(stored, path)
+        kept = {name: file for name, file in placed.items() if file != path.name} | dict.fromkeys(stored, path.name)
+        index.write_text(json.dumps({"weight_map": kept}))
+        said = {**config, "quantization_config": {"weight_block_size": block}}
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(said))
+        assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 2
+        return capsys.readouterr().err
+
+    assert f"{EXPERT}: is of F8_E4M3 and needs rows, columns, and factors {factors}" in refused({factors: None})
+    assert f"{norm}: has no tensor {norm.removesuffix('_scale_inv')} of F8_E4M3" in refused({norm: torch.ones(1)})
+    assert f"{factors}: has shape [4, 1], blocks of [10, 12] make [4, 2]" in refused({factors: torch.ones(4, 1)})
+    assert f"{factors}: is of F64; known are F32, BF16" in refused({factors: before[factors].double()})
+    for block in (None, [10], [10, 0], [10, "12"], 10):
+        assert "config.json gives no quantization_config.weight_block_size" in refused({}, block)
+    assert not (tmp_path / "ours").exists()
