@@ -14,7 +14,7 @@ import torch
 
 from moewright.bench import cases as cases_module
 from moewright.bench import machine, team
-from moewright.bench.cases import Case, Probe, all_cases
+from moewright.bench.cases import Case, Place, Probe, all_cases, group_sizes, rounds, uneven
 from moewright.bench.machine import machine_fingerprint, measure
 from moewright.bench.team import run_team
 from moewright.codec import read_toml, write_toml
@@ -28,14 +28,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these figures
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Case, ...]:
-    """Every unit of work takes 2 ns, a collective 1 ms and 1 ns a byte."""
+    """Every unit of work takes 2 ns on every rank, a collective 1 ms and 1 ns a byte."""
     known = all_cases(CPU, ranks)
-    times = tuple(1e-3 + case.x * 1e-9 if isinstance(case.op, Collective) else case.work * 2e-9 for case in known)
+    each = tuple(1e-3 + case.x * 1e-9 if isinstance(case.op, Collective) else case.work * 2e-9 for case in known)
+    times = tuple((seconds,) * ranks for seconds in each)
     monkeypatch.setattr(machine, "run_team", lambda *_, **__: times)
     return known
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     known = pretend(monkeypatch, nproc)
     hardware = measure(nproc=nproc)
@@ -45,21 +46,25 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
         (Op.OPTIMIZER, Dtype.FP32),
     }
     for rate in device.rates:
-        assert [x for x, _ in rate.curve.points] == [case.x for case in known if case.curve == (rate.op, rate.dtype)]
+        assert [x for x, _ in rate.curve.points] == [
+            case.x for case in known if (case.op, case.dtype) == (rate.op, rate.dtype)
+        ]
         assert all(y == pytest.approx(5e8) for _, y in rate.curve.points)
     assert [peak.rate.value for peak in device.peaks] == pytest.approx([5e8, 5e8])
     assert device.memory_bytes.value * nproc <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    times = {one.op: one.curve.points for one in fabric.times}
-    assert set(times) == (set() if nproc == 1 else set(Collective) - {Collective.BROADCAST})
+    times = {(one.op, one.group_size): one.curve.points for one in fabric.times}
+    assert set(times) == {(op, size) for op in Collective for size in group_sizes(nproc)}
     for points in times.values():
         assert all(y == pytest.approx(1e-3 + x * 1e-9) for x, y in points)
         assert points[0][0] <= 64
         assert points[-1][0] > 16e6
     assert (hardware.count, fabric.domain_size, len(device.peaks)) == (nproc, nproc, 2)
     if nproc > 1:
-        payload = times[Collective.ALL_TO_ALL][-1][0]
+        payload = times[Collective.ALL_TO_ALL, nproc][-1][0]
         expected = payload * (nproc - 1) / nproc / (1e-3 + payload * 1e-9)
         assert fabric.domain_Bps.value == pytest.approx(expected)
+    assert len(fabric.links) == (0 if nproc < 3 else nproc * (nproc - 1) // 2)
+    assert all(link.Bps.value == pytest.approx(5e8) for link in fabric.links)
     curves = (*(rate.curve for rate in device.rates), *(one.curve for one in fabric.times))
     for number in (*curves, *(peak.rate for peak in device.peaks), hardware.constants[0].value, fabric.domain_Bps):
         assert number.kind is SourceKind.MEASURED
@@ -71,8 +76,8 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_curves_ascend() -> None:
     for kind in DeviceKind:
-        seen: dict[tuple[str, str], float] = {}
-        for case in all_cases(kind, 2):
+        seen: dict[tuple[str, str, int], float] = {}
+        for case in all_cases(kind, 4):
             assert case.x > seen.get(case.curve, 0), case
             seen[case.curve] = case.x
 
@@ -86,12 +91,35 @@ def test_flops_by_hand() -> None:
 
 
 def test_the_smallest_of_every_kind_of_work_runs() -> None:
-    smallest: dict[tuple[str, str], Case] = {}
+    smallest: dict[tuple[str, str, int], Case] = {}
     for case in all_cases(CPU, 1):
         smallest.setdefault(case.curve, case)
     assert len(smallest) == 5 * 2 + 1 + 2
     for case in smallest.values():
-        case.setup(torch.device("cpu"))()
+        case.setup(Place(device=torch.device("cpu")))()
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 7, 8])
+def test_every_pair_meets_once(ranks: int) -> None:
+    met = [(one, other) for turn in rounds(ranks) for one, other in turn.items()]
+    assert sorted(met) == sorted((one, other) for one in range(ranks) for other in range(ranks) if one != other)
+
+
+def test_uneven_rows_are_as_many_as_even_ones() -> None:
+    torch.manual_seed(0)
+    drawn = [uneven(32, 16) for _ in range(50)]
+    assert all(sum(counts) == 32 * 16 and min(counts) >= 0 for counts in drawn)
+    assert len(set(drawn)) == 50
+
+
+@pytest.mark.spawn
+def test_groups_of_every_size_and_all_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks: two pairs at once, all of them, and each with each."""
+    chosen = tuple(case for case in all_cases(CPU, 4) if case.moves and case.x <= 64)
+    monkeypatch.setattr(team, "all_cases", lambda *_: chosen)
+    taken = run_team(CPU, ranks=4, budget_s=10)
+    assert {case.ranks for case in chosen} == {2, 4}
+    assert all(seconds is not None and len(seconds) == 4 and min(seconds) > 0 for seconds in taken)
 
 
 def test_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +155,8 @@ def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch
     started = time.monotonic()
     first, second, third = run_team(CPU, ranks=2, budget_s=1.5)
     assert time.monotonic() - started < 8
-    assert first == pytest.approx(0.01, rel=0.5)
-    assert second == pytest.approx(0.5, rel=0.3)
+    assert first == pytest.approx((0.01, 0.01), rel=0.5)
+    assert second == pytest.approx((0.5, 0.5), rel=0.3)
     assert third is None
 
 
@@ -136,13 +164,13 @@ def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch
 def test_work_is_timed_without_what_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "all_cases", lambda *_: (replace(sleepy(0.05), op=Op.GEMM),))
     monkeypatch.setattr(team, "cores", lambda: 2)
-    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx(0, abs=0.01)
+    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0, 0), abs=0.01)
     monkeypatch.setattr(team, "cores", lambda: 1)
-    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx(0.05, rel=0.5)
+    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0.05, 0.05), rel=0.5)
 
 
 def break_on_rank_1(case: Case, how: str) -> Case:
-    def setup(_: torch.device) -> cases_module.Call:
+    def setup(_: Place) -> cases_module.Call:
         if torch.distributed.get_rank() == 1:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -202,7 +230,7 @@ def test_this_machine() -> None:
     rates = {(rate.op, rate.dtype): rate.curve.points for rate in hardware.device.rates}
     assert 1e8 < max(y for _, y in rates[Op.GEMM, Dtype.FP32]) < 1e13
     assert 1e7 < max(y for _, y in rates[Op.ELEMENTWISE, Dtype.BF16]) < 1e13
-    assert {one.op for one in hardware.fabric.times} == set(Collective) - {Collective.BROADCAST}
+    assert {one.op for one in hardware.fabric.times} == set(Collective)
     assert all(1e-6 < y < 10 for one in hardware.fabric.times for _, y in one.curve.points)
     assert 1e-7 < hardware.constants[0].value.value < 1e-3
     assert hardware.fingerprint == machine_fingerprint(2)

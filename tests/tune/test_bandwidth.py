@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from moewright.codec import read_toml
-from moewright.spec.hardware import Collective, CollectiveTime, Curve, Hardware
-from moewright.spec.sourced import SourceKind
-from moewright.tune.bandwidth import bandwidths
+from moewright.spec.hardware import Collective, CollectiveTime, Curve, Hardware, Link
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.tune.bandwidth import bandwidths, slow_links
 
 MACHINE = Path(__file__).parents[1] / "golden" / "machine_2cpu.toml"
 
@@ -35,3 +35,24 @@ def test_the_collective_whose_bus_is_far_below_the_others_is_pointed_out():
     found = bandwidths(of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, all_to_all=4.0))
     assert [one.op for one in found if one.slow] == [Collective.ALL_TO_ALL]
     assert not any(one.slow for one in bandwidths(of(all_reduce=1.0, reduce_scatter=1.0)))
+
+
+def test_slow_links_are_named_with_the_rank_that_is_on_most_of_them():
+    base = of()
+    pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+
+    def links(slow):
+        found = tuple(
+            Link(
+                first=a,
+                second=b,
+                Bps=Sourced(value=1e9 if (a, b) in slow else 9e9, kind=SourceKind.MEASURED, source="test"),
+            )
+            for a, b in pairs
+        )
+        return slow_links(replace(base, fabric=replace(base.fabric, links=found)))
+
+    assert links([]) == slow_links(base) == ()
+    (one,) = links([(1, 3)])
+    assert (one.link.first, one.link.second, one.rank) == (1, 3, -1)
+    assert [each.rank for each in links([(0, 2), (1, 2)])] == [2, 2]

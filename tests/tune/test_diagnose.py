@@ -113,3 +113,26 @@ def test_waits_are_taken_from_the_rank_that_waits_least_and_a_crowd_is_left_out(
     crowded = replace(run, paces=(pace(0, {"ep": 0.5}, total / 2), pace(1, {"ep": 0.3}, 0.0)))
     assert pace_of(crowded).waits[Cause.EP] == pytest.approx(0.15)  # its peer had a core half of the time
     assert pace_of(crowded).crowded_s > 0
+
+
+def test_the_link_is_told_from_late_ranks_by_what_the_last_rank_waits():
+    run = record()
+    phases = run.steps[-1].phases
+
+    def pace(rank, waits, link, queued=0.0):
+        said = [(GroupWait(group="ep", seconds=seconds),) for seconds in (waits, link)]
+        return RankPace(
+            rank=rank,
+            steps=9,
+            phases=phases,
+            waits=said[0],
+            host=HostTime(running_s=0.8, queued_s=queued),
+            links=said[1],
+        )
+
+    found = pace_of(replace(run, paces=(pace(0, 0.5, 0.1), pace(1, 0.3, 0.1))))
+    assert dict(found.waits) == {Cause.EP: 0.1}
+    assert found.lagged_s == pytest.approx(0.2)
+    assert found.late_s == pytest.approx(0.3)
+    crowded = pace_of(replace(run, paces=(pace(0, 0.5, 0.1, 0.15), pace(1, 0.3, 0.1, 0.15))))
+    assert crowded.late_s == pytest.approx(0.15)  # each peer had no core for as long

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from moewright.engine import kernels
+from moewright.rules.legality import divisors
 from moewright.spec.hardware import Collective, DeviceKind, Op
 from moewright.spec.units import KIB, MIB
 from moewright.spec.workload import Dtype
@@ -34,6 +35,9 @@ PASS_BYTES = (16 * KIB, 128 * KIB, MIB, 8 * MIB, 64 * MIB)
 UPDATED = (1 << 16, 1 << 20, 1 << 23)
 PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
+LINK_BYTES = 4 * MIB
+SETS = 4  # of inputs of a product: a training step finds few of its operands in the nearest cache
+UNEVEN = 0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
 TINY_OPS = 200
 
 Call = Callable[[], object]
@@ -44,21 +48,41 @@ class Probe(StrEnum):
 
     COPY = "copy"  # x: bytes read and written; y: bytes/s
     HOST = "host"  # x: operations; y: operations/s
+    LINK = "link"  # x: the round, from 1, in which a rank has partners(x)[rank]; y: bytes/s each way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank measures. `groups` holds its block of each size smaller than the world; None is all of them."""
+
+    device: torch.device
+    rank: int = 0
+    groups: Mapping[int, dist.ProcessGroup | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times seconds."""
+    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times seconds.
+
+    Of a collective, `ranks` are those of a group; the groups of a size, neighbours each, work at the same time.
+    """
 
     op: Op | Collective | Probe
     dtype: Dtype
     x: float
     work: float
-    setup: Callable[[torch.device], Call]
+    setup: Callable[[Place], Call]
+    ranks: int = 1
+    sets: int = 1  # of inputs, taken in turn
 
     @property
-    def curve(self) -> tuple[Op | Collective | Probe, Dtype]:
-        return self.op, self.dtype
+    def curve(self) -> tuple[Op | Collective | Probe, Dtype, int]:
+        return self.op, self.dtype, self.ranks
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is communication, which is timed by the wall."""
+        return isinstance(self.op, Collective) or self.op is Probe.LINK
 
 
 def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
@@ -66,14 +90,18 @@ def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
 
     When time runs out, what is missing are the largest points of the rates.
     """
-    curves: dict[tuple[str, str], list[Case]] = {}
-    for case in (*_compute(kind), *_collectives(ranks)):
+    curves: dict[tuple[str, str, int], list[Case]] = {}
+    for case in (
+        *_compute(kind),
+        *(case for size in group_sizes(ranks) for case in _collectives(size)),
+        *_links(ranks),
+    ):
         curves.setdefault(case.curve, []).append(case)
     ordered = [sorted(curve, key=lambda case: case.x) for curve in curves.values()]
-    rates = [curve[1:] for curve in ordered if not isinstance(curve[0].op, Collective)]
+    rates = [curve[1:] for curve in ordered if not curve[0].moves]
     return (
         *(curve[0] for curve in ordered),
-        *(case for curve in ordered if isinstance(curve[0].op, Collective) for case in curve[1:]),
+        *(case for curve in ordered if curve[0].moves for case in curve[1:]),
         *(case for cases in zip_longest(*rates) for case in cases if case is not None),
     )
 
@@ -103,8 +131,8 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
 def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Case:
     """A linear layer's forward and both products of its backward; x is the FLOPs of one."""
 
-    def setup(device: torch.device) -> Call:
-        x, w, g = (_random(shape, torch_dtype, device) for shape in ((m, k), (n, k), (m, n)))
+    def setup(place: Place) -> Call:
+        x, w, g = (_random(shape, torch_dtype, place.device) for shape in ((m, k), (n, k), (m, n)))
 
         def call() -> None:
             kernels.matmul(x, w.t())
@@ -114,16 +142,18 @@ def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Cas
         return call
 
     flops = 2 * m * n * k
-    return Case(op=Op.GEMM, dtype=dtype, x=flops, work=3 * flops, setup=setup)
+    return Case(op=Op.GEMM, dtype=dtype, x=flops, work=3 * flops, setup=setup, sets=SETS)
 
 
 def _grouped(dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n: int, k: int) -> Case:
-    """Experts' linear [n, k], forward and both products of backward, with `rows` an expert."""
+    """Experts' linear [n, k], forward and both products of backward, with `rows` an expert in the mean: routers load
+    experts unevenly, and otherwise in every call."""
 
-    def setup(device: torch.device) -> Call:
+    def setup(place: Place) -> Call:
+        counts = uneven(rows, experts)
         shapes = ((experts * rows, k), (experts, n, k), (experts * rows, n))
-        x, w, g = (_random(shape, torch_dtype, device) for shape in shapes)
-        ends = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows
+        x, w, g = (_random(shape, torch_dtype, place.device) for shape in shapes)
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=place.device)
 
         def call() -> None:
             kernels.grouped_matmul(x, w.mT, ends)
@@ -132,7 +162,15 @@ def _grouped(dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n:
 
         return call
 
-    return Case(op=Op.GROUPED_GEMM, dtype=dtype, x=rows, work=3 * 2 * experts * rows * n * k, setup=setup)
+    flops = 3 * 2 * experts * rows * n * k
+    return Case(op=Op.GROUPED_GEMM, dtype=dtype, x=rows, work=flops, setup=setup, sets=SETS)
+
+
+def uneven(rows: int, experts: int) -> tuple[int, ...]:
+    """Rows of each expert, drawn with a deviation of UNEVEN of the mean; together as many as even ones."""
+    weights = torch.randn(experts, dtype=torch.float64).mul_(UNEVEN).exp_()
+    ends = (weights.cumsum(0) / weights.sum() * rows * experts).round().int().tolist()
+    return tuple(after - before for before, after in zip([0, *ends], ends, strict=False))
 
 
 def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, int, int, int]) -> tuple[Case, Case]:
@@ -144,20 +182,20 @@ def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, in
         k, v = (_random((batch, seq_len, kv_heads, width), torch_dtype, device) for _ in range(2))
         return q, k, v
 
-    def forward(device: torch.device) -> Call:
-        q, k, v = inputs(device)
+    def forward(place: Place) -> Call:
+        q, k, v = inputs(place.device)
         return lambda: kernels.attention(q, k, v)
 
-    def backward(device: torch.device) -> Call:
-        q, k, v = inputs(device)
+    def backward(place: Place) -> Call:
+        q, k, v = inputs(place.device)
         out, rest = kernels.attention(q, k, v)
         grad = torch.randn_like(out)
         return lambda: kernels.attention_backward(grad, q, k, v, out, rest)
 
     flops = 2 * batch * heads * seq_len * seq_len * width
     return (
-        Case(op=Op.ATTENTION, dtype=dtype, x=seq_len, work=flops, setup=forward),
-        Case(op=Op.ATTENTION_BACKWARD, dtype=dtype, x=seq_len, work=2 * flops, setup=backward),
+        Case(op=Op.ATTENTION, dtype=dtype, x=seq_len, work=flops, setup=forward, sets=SETS),
+        Case(op=Op.ATTENTION_BACKWARD, dtype=dtype, x=seq_len, work=2 * flops, setup=backward, sets=SETS),
     )
 
 
@@ -167,8 +205,8 @@ def _passes(dtype: Dtype, torch_dtype: torch.dtype, pass_bytes: int) -> Case:
     elements = pass_bytes * 3 // (20 if dtype is Dtype.BF16 else 32)
     moved_bytes = elements * (20 if dtype is Dtype.BF16 else 32)
 
-    def setup(device: torch.device) -> Call:
-        a = _random((elements,), torch_dtype, device)
+    def setup(place: Place) -> Call:
+        a = _random((elements,), torch_dtype, place.device)
         if dtype is Dtype.BF16:
             return lambda: a.float().mul_(0.5).to(torch_dtype)
         return lambda: (a * a).mul_(0.5) + a
@@ -179,10 +217,10 @@ def _passes(dtype: Dtype, torch_dtype: torch.dtype, pass_bytes: int) -> Case:
 def _update(parameters: int) -> Case:
     """Fused AdamW over flat fp32 buffers: master weights, gradients and two moments."""
 
-    def setup(device: torch.device) -> Call:
-        master, grad = (_random((parameters,), torch.float32, device) for _ in range(2))
+    def setup(place: Place) -> Call:
+        master, grad = (_random((parameters,), torch.float32, place.device) for _ in range(2))
         first, second = torch.zeros_like(master), torch.zeros_like(master)
-        step = torch.zeros((), device=device)
+        step = torch.zeros((), device=place.device)
 
         def call() -> None:
             adamw(
@@ -210,8 +248,8 @@ def _update(parameters: int) -> Case:
 def _copy(size_bytes: int) -> Case:
     """A plain copy between two buffers far larger than any cache."""
 
-    def setup(device: torch.device) -> Call:
-        source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+    def setup(place: Place) -> Call:
+        source = torch.ones(size_bytes, dtype=torch.uint8, device=place.device)
         target = torch.zeros_like(source)
         return lambda: target.copy_(source)
 
@@ -221,9 +259,9 @@ def _copy(size_bytes: int) -> Case:
 def _host() -> Case:
     """Operations too small to cost anything but their launch, half of them in an autograd backward."""
 
-    def setup(device: torch.device) -> Call:
-        start = torch.ones(8, device=device, requires_grad=True)
-        gradient = torch.ones(8, device=device)
+    def setup(place: Place) -> Call:
+        start = torch.ones(8, device=place.device, requires_grad=True)
+        gradient = torch.ones(8, device=place.device)
 
         def call() -> None:
             x = start
@@ -237,14 +275,18 @@ def _host() -> Case:
     return Case(op=Probe.HOST, dtype=Dtype.FP32, x=TINY_OPS, work=TINY_OPS, setup=setup)
 
 
+def group_sizes(ranks: int) -> tuple[int, ...]:
+    """Of groups that a world splits into; none for one rank."""
+    return tuple(size for size in divisors(ranks) if size > 1)
+
+
 def _collectives(ranks: int) -> Iterable[Case]:
-    if ranks == 1:
-        return
-    makers: Sequence[tuple[Collective, Callable[[torch.Tensor, int], Call]]] = (
-        (Collective.ALL_REDUCE, lambda data, _: lambda: dist.all_reduce(data)),
+    makers: Sequence[tuple[Collective, Callable[[torch.Tensor, int, Place], Call]]] = (
+        (Collective.ALL_REDUCE, _sum),
         (Collective.ALL_GATHER, _gather),
         (Collective.REDUCE_SCATTER, _scatter),
         (Collective.ALL_TO_ALL, _exchange),
+        (Collective.BROADCAST, _spread),
         (Collective.P2P, _shift),
     )
     for op, maker in makers:
@@ -255,41 +297,83 @@ def _collectives(ranks: int) -> Iterable[Case]:
             yield _collective(op, elements, ranks, maker)
 
 
-def _collective(op: Collective, elements: int, ranks: int, maker: Callable[[torch.Tensor, int], Call]) -> Case:
+def _collective(op: Collective, elements: int, ranks: int, maker: Callable[[torch.Tensor, int, Place], Call]) -> Case:
     """x is the bytes a rank hands in, its own part included; the curve's y is seconds, a call one unit of work."""
 
-    def setup(device: torch.device) -> Call:
-        return maker(torch.zeros(elements, device=device), ranks)
+    def setup(place: Place) -> Call:
+        return maker(torch.zeros(elements, device=place.device), ranks, place)
 
-    return Case(op=op, dtype=Dtype.FP32, x=4 * elements, work=1, setup=setup)
-
-
-def _gather(data: torch.Tensor, ranks: int) -> Call:
-    whole = data.new_empty(data.numel() * ranks)
-    return lambda: dist.all_gather_into_tensor(whole, data)
+    return Case(op=op, dtype=Dtype.FP32, x=4 * elements, work=1, setup=setup, ranks=ranks)
 
 
-def _scatter(data: torch.Tensor, ranks: int) -> Call:
-    part = data.new_empty(data.numel() // ranks)
-    return lambda: dist.reduce_scatter_tensor(part, data)
+def _sum(data: torch.Tensor, ranks: int, place: Place) -> Call:
+    group = place.groups.get(ranks)
+    return lambda: dist.all_reduce(data, group=group)
 
 
-def _exchange(data: torch.Tensor, ranks: int) -> Call:
+def _gather(data: torch.Tensor, ranks: int, place: Place) -> Call:
+    whole, group = data.new_empty(data.numel() * ranks), place.groups.get(ranks)
+    return lambda: dist.all_gather_into_tensor(whole, data, group=group)
+
+
+def _scatter(data: torch.Tensor, ranks: int, place: Place) -> Call:
+    part, group = data.new_empty(data.numel() // ranks), place.groups.get(ranks)
+    return lambda: dist.reduce_scatter_tensor(part, data, group=group)
+
+
+def _exchange(data: torch.Tensor, ranks: int, place: Place) -> Call:
+    received, group = torch.empty_like(data), place.groups.get(ranks)
+    return lambda: dist.all_to_all_single(received, data, group=group)
+
+
+def _spread(data: torch.Tensor, ranks: int, place: Place) -> Call:
+    group, first = place.groups.get(ranks), place.rank // ranks * ranks
+    return lambda: dist.broadcast(data, src=first, group=group)
+
+
+def _shift(data: torch.Tensor, ranks: int, place: Place) -> Call:
+    """Every rank sends to the next of its group and receives from the one before."""
+    first = place.rank // ranks * ranks
+    after, before = ((place.rank - first + step) % ranks + first for step in (1, -1))
+    return _sent(data, after, before, place.groups.get(ranks))
+
+
+def _sent(data: torch.Tensor, to: int, source: int, group: dist.ProcessGroup | None) -> Call:
     received = torch.empty_like(data)
-    return lambda: dist.all_to_all_single(received, data)
-
-
-def _shift(data: torch.Tensor, ranks: int) -> Call:
-    """Every rank sends to the next and receives from the one before."""
-    received, rank = torch.empty_like(data), dist.get_rank()
 
     def call() -> None:
-        sends = dist.P2POp(dist.isend, data, (rank + 1) % ranks)
-        receives = dist.P2POp(dist.irecv, received, (rank - 1) % ranks)
+        sends = dist.P2POp(dist.isend, data, to, group)
+        receives = dist.P2POp(dist.irecv, received, source, group)
         for work in dist.batch_isend_irecv([sends, receives]):
             work.wait()
 
     return call
+
+
+def _links(ranks: int) -> Iterable[Case]:
+    """Every pair of more than two ranks, in rounds in which all ranks have a partner (but one, where they are odd)."""
+    for turn in range(len(rounds(ranks)) if ranks > 2 else 0):
+        yield _link(turn, ranks)
+
+
+def _link(turn: int, ranks: int) -> Case:
+    def setup(place: Place) -> Call:
+        partner = rounds(ranks)[turn].get(place.rank)
+        data = torch.zeros(LINK_BYTES // 4, device=place.device)
+        return _sent(data, partner, partner, None) if partner is not None else lambda: None
+
+    return Case(op=Probe.LINK, dtype=Dtype.FP32, x=turn + 1, work=LINK_BYTES, setup=setup, ranks=ranks)
+
+
+def rounds(ranks: int) -> tuple[Mapping[int, int], ...]:
+    """Everybody's partner in each round of a tournament, by the circle method: one stays, the others move on."""
+    seats = [*range(ranks), *([] if ranks % 2 == 0 else [-1])]
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = [(seats[place], seats[-1 - place]) for place in range(len(seats) // 2)]
+        found.append({one: other for pair in pairs if -1 not in pair for one, other in (pair, pair[::-1])})
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return tuple(found)
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,10 +8,11 @@ import platform
 from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
-from moewright.bench.cases import Case, Probe, all_cases
+from moewright.bench.cases import Probe, all_cases, rounds
 from moewright.bench.team import Clock, clock_for, run_team
 from moewright.engine.crowd import cores, refuse_crowd
 from moewright.spec.errors import BadInput, Reason
@@ -24,6 +25,7 @@ from moewright.spec.hardware import (
     DeviceKind,
     Fabric,
     Hardware,
+    Link,
     Op,
     OpRate,
     Peak,
@@ -31,7 +33,7 @@ from moewright.spec.hardware import (
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-BENCH_VERSION = 2  # part of the fingerprint: raise it when the same machine would be described differently
+BENCH_VERSION = 3  # part of the fingerprint: raise it when the same machine would be described differently
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 Points = tuple[tuple[float, float], ...]
@@ -47,13 +49,22 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     kind = _kind(nproc)
     taken = run_team(kind, ranks=nproc, budget_s=budget_s)
     points: dict[tuple[str, Dtype], list[tuple[float, float]]] = defaultdict(list)
+    moved: dict[tuple[Collective, int], list[tuple[float, float]]] = defaultdict(list)
+    pairs: dict[tuple[int, int], float] = {}
     for case, seconds in zip(all_cases(kind, nproc), taken, strict=True):
-        if seconds is not None:
-            points[case.curve].append((case.x, _y(case, seconds)))
+        if seconds is None:
+            continue
+        if isinstance(case.op, Collective):
+            moved[case.op, case.ranks].append((case.x, fmean(seconds)))
+        elif case.op is Probe.LINK:
+            partners = rounds(nproc)[round(case.x) - 1].items()
+            pairs |= {(a, b): case.work / fmean((seconds[a], seconds[b])) for a, b in partners if a < b}
+        else:
+            points[case.op, case.dtype].append((case.x, case.work / fmean(seconds)))
     how = _how(kind, nproc)
     how_work = f"{how}, CPU time" if clock_for(kind, nproc) is Clock.THREAD else how
     curves = {key: tuple(sorted(found)) for key, found in points.items()}
-    missing = [op for op in (*Op, *Probe) if not any(key[0] is op for key in curves)]
+    missing = [op for op in (*Op, Probe.COPY, Probe.HOST) if not any(key[0] is op for key in curves)]
     if missing:
         rule = f"was too short to measure {', '.join(missing)}"
         raise BadInput(Reason(field="budget_s", value=f"{budget_s:g}", rule=rule, nearest="45"))
@@ -62,7 +73,7 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         name=f"{nproc} x {name}",
         count=nproc,
         device=_device(kind, nproc, name, curves, how_work),
-        fabric=_fabric(nproc, curves, how),
+        fabric=_fabric(nproc, curves, {key: tuple(sorted(found)) for key, found in moved.items()}, pairs, how),
         constants=(
             Constant(
                 name="host_s_per_op",
@@ -100,10 +111,6 @@ def _kind(nproc: int) -> DeviceKind:
         rule = f"this machine has {gpus} GPUs, and a process takes one"
         raise BadInput(Reason(field="nproc", value=str(nproc), rule=rule, nearest=str(gpus)))
     return DeviceKind.CUDA
-
-
-def _y(case: Case, seconds: float) -> float:
-    return seconds if isinstance(case.op, Collective) else case.work / seconds
 
 
 def _how(kind: DeviceKind, nproc: int) -> str:
@@ -151,15 +158,24 @@ def _device(kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dty
     )
 
 
-def _fabric(nproc: int, curves: dict[tuple[str, Dtype], Points], how: str) -> Fabric:
+def _fabric(
+    nproc: int,
+    curves: dict[tuple[str, Dtype], Points],
+    moved: dict[tuple[Collective, int], Points],
+    pairs: dict[tuple[int, int], float],
+    how: str,
+) -> Fabric:
     """One domain: the machine. Bandwidth is what leaves a rank in the largest all-to-all, latency its smallest one."""
     times = tuple(
-        CollectiveTime(op=op, group_size=nproc, curve=_curve(curves[op, Dtype.FP32], f"{how}: {op}"))
-        for op in Collective
-        if (op, Dtype.FP32) in curves
+        CollectiveTime(op=op, group_size=size, curve=_curve(points, f"{how}: {op} in groups of {size}"))
+        for (op, size), points in sorted(
+            moved.items(), key=lambda pair: (pair[0][1], list(Collective).index(pair[0][0]))
+        )
     )
+    source = f"{how}: exchange of 4 MiB, all pairs of a round at once"
+    links = tuple(Link(first=a, second=b, Bps=_sourced(rate, source)) for (a, b), rate in sorted(pairs.items()))
     if nproc > 1:
-        exchange = curves[Collective.ALL_TO_ALL, Dtype.FP32]
+        exchange = moved[Collective.ALL_TO_ALL, nproc]
         payload_bytes, largest_s = exchange[-1]
         bandwidth_Bps, latency_s = payload_bytes * (nproc - 1) / nproc / largest_s, exchange[0][1]
         source = f"{how}: all-to-all of {payload_bytes:.0f} and of {exchange[0][0]:.0f} bytes"
@@ -175,6 +191,7 @@ def _fabric(nproc: int, curves: dict[tuple[str, Dtype], Points], how: str) -> Fa
         domain_latency_s=_sourced(latency_s, source),
         network_latency_s=_sourced(latency_s, outside),
         times=times,
+        links=links,
     )
 
 

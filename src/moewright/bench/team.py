@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moewright.bench.cases import Call, Case, all_cases
+from moewright.bench.cases import Call, Case, Place, all_cases, group_sizes
 from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.crowd import cores
 from moewright.engine.rank import die_with_parent
-from moewright.spec.hardware import Collective, DeviceKind
+from moewright.spec.hardware import DeviceKind
 
 SLICE_S = 0.2  # on one case, when the budget allows
 BATCH_S = 2e-4  # calls shorter than this are timed several at once
@@ -52,8 +52,8 @@ def clock_for(kind: DeviceKind, ranks: int) -> Clock:
     return Clock.THREAD if kind is DeviceKind.CPU and ranks <= cores() else Clock.WALL
 
 
-def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[float | None, ...]:
-    """Seconds of one call of each of `all_cases`, mean over the ranks; None: no time was left.
+def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[tuple[float, ...] | None, ...]:
+    """Seconds of one call of each of `all_cases` on every rank; None: no time was left.
 
     Ranks are forked on a CPU (with one thread each) and started anew for CUDA, which does not survive a fork.
     """
@@ -78,7 +78,7 @@ def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[float | 
                 process.join()
         _raise_first_failure(codes, Path(folder))
         taken = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-    return tuple(None if None in times else statistics.fmean(times) for times in zip(*taken, strict=True))
+    return tuple(None if None in times else times for times in zip(*taken, strict=True))
 
 
 def _raise_first_failure(codes: Sequence[int | None], folder: Path) -> None:
@@ -124,24 +124,40 @@ def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
             timeout=timedelta(seconds=GRACE_S),
         )
     cases = all_cases(told.kind, told.ranks)
-    taken = [_measure(case, device, told, len(cases) - place) for place, case in enumerate(cases)]
+    place = Place(
+        device=device, rank=rank, groups={size: _block(rank, size, told.ranks) for size in group_sizes(told.ranks)}
+    )
+    taken = [_measure(case, place, told, len(cases) - number) for number, case in enumerate(cases)]
     if told.ranks > 1:
         dist.destroy_process_group()
     return taken
 
 
-def _measure(case: Case, device: torch.device, told: Assignment, cases_left: int) -> float | None:
+def _block(rank: int, size: int, ranks: int) -> dist.ProcessGroup | None:
+    """This rank's group of `size` neighbours; None is the world. Every rank makes them all, in the same order."""
+    if size == ranks:
+        return None
+    blocks = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
+    return blocks[rank // size]
+
+
+def _measure(case: Case, place: Place, told: Assignment, cases_left: int) -> float | None:
     """Seconds of one call. Every rank makes the same number of calls, at the same time as the others.
 
     The lower quartile of the repeats: what the team's own ranks cost each other is in all of them, what other jobs on
     the machine cost is mostly in the upper ones.
     """
+    device = place.device
     left_s = -_highest(time.monotonic() - told.deadline, device, told.ranks)
     if left_s <= 0:
         return None
-    call = case.setup(device)
+    turns = itertools.cycle([case.setup(place) for _ in range(case.sets)])
+
+    def call() -> object:
+        return next(turns)()
+
     call()
-    clock = Clock.WALL if isinstance(case.op, Collective) else told.clock
+    clock = Clock.WALL if case.moves else told.clock
     first = _time(call, 1, device, clock)
     wall_s = max(_highest(first.wall_s, device, told.ranks), 1e-7)
     calls = max(1, min(1000, round(BATCH_S / wall_s)))

@@ -45,18 +45,23 @@ def bench_machine(
 
 
 def _print_bandwidths(path: Path) -> None:
-    """What nccl-tests would say of the largest message of each collective, and which stands out."""
+    """What nccl-tests would say of the largest message of each collective and group size, and which link is slow."""
     from moewright.codec import read_toml
     from moewright.spec.hardware import Hardware
     from moewright.spec.units import show_bytes, show_seconds
-    from moewright.tune.bandwidth import bandwidths
+    from moewright.tune.bandwidth import bandwidths, slow_links
 
-    found = bandwidths(read_toml(Hardware, path))
-    for one in found:
+    hardware = read_toml(Hardware, path)
+    for one in bandwidths(hardware):
         rate = f"algorithm {one.algorithm_Bps / GIGA:.3g} GB/s, bus {one.bus_Bps / GIGA:.3g} GB/s"
         size = f"{show_bytes(one.payload_bytes)} in {show_seconds(one.seconds)}"
-        note = "  SLOW beside the others: look at its link" if one.slow else ""
+        note = "  SLOW beside the others" if one.slow else ""
         print(f"{one.op:<16}{one.group_size:>4} ranks  {size:<24}{rate}{note}")
+    for slow in slow_links(hardware):
+        link, beside = slow.link, f"{slow.typical_Bps / GIGA:.3g} GB/s between most"
+        port = f"; rank {slow.rank} is on more of them" if slow.rank >= 0 else ""
+        pair = f"SLOW link between ranks {link.first} and {link.second}"
+        print(f"{pair}: {link.Bps.value / GIGA:.3g} GB/s each way, {beside}{port}")
 
 
 def bench_search() -> int:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from moewright.rules.grid import group_ranks
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Phase, TimeRow
 from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankPace
+
+Calls = Mapping[str, Sequence[int]]  # microseconds of every wait of a step, by group, in the order of the calls
+STEPS_KEPT = 8  # newest settled steps whose single calls are kept
+CALLS_KEPT = 4096  # of a group; of steps with more, none are
+_PAIRWISE = ("pp",)  # neighbours send to each other; the group never meets
 
 _SCHEDULER = Path("/proc/thread-self/schedstat")  # ns on a core, ns ready without one, slices (Linux: sched-stats.rst)
 
@@ -43,7 +51,7 @@ class Waits:
     def __init__(self, *, blocking: bool) -> None:
         self._blocking = blocking
         self._scheduler = _Scheduler()
-        self._spent: dict[str, float] = defaultdict(float)
+        self._spent: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
     def on(self, group: str) -> Iterator[None]:
@@ -54,12 +62,14 @@ class Waits:
         try:
             yield
         finally:
-            self._spent[group] += time.perf_counter() - started - (self._scheduler.read()[1] - queued)
+            self._spent[group].append(time.perf_counter() - started - (self._scheduler.read()[1] - queued))
 
-    def take(self) -> tuple[GroupWait, ...]:
-        found = tuple(GroupWait(group=group, seconds=seconds) for group, seconds in sorted(self._spent.items()))
+    def take(self) -> tuple[tuple[GroupWait, ...], Calls]:
+        """Sums by group, and the calls they are made of."""
+        calls = {group: [round(1e6 * seconds) for seconds in spent] for group, spent in self._spent.items()}
+        found = tuple(GroupWait(group=group, seconds=sum(spent)) for group, spent in sorted(self._spent.items()))
         self._spent.clear()
-        return found
+        return found, calls
 
 
 class Pace:
@@ -72,6 +82,7 @@ class Pace:
         self._phases: dict[Phase, list[float]] = defaultdict(list)
         self._waits: dict[str, list[float]] = defaultdict(list)
         self._hosts: list[HostTime] = []
+        self._calls: deque[Calls] = deque(maxlen=STEPS_KEPT)
         gc.callbacks.append(self._collects)
 
     def close(self) -> None:
@@ -100,13 +111,19 @@ class Pace:
             asleep_s=max(0.0, sum(row.seconds for row in phases) - spent),
         )
 
-    def settled(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...], host: HostTime) -> None:
+    def settled(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...], calls: Calls, host: HostTime) -> None:
         """Take a step into the medians."""
+        self._calls.append({group: spent for group, spent in calls.items() if len(spent) <= CALLS_KEPT})
         for row in phases:
             self._phases[row.phase].append(row.seconds)
         for wait in waits:
             self._waits[wait.group].append(wait.seconds)
         self._hosts.append(host)
+
+    @property
+    def calls(self) -> tuple[Calls, ...]:
+        """Of the newest settled steps."""
+        return tuple(self._calls)
 
     def typical(self) -> RankPace:
         """Medians: what other programs take from a few steps is not in them."""
@@ -123,6 +140,32 @@ class Pace:
                 asleep_s=median(host.asleep_s for host in hosts),
             ),
         )
+
+
+def with_links(layout: Layout, paces: Sequence[RankPace], calls: Sequence[Sequence[Calls]]) -> tuple[RankPace, ...]:
+    """The paces of all ranks in order, with their links, from the calls of the same steps on every rank.
+
+    A collective ends for all when the last rank has come and the bytes are through. The rank that waits least for it
+    came last, and what it waits is the call; its peers wait as long, and for it before. Medians over steps.
+    """
+    return tuple(replace(pace, links=_links_of(layout, pace, calls)) for pace in paces)
+
+
+def _links_of(layout: Layout, pace: RankPace, calls: Sequence[Sequence[Calls]]) -> tuple[GroupWait, ...]:
+    found = []
+    for wait in pace.waits:
+        if wait.group in _PAIRWISE:
+            continue
+        members = [calls[rank] for rank in group_ranks(layout, wait.group, pace.rank)]
+        steps = [[step.get(wait.group, ()) for step in together] for together in zip(*members, strict=True)]
+        shortest = [
+            sum(min(call) for call in zip(*each, strict=True)) * 1e-6
+            for each in steps
+            if each[0] and len({len(spent) for spent in each}) == 1
+        ]
+        if shortest:
+            found.append(GroupWait(group=wait.group, seconds=min(median(shortest), wait.seconds)))
+    return tuple(found)
 
 
 def sample(device: torch.device) -> DeviceSample | None:

@@ -18,7 +18,7 @@ from moewright.rules.placement import rank_loads
 from moewright.rules.routing import load_of_counts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
-from moewright.spec.run import EvalRecord, LayerLoad, Session, StepRecord
+from moewright.spec.run import EvalRecord, LayerLoad, RankPace, Session, StepRecord
 from moewright.spec.workload import RouterForce
 
 STEPS_FILE = "steps.jsonl"
@@ -278,9 +278,9 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
-def write_paces(run_dir: Path, paces: Sequence[Any]) -> None:
-    """paces.json: plain data of every rank's RankPace."""
-    write_text(run_dir / PACES_FILE, json.dumps({"paces": paces}, indent=1) + "\n")
+def write_paces(run_dir: Path, paces: Sequence[RankPace]) -> None:
+    """paces.json: the paces of all ranks."""
+    write_text(run_dir / PACES_FILE, json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n")
 
 
 def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:

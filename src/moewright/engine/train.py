@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import moewright
-from moewright.codec import read_json, to_data, write_json
+from moewright.codec import from_data, read_json, to_data, write_json
 from moewright.engine import collectives
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import (
@@ -37,7 +37,7 @@ from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.schedule import learning_rate
-from moewright.engine.pace import Pace, sample
+from moewright.engine.pace import Pace, sample, with_links
 from moewright.engine.profile import Window, merge
 from moewright.engine.rank import Exit, Outcome, RankContext
 from moewright.engine.record import (
@@ -63,7 +63,7 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
-from moewright.spec.run import WARM_STEPS, EvalRecord, LayerLoad, Session, StepRecord
+from moewright.spec.run import WARM_STEPS, EvalRecord, LayerLoad, RankPace, Session, StepRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -155,10 +155,10 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
         pace.begin(job.run.books.waits)
         with window.step(step):
             result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
-        waits = job.run.books.waits.take()
+        waits, calls = job.run.books.waits.take()
         host = pace.end(result.phases, waits)
         if step >= first_step + WARM_STEPS and step != counted_step:
-            pace.settled(result.phases, waits, host)
+            pace.settled(result.phases, waits, calls, host)
         record = _step_record(plan, step, lr, result)
         recorder.step(replace(record, waits=waits, host=host, device=sample(device)))
         skips = skips + 1 if result.skipped else 0
@@ -177,9 +177,10 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     recorder.close()
     window.close()
     pace.close()
-    paces = collectives.gather_json(to_data(pace.typical()))
+    everyone = collectives.gather_json({"pace": to_data(pace.typical()), "calls": pace.calls})
     if seat.rank == 0:
-        write_paces(run_dir, paces)
+        paces = [from_data(RankPace, each["pace"], where=f"pace of rank {rank}") for rank, each in enumerate(everyone)]
+        write_paces(run_dir, with_links(plan.layout, paces, [each["calls"] for each in everyone]))
         merge(run_dir)
     job.optimizer.settle()
     collectives.stop()

@@ -134,6 +134,7 @@ def check(hardware: Hardware, *, where: str) -> None:
         ("fabric.domain_size", fabric.domain_size),
         ("fabric.devices_per_node", fabric.devices_per_node),
         *((f"device.peaks[{i}].rate", peak.rate.value) for i, peak in enumerate(device.peaks)),
+        *((f"fabric.links[{i}].Bps", link.Bps.value) for i, link in enumerate(fabric.links)),
     ]
     faults = [
         Reason(field=f"{where}: {field}", value=f"{value:g}", rule="must be above 0", nearest="1")

@@ -64,6 +64,15 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What two ranks send to each other at once, all pairs of a round doing so together."""
+
+    first: int
+    second: int
+    Bps: Sourced  # in each direction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
     """Dense peak of a dtype, FLOP/s: the denominator of MFU."""
 
@@ -94,6 +103,7 @@ class Fabric:
     domain_latency_s: Sourced
     network_latency_s: Sourced
     times: tuple[CollectiveTime, ...] = ()  # measured curves win over the formula
+    links: tuple[Link, ...] = ()  # measured; of no estimate, they show which one is slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

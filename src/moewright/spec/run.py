@@ -68,13 +68,18 @@ class DeviceSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPace:
-    """Medians over the steps of a session on one rank, warm-up and the counted step left out; seconds a step."""
+    """Medians over the steps of a session on one rank, warm-up and the counted step left out; seconds a step.
+
+    `links` is the part of `waits` that even the rank to come last spent: the call itself, all being there. The rest
+    was spent waiting for a late rank. Of groups that meet as a whole; () where the calls were not kept.
+    """
 
     rank: int
     steps: int
     phases: tuple[TimeRow, ...]
     waits: tuple[GroupWait, ...]
     host: HostTime
+    links: tuple[GroupWait, ...] = ()
 
     @property
     def step_s(self) -> float:

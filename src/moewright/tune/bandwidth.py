@@ -1,14 +1,15 @@
 """Algorithm and bus bandwidth of measured collectives, as nccl-tests defines them (PERFORMANCE.md): bytes of the larger
-buffer over time, and that times what of it each rank's link must carry.
+buffer over time, and that times what of it each rank's link must carry; and the links that are slow beside the others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from moewright.spec.hardware import Collective, Hardware
+from moewright.spec.hardware import Collective, Hardware, Link
 
 SLOW = 0.5  # of the median bus bandwidth over the collectives of as many ranks
 
@@ -24,6 +25,31 @@ class Bandwidth:
     algorithm_Bps: float
     bus_Bps: float
     slow: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowLink:
+    """`rank` is the one on more of the slow pairs, its own port rather than this pair; -1: neither is."""
+
+    link: Link
+    typical_Bps: float  # median of all pairs
+    rank: int
+
+
+def slow_links(hardware: Hardware) -> tuple[SlowLink, ...]:
+    """Pairs of ranks that move less than SLOW of what the median pair does, the slowest first."""
+    links = hardware.fabric.links
+    if not links:
+        return ()
+    typical = median(link.Bps.value for link in links)
+    slow = sorted((link for link in links if link.Bps.value < SLOW * typical), key=lambda link: link.Bps.value)
+    on = Counter(rank for link in slow for rank in (link.first, link.second))
+    return tuple(SlowLink(link=link, typical_Bps=typical, rank=_ported(link, on)) for link in slow)
+
+
+def _ported(link: Link, on: Counter[int]) -> int:
+    first, second = on[link.first], on[link.second]
+    return -1 if first == second else link.first if first > second else link.second
 
 
 def bandwidths(hardware: Hardware) -> tuple[Bandwidth, ...]:

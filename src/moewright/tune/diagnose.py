@@ -1,7 +1,7 @@
 """Which wall holds one of our runs back: waits by group, time without a core, phases, load of the experts, memory.
 
-Everything is judged on the critical rank, the one that waits least for the others: what it does sets the step, and
-what it waits for nobody was late to.
+Everything is judged on the critical rank, the one that waits least for the others: what it does sets the step. Of its
+waits, what even the last rank to come spends is the link's; the rest is a late rank's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moewright.spec.finding import Basis, Cause, Drop, Finding, Wall, Waterfall
 from moewright.spec.hardware import Op
 from moewright.spec.ledger import Component, Ledger, Phase
 from moewright.spec.plan import Plan, TimePart
-from moewright.spec.run import RunRecord
+from moewright.spec.run import HostTime, RankPace, RunRecord
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.advise import Known, fixes_for
 from moewright.tune.steps import median_phases, median_step_s, settled
@@ -37,6 +37,7 @@ _GROUPS: Mapping[str, Cause] = {
     **dict.fromkeys(("ep", "etp_ep"), Cause.EP),
     "pp": Cause.PP,
     **dict.fromkeys(("dp", "dp_cp", "edp", "tp_cp_dp", "world"), Cause.DP),
+    **dict.fromkeys(("shard", "edp_shard", "copies", "tp_copies", "edp_copies"), Cause.DP),
 }
 
 
@@ -51,12 +52,27 @@ class Pace:
     rank: int
     step_s: float
     phases: Mapping[Phase, float]
-    waits: Mapping[Cause, float]
+    waits: Mapping[Cause, float]  # of the links; in a pipeline, for its neighbours' work too
     crowded_s: float  # taken out
     collecting_s: float
     stalled_s: float  # neither working, nor ready, nor waiting for a peer, outside the loading of data; or in no phase
     running_s: float
-    late_s: float  # mean over ranks of what they wait more than this one
+    lagged_s: float  # of this rank: waiting for late ranks
+    late_s: float  # the same, mean over ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """What a rank wrote down of a step, seconds: `late_s` its waits for late ranks, `mean_late_s` the mean over ranks,
+    both less the time in which a peer had no core.
+    """
+
+    rank: int
+    phases: dict[Phase, float]
+    host: HostTime
+    links: Mapping[str, float]
+    late_s: float
+    mean_late_s: float
 
 
 def diagnose(record: RunRecord) -> tuple[Finding, ...]:
@@ -76,48 +92,74 @@ def diagnose(record: RunRecord) -> tuple[Finding, ...]:
 
 def pace_of(record: RunRecord) -> Pace:
     """From the means of all ranks; from rank 0's settled steps for a run that has not ended by itself."""
-    if record.paces and all(pace.steps for pace in record.paces):
-        totals = {pace.rank: sum(wait.seconds for wait in pace.waits) for pace in record.paces}
-        chosen = min(record.paces, key=lambda pace: totals[pace.rank])
-        late = fmean(totals.values()) - totals[chosen.rank]
-        phases = {row.phase: row.seconds for row in chosen.phases}
-        waits, host, rank = chosen.waits, chosen.host, chosen.rank
-        running, queued, collecting = host.running_s, host.queued_s, host.collecting_s
-        asleep = host.asleep_s
-        by_group = {wait.group: wait.seconds for wait in waits}
-        others = max((pace.host.queued_s / pace.step_s for pace in record.paces if pace is not chosen), default=0.0)
-    else:
-        steps, rank, late, others = settled(record), 0, 0.0, 0.0
-        phases = dict(median_phases(record))
-        running, queued, collecting, asleep = (
-            median(getattr(step.host, name) for step in steps)
-            for name in ("running_s", "queued_s", "collecting_s", "asleep_s")
-        )
-        groups = {wait.group for step in steps for wait in step.waits}
-        by_group = {
-            group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps) for group in groups
-        }
-    step_s, waited = sum(phases.values()) or median_step_s(record), sum(by_group.values())
-    kept = max(0.0, 1 - others)  # peers without a core so much of the time come so much later
+    ended = bool(record.paces) and all(pace.steps for pace in record.paces)
+    seen = _of_ranks(record.paces) if ended else _of_first(record)
+    phases, host = seen.phases, seen.host
+    step_s, linked = sum(phases.values()) or median_step_s(record), sum(seen.links.values())
     of_cause: dict[Cause, float] = defaultdict(float)
-    for group, seconds in by_group.items():
+    for group, seconds in seen.links.items():
         drains = group == "world" and record.plan.layout.pp > 1  # who has done its last row waits for the others' last
         cause = Cause.CP if group == "tp_cp" and record.plan.layout.tp == 1 else _GROUPS[group]
-        of_cause[Cause.PP if drains else cause] += kept * seconds
-    timed = running > 0 and (bool(by_group) or record.plan.layout.world_size == 1)
+        of_cause[Cause.PP if drains else cause] += seconds
+    timed = host.running_s > 0 and (bool(seen.links) or record.plan.layout.world_size == 1)
     if timed and step_s:  # loading stands in line for a core as all else does
-        phases[Phase.DATA] = phases.get(Phase.DATA, 0.0) * max(0.0, 1 - queued / step_s)
-    apart = running + kept * waited + asleep  # the step as it were with a core for every rank
+        phases[Phase.DATA] = phases.get(Phase.DATA, 0.0) * max(0.0, 1 - host.queued_s / step_s)
+    apart = host.running_s + linked + seen.late_s + host.asleep_s  # the step as it were with a core for every rank
+    idle_s = host.asleep_s if timed else phases.get(Phase.OTHER, 0.0)
     return Pace(
-        rank=rank,
+        rank=seen.rank,
         step_s=min(step_s, apart) if timed else step_s,
         phases=phases,
         waits=of_cause,
         crowded_s=max(0.0, step_s - apart) if timed else 0.0,
-        collecting_s=collecting,
-        running_s=running if timed else 0.0,
-        stalled_s=max(0.0, (asleep if timed else phases.get(Phase.OTHER, 0.0)) - phases.get(Phase.DATA, 0.0) * timed),
-        late_s=max(0.0, late - queued),
+        collecting_s=host.collecting_s,
+        running_s=host.running_s if timed else 0.0,
+        stalled_s=max(0.0, idle_s - phases.get(Phase.DATA, 0.0) * timed),
+        lagged_s=seen.late_s,
+        late_s=seen.mean_late_s,
+    )
+
+
+def _of_ranks(paces: tuple[RankPace, ...]) -> _Seen:
+    """The rank that waits least. A peer without a core for some time comes so much later: that much of a wait for late
+    ranks is the crowd's, and of a wait whose calls were not kept as large a share.
+    """
+    totals = {pace.rank: sum(wait.seconds for wait in pace.waits) for pace in paces}
+    chosen = min(paces, key=lambda pace: totals[pace.rank])
+    late = {pace.rank: _late_s(pace, chosen, paces) for pace in paces}
+    known = {link.group: link.seconds for link in chosen.links}
+    crowd = max((pace.host.queued_s / pace.step_s for pace in paces if pace is not chosen), default=0.0)
+    return _Seen(
+        rank=chosen.rank,
+        phases={row.phase: row.seconds for row in chosen.phases},
+        host=chosen.host,
+        links={wait.group: known.get(wait.group, max(0.0, 1 - crowd) * wait.seconds) for wait in chosen.waits},
+        late_s=late[chosen.rank],
+        mean_late_s=fmean(late.values()),
+    )
+
+
+def _late_s(pace: RankPace, chosen: RankPace, paces: tuple[RankPace, ...]) -> float:
+    """What the rank waits beyond the links; where those are not known, beyond what the chosen rank waits."""
+    known = {wait.group: wait.seconds for wait in chosen.waits} | {link.group: link.seconds for link in pace.links}
+    waited = sum(wait.seconds - known.get(wait.group, 0.0) for wait in pace.waits)
+    return max(0.0, waited - max((each.host.queued_s for each in paces if each is not pace), default=0.0))
+
+
+def _of_first(record: RunRecord) -> _Seen:
+    """Rank 0's settled steps, of a run whose other ranks have not written down theirs."""
+    steps = settled(record)
+    groups = {wait.group for step in steps for wait in step.waits}
+    names = ("running_s", "queued_s", "collecting_s", "asleep_s")
+    return _Seen(
+        rank=0,
+        phases=dict(median_phases(record)),
+        host=HostTime(**{name: median(getattr(step.host, name) for step in steps) for name in names}),
+        links={
+            group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps) for group in groups
+        },
+        late_s=0.0,
+        mean_late_s=0.0,
     )
 
 
@@ -132,6 +174,7 @@ def waterfall_of(record: RunRecord, pace: Pace, known: Known) -> Waterfall:
     found, ideal = known.estimate, ideal_s(known)
     step_s = sum(pace.phases.values())
     drops = [seen(f"waiting: {cause}", seconds) for cause, seconds in pace.waits.items()]
+    drops.append(seen("waiting for late ranks", pace.lagged_s))
     if not pace.waits:
         drops += [
             Drop(name=NAMES[share.part], seconds=share.seconds, basis=Basis.PREDICTED)
@@ -166,9 +209,9 @@ def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str)
 
 
 def _communication(record: RunRecord, pace: Pace) -> Iterator[Finding]:
-    """What the critical rank waits for is the link or, in a pipeline, the bubble: no rank comes later than it."""
+    """What even the last rank to come waits for is the link or, in a pipeline, the bubble."""
     if pace.waits:
-        spent, basis = dict(pace.waits), f"measured on rank {pace.rank}, which waits least"
+        spent, basis = dict(pace.waits), f"measured on rank {pace.rank}: all ranks being there, or a neighbour's work"
     else:
         spent, basis = _unwatched(record, pace), "predicted where phases do not tell it"
     bubble = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.BUBBLE)
@@ -315,9 +358,9 @@ def _imbalance(record: RunRecord, pace: Pace) -> Iterator[Finding]:
             cost,
             f"median over layers and steps {typical:.2f} x the mean, highest {worst:.2f} x in layer {layer} (measured)",
             f"the plan assumed {record.plan.workload.load_factor:.2f} x",
-            f"ranks wait {show_seconds(pace.late_s)} a step longer than rank {pace.rank} (measured, mean)",
+            f"ranks wait {show_seconds(pace.late_s)} a step for late ones (measured, mean over ranks)",
         )
     elif late > _SAID:
-        seen = f"{show_seconds(pace.late_s)} a step more than rank {pace.rank} does (measured, mean over ranks)"
-        title = f"Other ranks wait {late:.0%} of the step for rank {pace.rank}"
+        seen = f"{show_seconds(pace.late_s)} a step (measured, mean over ranks); rank {pace.rank} waits least"
+        title = f"Ranks wait {late:.0%} of the step for a late one"
         yield _finding(Wall.COMMUNICATION, Cause.STRAGGLER, title, late, seen)
