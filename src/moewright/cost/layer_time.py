@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from moewright.cost.beside import covered, weights_s
 from moewright.cost.comm import Links, Span
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.ops import LayerOps
 from moewright.cost.saved import Away
 from moewright.cost.sizes import Sizes
-from moewright.spec.hardware import Collective, Op
+from moewright.rules import routing
+from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Overlap, Recompute
 from moewright.spec.model import ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
@@ -144,7 +146,7 @@ def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
         forward += links.seconds(Collective.ALL_TO_ALL, where, _INT64_BYTES * model.moe.experts) + probs
         backward += probs
     if layout.etp > 1:
-        gathered = size.R * size.c * model.hidden_size
+        gathered = routing.gathered_rows(size.workload, layout, size.R) * size.c * model.hidden_size
         etp = links.seconds(Collective.REDUCE_SCATTER, links.span(layout, "etp"), gathered)
         forward, backward = forward + 2 * etp, backward + 2 * etp
     return forward, backward
@@ -211,12 +213,9 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
 
-    def device_s(rows: tuple[tuple[OpRow, float], ...], ep: float, tp: float, cp: float) -> float:
+    def device_s(rows: tuple[tuple[OpRow, float], ...], ep: float, hidden_ep: float, tp: float, cp: float) -> float:
         """Books rows and collectives of one direction."""
         core = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
-        hidden_ep = ep * links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 0.0
-        if Overlap.SHARED in layout.overlap:
-            hidden_ep = min(ep, sum(seconds for row, seconds in rows if row.name.startswith("shared")))
         hidden_cp = min(cp, core) if layout.cp_comm is CpComm.P2P else 0.0
         _put(hidden, TimePart.EP_COMM, hidden_ep)
         _put(hidden, TimePart.CP_COMM, hidden_cp)
@@ -226,8 +225,11 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
         return _sum_parts(exposed, rows) + ep - hidden_ep + tp + cp - hidden_cp
 
     tp = moved.tp_blocks * moved.tp
-    forward_s = device_s(priced.forward, moved.ep_forward, 2 * tp + moved.tp_means, moved.cp)
-    backward_s = device_s(priced.backward, moved.ep_backward, 3 * tp + moved.tp_means, 2 * moved.cp)
+    beside = covered(layout, priced.forward, priced.backward, moved.ep_forward, moved.ep_backward)
+    share = links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 1.0
+    hidden_s = min(moved.ep_forward, share * beside.forward), min(moved.ep_backward, share * beside.backward)
+    forward_s = device_s(priced.forward, moved.ep_forward, hidden_s[0], 2 * tp + moved.tp_means, moved.cp)
+    backward_s = device_s(priced.backward, moved.ep_backward, hidden_s[1], 3 * tp + moved.tp_means, 2 * moved.cp)
     return DeviceTime(exposed=exposed, hidden=hidden, forward_s=forward_s, backward_s=backward_s)
 
 
@@ -338,16 +340,10 @@ def layer_time(
     _put(hidden, TimePart.OFFLOAD, 2 * float(found.travel_s) - late_s)
     backward_s = float(found.backward_s + found.late_backward_s)
     # The host's part and what overlaps fall on input and weight gradients alike.
-    weight_s = weight_gradient_s(priced) * backward_s / float(busy_s) if device.backward_s else 0.0
+    weight_s = weights_s(priced.backward) * backward_s / float(busy_s) if device.backward_s else 0.0
     return Times(
         exposed=exposed, hidden=hidden, forward_s=float(found.forward_s + found.late_forward_s), weight_s=weight_s
     )
-
-
-def weight_gradient_s(priced: Priced) -> float:
-    """Seconds of the backward rows that weight gradients take: half of each product, and their accumulation."""
-    halves = sum(seconds for row, seconds in priced.backward if row.op in (Op.GEMM, Op.GROUPED_GEMM)) / 2
-    return halves + sum(seconds for row, seconds in priced.backward if row.name.endswith("gradient_sum"))
 
 
 def _exponent(links: Links, size: Sizes, layout: Layout) -> float:
@@ -401,4 +397,4 @@ def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int, sum
         summed = sums * tp_sum_s(links, size)
         _put(exposed, TimePart.TP_COMM, gathers * one + summed)
         forward_s += gathers * one / 2 + summed
-    return Times(exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weight_gradient_s(priced))
+    return Times(exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weights_s(priced.backward))

@@ -15,7 +15,7 @@ from moewright.cost.stage import Routed, is_moe
 from moewright.cost.states import BucketSet, state_rows
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
@@ -165,16 +165,33 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
 
 
 def layer_gradients(size: Sizes, layer: int) -> int:
-    """Gradients of the first projection's output, of the activation and of the rows that enter the MLP; and the
-    gathered hidden state (twice under TP)."""
+    """Gradients of the first projection's output, of the activation and of the rows that enter the MLP; the gathered
+    hidden state (twice under TP); rows as ETP ranks gather them; and what delayed weight gradients wait with."""
     model, layout = size.model, size.layout
     wide = 3 if model.gated else 2
     gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe(model, layer) and model.moe is not None:
         gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.hidden_size)
+        if layout.etp > 1:
+            gradients += size.c * model.hidden_size * routing.gathered_rows(size.workload, layout, size.R)
     else:
         gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
-    return gradients + gathered
+    return gradients + gathered + (_waiting(size) if Overlap.WGRAD in layout.overlap else 0)
+
+
+def _waiting(size: Sizes) -> int:
+    """Output gradients of attention's projections and of shared experts, until their weight gradients follow in the
+    next layer; their inputs are those of the layer that overlapped expert communication holds more."""
+    model, layout, spec = size.model, size.layout, size.model.attention
+    if spec.kind is AttentionKind.MLA:
+        cut = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        whole = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim
+    else:
+        cut, whole = spec.q_width + 2 * spec.kv_width, 0
+    shared = model.moe.shared_ffn_size if model.moe else 0
+    cut += (2 if model.gated else 1) * shared
+    outputs = (2 if shared else 1) * size.T * model.hidden_size
+    return size.c * (size.T * cut // layout.tp + size.t * whole + outputs)
 
 
 def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:

@@ -31,7 +31,7 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
-        ("overlap", "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.TP)), ("",)),
+        ("overlap", "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.TP, Overlap.WGRAD)), ("",)),
         ("graphs", "+".join(layout.graphs), ("",)),
     )
     choices = [

@@ -43,7 +43,7 @@ _SECTIONS = {
         "use-distributed-optimizer use-megatron-fsdp data-parallel-sharding-strategy overlap-grad-reduce "
         "overlap-param-gather"
     ),
-    "comm_overlap": "tp-comm-overlap overlap-moe-expert-parallel-comm",
+    "comm_overlap": "tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute",
     "mixed_precision": "fp8-format fp8-recipe",
     "dataset": "reset-attention-mask eod-mask-loss reset-position-ids",
     "checkpoint": "save load save-interval async-save ckpt-format",

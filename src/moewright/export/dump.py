@@ -31,7 +31,8 @@ _SHAPING = frozenset(
         *("expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
         *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"),
-        *("overlap_moe_expert_parallel_comm", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+        *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "recompute_granularity"),
+        *("recompute_method", "recompute_num_layers"),
         *("recompute_modules", "fine_grained_activation_offloading", "offload_modules", "optimizer_cpu_offload"),
         *("optimizer_offload_fraction", "use_precision_aware_optimizer"),
     )

@@ -283,6 +283,7 @@ def _overlap(given: Given, layout: Layout) -> tuple[Overlap, ...]:
         "--overlap-param-gather": Overlap.PARAM,
         "--tp-comm-overlap": Overlap.TP,
         "--overlap-moe-expert-parallel-comm": Overlap.EP,
+        "--delay-wgrad-compute": Overlap.WGRAD,
         "--moe-shared-expert-overlap": Overlap.SHARED,
     }
     found = [overlap for name, overlap in flags.items() if given.has(name)]

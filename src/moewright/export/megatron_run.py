@@ -108,6 +108,7 @@ def _overlap(layout: Layout) -> Iterator[Flag]:
         Overlap.PARAM: "--overlap-param-gather",
         Overlap.TP: "--tp-comm-overlap",
         Overlap.EP: "--overlap-moe-expert-parallel-comm",
+        Overlap.WGRAD: "--delay-wgrad-compute",
         Overlap.SHARED: "--moe-shared-expert-overlap",
     }
     for each in layout.overlap:

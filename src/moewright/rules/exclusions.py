@@ -105,6 +105,11 @@ def _overlap(layout: Layout) -> Iterator[Reason]:
         yield _drop("overlap", chosen, [Overlap.TP], "tp needs tp > 1 with sequence parallelism")
     if Overlap.P2P in chosen and not (layout.pp > 1 and layout.vpp > 1):
         yield _drop("overlap", chosen, [Overlap.P2P], "p2p needs pp > 1 with vpp > 1: 1f1b waits for every message")
+    if Overlap.WGRAD in chosen and Overlap.EP not in chosen:
+        yield _drop("overlap", chosen, [Overlap.WGRAD], "wgrad needs ep, whose exchanges it makes room beside")
+    if Overlap.WGRAD in chosen and layout.schedule.splits_backward:
+        rule = f"{layout.schedule} has rows of its own for weight gradients"
+        yield _drop("overlap", chosen, [Overlap.WGRAD], rule)
 
 
 def _ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:

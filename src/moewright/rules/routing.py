@@ -207,7 +207,7 @@ def skewed_load(experts: int, ep: int, top_k: int, skew: float, *, capacity: flo
         return 1.0
     local = experts // ep
     deviation = skew * sqrt((1 - local / experts) / local * experts / (experts - 1))
-    largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25)) * sqrt(ep / (ep - 1))
+    largest = _largest(ep)
     spread = min(sqrt(log(1 + deviation**2)), largest)  # beyond, the formula would fall again
     return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
 
@@ -219,6 +219,24 @@ def _cut_off(skew: float, most: float) -> tuple[float, float]:
     mean = below(edge - spread) + most * below(-edge)
     square = (1 + skew**2) * below(edge - 2 * spread) + most**2 * below(-edge)
     return mean, sqrt(max(0.0, square - mean**2)) / mean
+
+
+def _largest(draws: int) -> float:
+    """The expected largest of so many (at least 2) normal draws whose sum is 0, in their deviations (Blom)."""
+    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * sqrt(draws / (draws - 1))
+
+
+def gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
+    """Rows that ETP ranks gather to have `rows` between them, as each sends its part padded to the largest.
+
+    Their parts are of different tokens: about rows / etp each, deviating by the root of that, unless routing is even or
+    a capacity pads them. docs/formulas.md 3.
+    """
+    even = workload.routing is Routing.BALANCED or layout.capacity_fill is CapacityFill.PADDED
+    if layout.etp == 1 or even or not rows:
+        return rows
+    mean = rows / layout.etp
+    return round(layout.etp * (mean + _largest(layout.etp) * sqrt(mean * (1 - 1 / layout.etp))))
 
 
 def load_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:

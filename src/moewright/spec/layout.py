@@ -83,6 +83,7 @@ class Overlap(StrEnum):
     TP = "tp"
     P2P = "p2p"
     EP = "ep"
+    WGRAD = "wgrad"  # with ep: weight gradients after what would wait for them
     SHARED = "shared"  # shared experts run while dispatch and combine move rows
 
 
