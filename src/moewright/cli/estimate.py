@@ -21,6 +21,7 @@ def estimate(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Dtype | None = None,
+    load: Path | None = None,
     from_flags: Path | None = None,
     script_args: str = "",
     json: Annotated[Path | None, Parameter(name="--json")] = None,
@@ -46,6 +47,9 @@ def estimate(
         Sequences a step; 16 a device when neither this nor a job says it.
     precision
         Compute precision; bf16 when neither this nor a job says it.
+    load
+        Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
+        columns layer,expert,tokens), or the folder of a run. Memory and time are then those of the hottest rank.
     from_flags
         A launch script of Megatron-LM: it says layout, batches and precision. Variables that it does not set are taken
         from the environment.
@@ -57,21 +61,27 @@ def estimate(
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
     from moewright.cli.flags import plan_of_script, print_better
-    from moewright.cli.jobs import as_written, job_field, option_field, read_asked
+    from moewright.cli.jobs import as_written, beside_even, job_field, option_field, read_asked
     from moewright.codec import parse_layout, write_json
-    from moewright.report.console import console_for, print_estimate
+    from moewright.report.console import console_for, print_estimate, print_load
     from moewright.report.trace import write_trace
     from moewright.search.search import plan_of
 
     if from_flags is not None:
-        said = {"--layout": layout, "--seq-len": seq_len, "--global-batch": global_batch, "--precision": precision}
+        said = {
+            "--layout": layout,
+            "--seq-len": seq_len,
+            "--global-batch": global_batch,
+            "--precision": precision,
+            "--load": load,
+        }
         beside = next((name for name, value in said.items() if value), "")
         if beside:
             raise BadInput(Reason(field=beside, rule="the script of --from-flags says it", nearest="leave it out"))
         result, found = plan_of_script(from_flags, arguments=script_args, model=model, on=on)
         chosen_lines = found.notes
     else:
-        asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+        asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load)
         with as_written(option_field("--layout") if layout or not asked.fixed else job_field(Path(model))):
             chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
             result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
@@ -80,6 +90,7 @@ def estimate(
     for line in chosen_lines:
         console.print(line, soft_wrap=True)
     print_estimate(console, result)
+    print_load(console, result, beside_even(result))
     if from_flags is not None:
         print_better(console, result)
     if json is not None:

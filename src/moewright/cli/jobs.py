@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Documents, Dtype, Workload
+from moewright.spec.plan import Estimate, Plan
+from moewright.spec.workload import Documents, Dtype, Routing, Workload
 
 if TYPE_CHECKING:
     from moewright.search.search import Ranked
@@ -41,8 +43,34 @@ class Asked:
     chosen: tuple[str, ...]
 
 
-def read_asked(model: str, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
+def read_asked(
+    model: str,
+    *,
+    on: str,
+    seq_len: int | None,
+    global_batch: int | None,
+    precision: Dtype | None,
+    load: Path | None = None,
+) -> Asked:
     """From MODEL (a catalogue name, a config.json or its folder, or a job .toml) and the options beside it."""
+    from moewright.intake.load import read_load
+    from moewright.rules.routing import load_reasons
+
+    asked = _read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    if load is None:
+        return asked
+    if not asked.model.moe_layer_count:
+        raise BadInput(Reason(field="--load", value=str(load), rule=f"{asked.model.name} has no experts"))
+    workload = replace(asked.workload, routing=Routing.MEASURED, load_histogram=read_load(load))
+    if reasons := load_reasons(asked.model, workload, Layout(world_size=1)):
+        found = (replace(one, field=one.field.replace("workload.load_histogram", f"--load {load}")) for one in reasons)
+        raise BadInput(*found)
+    return replace(asked, workload=workload)
+
+
+def _read_asked(
+    model: str, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None
+) -> Asked:
     from moewright.intake import catalogue
     from moewright.intake.job import MAX_BATCH, MAX_SEQ_LEN
 
@@ -105,6 +133,15 @@ def with_measured_documents(workload: Workload) -> Workload:
 
     share = attended_share(open_indexed(Path(data.train)), seq_len=workload.seq_len)
     return replace(workload, data=replace(data, attended_share=share))
+
+
+def beside_even(plan: Plan) -> Estimate | None:
+    """What the plan would be under even routing, where a load was measured."""
+    from moewright.search.search import plan_of
+
+    if plan.workload.routing is not Routing.MEASURED or not plan.model.moe_layer_count:
+        return None
+    return plan_of(plan.model, replace(plan.workload, routing=Routing.BALANCED), plan.hardware, plan.layout).estimate
 
 
 @contextmanager

@@ -24,6 +24,7 @@ def plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Dtype | None = None,
+    load: Path | None = None,
     top: int = 5,
     why_not: str = "",
     json: Annotated[Path | None, Parameter(name="--json")] = None,
@@ -44,6 +45,9 @@ def plan(
         Sequences a step; 16 a device when neither this nor a job says it.
     precision
         Compute precision; bf16 when neither this nor a job says it.
+    load
+        Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
+        columns layer,expert,tokens), or the folder of a run. Memory and time are then those of the hottest rank.
     top
         How many layouts to show.
     why_not
@@ -51,16 +55,16 @@ def plan(
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file.
     """
-    from moewright.cli.jobs import Purpose, as_written, job_field, nothing_fits, option_field, read_asked
+    from moewright.cli.jobs import Purpose, as_written, beside_even, job_field, nothing_fits, option_field, read_asked
     from moewright.codec import parse_layout, write_json
     from moewright.engine.support import unsupported_layout
-    from moewright.report.console import console_for, print_plans
+    from moewright.report.console import console_for, print_load, print_plans
     from moewright.search import explain, gains, search, space
 
     if not 1 <= top <= MAX_TOP:
         close = str(min(max(top, 1), MAX_TOP))
         raise BadInput(Reason(field="--top", value=str(top), rule=f"must be in 1..{MAX_TOP}", nearest=close))
-    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load)
     with as_written(option_field("--why-not")):
         parse_layout(why_not, world_size=asked.hardware.count)
     runs_here = partial(unsupported_layout, model=asked.model, workload=asked.workload)
@@ -80,6 +84,8 @@ def plan(
     shown = tuple(picked[0] if plan is ranked.plans[0] else plan for plan in shown)
     why = (*ranked.why, *explain.binding(picked[0])) if picked else ()
     print_plans(console, shown, picked=picked, rejected=ranked.rejected, why=why)
+    for plan in picked:
+        print_load(console, plan, beside_even(plan))
     if why_not:
         for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
             console.print(line, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import layout_text
+from moewright.rules.routing import hottest_ranks
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, Verdict
 from moewright.spec.sourced import SourceKind
@@ -172,6 +174,24 @@ def _verdict(estimate: Estimate) -> Text:
         f"{estimate.peak_rank}, margin {show_bytes(estimate.margin_bytes)}; largest: {estimate.largest}"
     )
     return text.append(f"; {room_for_load(estimate)}" if estimate.load_limit > 1 else "")
+
+
+def print_load(console: Console, plan: Plan, even: Estimate | None) -> None:
+    """What a measured load costs the hottest rank beside even routing; nothing where none was measured."""
+    if even is None:
+        return
+    found = plan.estimate
+    factors = hottest_ranks(plan.model, plan.workload, plan.layout)
+    worst = max(range(len(factors)), key=factors.__getitem__)
+    layer = plan.model.routed_layers[worst]
+    text = (
+        f"measured load: the hottest of {plan.layout.ep} expert ranks gets {fmean(factors):.3g} x the even rows, mean "
+        f"over {len(factors)} layers (most in layer {layer}, {factors[worst]:.3g} x). Beside even routing: peak "
+        f"{show_bytes(found.peak_bytes)} instead of {show_bytes(even.peak_bytes)}, margin "
+        f"{show_bytes(found.margin_bytes)} instead of {show_bytes(even.margin_bytes)}, step "
+        f"{show_seconds(found.step_s)} instead of {show_seconds(even.step_s)}"
+    )
+    console.print(text, soft_wrap=True)
 
 
 def room_for_load(estimate: Estimate) -> str:

@@ -181,8 +181,13 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
         return skewed_load(
             model.moe.experts, layout.ep, model.moe.router.top_k, workload.load_skew, capacity=layout.capacity
         )
+    return fmean(hottest_ranks(model, workload, layout))
+
+
+def hottest_ranks(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[float, ...]:
+    """The measured load of the hottest EP rank over the mean, of each layer with experts."""
     even = layout.expert_placement is ExpertPlacement.BALANCED
-    return fmean(
+    return tuple(
         placement.rank_load_factor(placement.placed(counts, layout.ep) if even else counts, layout.ep)
         for counts in workload.load_histogram
     )
