@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 
@@ -23,16 +22,10 @@ def report(run: Path, /, *, out: Path | None = None) -> int:
 def write_run_report(run: Path, out: Path) -> Path:
     """Predict the ledger of every counted rank, on the routing the run recorded, and write the page."""
     from moewright.codec import read_run
-    from moewright.cost.ledger import predict
     from moewright.report.html import write_report
-    from moewright.tune.compare import compare
+    from moewright.tune.compare import comparisons
     from moewright.tune.diagnose import diagnose
 
     record = read_run(run)
-    comparisons = []
-    for counted in record.ledgers:
-        predicted = predict(record.plan, rank=counted.rank, selection=record.selection)
-        expected = record.plan.estimate.ledgers[counted.pp_rank].time
-        comparisons.append(compare(replace(predicted, time=expected), counted))
-    write_report(record, comparisons, diagnose(record), out)
+    write_report(record, comparisons(record), diagnose(record), out)
     return out

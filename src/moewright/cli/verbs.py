@@ -6,6 +6,7 @@ from cyclopts import App
 
 from moewright import __version__
 from moewright.cli.bench import bench_engine, bench_machine, bench_peers, bench_search
+from moewright.cli.bench_tune import bench_tune
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
@@ -17,6 +18,7 @@ from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.sweep import bench_sweep
 from moewright.cli.train import train
+from moewright.cli.tune import tune
 from moewright.cli.upcycle import upcycle
 from moewright.cli.validate import validate
 from moewright.cli.verify import verify
@@ -43,6 +45,7 @@ def app() -> App:
     verbs.command(upcycle)
     verbs.command(report)
     verbs.command(diagnose)
+    verbs.command(tune)
     verbs.command(export)
     verbs.command(data)
     verbs.command(convert)
@@ -55,4 +58,5 @@ def app() -> App:
     bench.command(bench_peers, name="peers")
     bench.command(bench_search, name="search")
     bench.command(bench_sweep, name="sweep")
+    bench.command(bench_tune, name="tune")
     return verbs

@@ -4,7 +4,7 @@ Sections: [model] (`config`: a catalogue name, or a path beside the job file; or
 `weights`: what to start from, a folder of checkpoints or a Hugging Face folder, whose config.json is the model where no
 other is given), [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is
 absent is for the search), [train] (the fields of Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and
-RampSpec, and `nproc` and `hardware`), [checkpoint].
+RampSpec, and `nproc` and `hardware`), [checkpoint], [tune] (what tuning may change, each key with a list of values).
 Relative paths start at the job file.
 """
 
@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from moewright.codec import from_data, given_fields, nearest, shown, toml_data
 from moewright.intake import catalogue, hf, parts
+from moewright.spec.axis import TRAIN_KEYS, Axis
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import (
@@ -39,7 +40,7 @@ MAX_SEQ_LEN = 2**24
 MAX_BATCH = 2**24
 MAX_STEPS = 10**9
 
-_SECTIONS = ("model", "data", "layout", "train", "checkpoint")
+_SECTIONS = ("model", "data", "layout", "train", "checkpoint", "tune")
 _NESTED = ("optimizer", "loss", "router", "scaling", "ramp", "data", "checkpoint", "profile")
 _OWN = ("nproc", "hardware")
 
@@ -47,7 +48,8 @@ _OWN = ("nproc", "hardware")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A job file, read. `layout_text` holds what the file fixes of the layout (see codec.parse_layout), maybe nothing;
-    `hardware` is a device name or the path of a hardware file, without a count; `nproc` the ranks to start.
+    `hardware` is a device name or the path of a hardware file, without a count; `nproc` the ranks to start; `axes` what
+    tuning may change, () for whatever it likes.
     """
 
     model: ModelSpec
@@ -55,6 +57,7 @@ class Job:
     layout_text: str
     nproc: int
     hardware: str
+    axes: tuple[Axis, ...] = ()
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
@@ -76,6 +79,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         layout_text=_layout(tables["layout"], where),
         nproc=nproc,
         hardware=_hardware(train.get("hardware"), path, where),
+        axes=tuple(_axis(key, values, f"{where}: tune.{key[:60]}") for key, values in tables["tune"].items()),
     )
 
 
@@ -282,6 +286,24 @@ def _layout_value(key: str, value: Any, where: str) -> str:
     raise BadInput(Reason(field=f"{where}: layout.{key[:60]}", value=shown(value), rule=rule))
 
 
+def _axis(key: str, values: Any, where: str) -> Axis:
+    """A key of [tune] and its values, each as it would stand in [layout] or [train]."""
+    if not isinstance(values, list) or not values:
+        raise BadInput(Reason(field=where, value=shown(values), rule="must be a list of values", nearest="[1, 2]"))
+    if key in TRAIN_KEYS:
+        low = 0 if key == "gc_every_steps" else 1
+        return Axis(key=key, values=tuple(str(_whole(value, where, low=low, high=2**40)) for value in values))
+    texts = tuple(dict.fromkeys(_layout_value(key, value, where) for value in values))
+    for text in texts:
+        try:
+            fields_set = given_fields(f"{key}={text}")
+        except BadInput as error:
+            raise BadInput(*(replace(reason, field=where) for reason in error.reasons)) from None
+        if not fields_set:
+            raise BadInput(Reason(field=where, value=text, rule="is derived from the other degrees; leave it out"))
+    return Axis(key=key, values=texts)
+
+
 def _hardware(value: Any, path: Path, where: str) -> str:
     """A device of the catalogue by name; a file as a path from here. Absent: the machine at hand."""
     if value is None:
@@ -305,9 +327,9 @@ def _beside(path: Path, value: str) -> str:
     return os.path.normpath(path.parent / value) if value else ""
 
 
-def _whole(value: Any, where: str, *, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        close = str(min(max(value, 1), high)) if isinstance(value, int) and not isinstance(value, bool) else "1"
-        rule = f"must be a whole number in 1..{high}"
+def _whole(value: Any, where: str, *, high: int, low: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        close = str(min(max(value, low), high)) if isinstance(value, int) and not isinstance(value, bool) else str(low)
+        rule = f"must be a whole number in {low}..{high}"
         raise BadInput(Reason(field=where, value=shown(value), rule=rule, nearest=close))
     return value

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from moewright.cost.ledger import predict
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Component, Ledger, Module
+from moewright.spec.run import RunRecord
 
 ACTIVATION_BOUND = 0.03  # saved activations in total: |predicted - counted| / counted
 EXACT_COMPONENTS = frozenset(
@@ -121,6 +123,14 @@ def compare(predicted: Ledger, counted: Ledger) -> Comparison:
     )
     notes = tuple(dict.fromkeys((*predicted.notes, *counted.notes)))
     return Comparison(rank=counted.rank, pp_rank=counted.pp_rank, lines=lines, notes=notes)
+
+
+def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
+    """Every rank's count against what is predicted of it under the routing that the run recorded."""
+    return tuple(
+        compare(predict(record.plan, rank=counted.rank, selection=record.selection), counted)
+        for counted in record.ledgers
+    )
 
 
 def _status(predicted: float, counted: float) -> Status:

@@ -18,7 +18,7 @@ _SPIKES = 0.05  # of the steps: more often than checkpoints and evaluations expl
 
 def findings(log: MegatronLog, known: Known | None) -> tuple[Finding, ...]:
     """The wall to work on first in front; () when neither the log nor the prediction tells one."""
-    found = (*_memory(log, known), *_uneven(log), *(_predicted(log, known) if known is not None else ()))
+    found = (*_memory(log, known), *_uneven(log), *(expected(known, log.step_s) if known is not None else ()))
     priced = (
         Finding(
             wall=f.wall,
@@ -86,10 +86,10 @@ def _uneven(log: MegatronLog) -> Iterator[Finding]:
         yield _finding(Wall.HOST, Cause.COLLECTING, title, lost, seen)
 
 
-def _predicted(log: MegatronLog, known: Known) -> Iterator[Finding]:
-    """Shares of the predicted step: what nobody timed in this run."""
+def expected(known: Known, measured_s: float = 0.0) -> Iterator[Finding]:
+    """Shares of the predicted step, without fixes: what nobody timed in a run, or where there is none."""
     found = known.estimate
-    measured = f"measured step {show_seconds(log.step_s)}, " if log.step_s else ""
+    measured = f"measured step {show_seconds(measured_s)}, " if measured_s else ""
     beside = f"{measured}predicted {show_seconds(found.step_s)}; the share is the planner's (predicted)"
     causes: dict[Cause, float] = {}
     for share in found.shares:

@@ -1,0 +1,119 @@
+"""`moewright tune` from a job file to a validated plan: real runs, taken up again, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moewright.cli.main import main
+from moewright.codec import read_json
+from moewright.intake.hf_write import config_of
+from moewright.spec.plan import Plan
+from moewright.tune.contract import Contract, Label
+from moewright.tune.journal import read_journal
+from moewright.tune.trials import Length
+from tiny_jobs import MODEL, corpus
+
+pytestmark = pytest.mark.spawn
+
+MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    data = corpus(folder)
+    (folder / "config.json").write_text(json.dumps(config_of(replace(MODEL, max_position=64))))
+    path = folder / "job.toml"
+    path.write_text(
+        f"""
+[model]
+config = "config.json"
+[data]
+train = "{data.train}"
+heldout = "{data.heldout}"
+[layout]
+mbs = 1
+[tune]
+mbs = [1, 8]
+[train]
+hardware = "{MACHINE}"
+seq_len = 32
+global_batch = 8
+steps = 100
+precision = "fp32"
+"""
+    )
+    return path
+
+
+def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
+    job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    verb = ["tune", str(job), "--out", str(out), "--budget-minutes", "0.15"]  # it bounds the test, not what it holds
+    assert main(verb) == 0
+    said = capfd.readouterr().out
+    assert "fit:" in said
+    assert "loss" not in said.split("fit:")[0]  # the trials' own output lies beside them
+    trials = read_journal(out)
+    assert trials[0].outcome.step_s > 0
+    plan, report = read_json(Plan, out / "plan.json"), (out / "report.md").read_text()
+    assert plan.workload.steps == 100
+    assert read_json(Contract, out / "contract.json").label is Label.TRAINING
+    validated = [trial for trial in trials if trial.length is Length.VALIDATE][-1]
+    assert validated.point.layout == plan.layout
+    assert validated.outcome.steps >= 50
+    assert {check.name for check in validated.outcome.checks} == {
+        "length",
+        "loss",
+        "skipped steps",
+        "memory",
+        "what ran",
+    }
+    assert all(check.passed for check in validated.outcome.checks), validated.outcome.checks
+    assert not list(out.glob("trials/*/checkpoints"))
+    for heading in ("## Contract", "## Fit", "## Validate"):
+        assert heading in report
+
+    assert main(verb) == 0  # everything is known: nothing runs
+    assert read_journal(out) == trials
+    assert (out / "report.md").read_text() == report
+    assert main([*verb, "--set", "train.seq_len=16"]) == 2
+    assert "another contract: its seq_len is 32, not 16" in capfd.readouterr().err
+
+
+def test_predictions_run_nothing_and_say_so(job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", str(job), "--predict", "--on", "8xH100", "--out", str(tmp_path)]) == 0
+    report = (tmp_path / "report.md").read_text()
+    assert "figures are | predicted" in report
+    assert "measured" not in report + capfd.readouterr().out
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--on", "8xH100"], "--predict"),
+        (["--budget-minutes", "-1"], "--budget-minutes"),
+        (["--set", "tune.mbs=3"], "tune.mbs"),
+        (["--set", "tune.mbs=[0]"], "at least 1"),
+        (["--set", "tune.dp=[2]"], "derived"),
+        (["--set", "tune.bucket_elements=[0]"], "1..1099511627776"),
+        (["--set", "tune.mps=[1]"], "nearest legal value: mbs"),
+        (["--set", "layout.mbs=3"], "layout.mbs"),
+        (["--set", "data.train=nowhere"], "nowhere"),
+        (["--on", "8xH1000", "--predict"], "--on"),
+    ],
+)
+def test_bad_input_is_one_line(
+    job: Path, options: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", str(job), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "out").exists()
