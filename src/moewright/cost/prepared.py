@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -11,8 +12,8 @@ from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import held_share, size_of
 from moewright.cost.states import stage_sets
-from moewright.cost.step_time import LayerKind, Pricer, kind_of, tail, work_of
-from moewright.cost.timeline import pipeline_of
+from moewright.cost.step_time import LayerKind, Pieces, Pricer, kind_of, tail, work_of
+from moewright.cost.timeline import pipeline_of, shown_transfers
 from moewright.rules import stages
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput
@@ -21,6 +22,8 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
+_LONGER = 1.4  # about as far as fitted constants move what one piece takes against another
+
 
 class Prepared:
     """Rows of work, layers of each stage and held parameters of one layout: all that its constants do not change.
@@ -28,7 +31,7 @@ class Prepared:
     Raises BadInput when the layout is illegal.
     """
 
-    __slots__ = ("_hardware", "_held", "_layout", "_pipeline", "_shares", "_size", "_work", "_workload")
+    __slots__ = ("_hardware", "_held", "_layout", "_pipeline", "_shares", "_size", "_transfers", "_work", "_workload")
 
     def __init__(self, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> None:
         if reasons := illegal(model, workload, layout):
@@ -37,21 +40,44 @@ class Prepared:
         self._size = size_of(model, workload, hardware, layout, Rates(hardware).constants)
         self._work = work_of(self._size)
         self._held = _chunk_counts(model, layout, tuple(self._work.layers))
-        self._pipeline = pipeline_of(layout, self._size.m)
         self._shares = {held_share(of_rank) for of_rank in stage_sets(model, workload, layout)}
+        self._transfers = float(shown_transfers(layout.pp, layout.vpp, self._size.m))
+        _, _, pieces = self._priced(())
+        forward, backward = (self._held @ around.T for around in _around(*_passes(pieces)))
+        self._pipeline = pipeline_of(layout, self._size.m).along_paths(forward, backward)
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
-        """Seconds of a step under these constants, which win over the hardware's own."""
-        hardware, layout = self._hardware, self._layout
-        rates = Rates(replace(hardware, constants=(*hardware.constants, *constants)))
-        links = Links(hardware, rates.constants)
-        pieces = Pricer(rates, links, self._size, self._work).pieces(layout)
-        kinds = [*pieces.layers.values(), pieces.embedding, pieces.head, pieces.mtp]
-        forward = self._held @ [times.forward_s for times in kinds]
-        whole = self._held @ [times.total_s for times in kinds]
-        last = max(tail(rates, links, self._workload, self._size, layout, share).total_s for share in self._shares)
-        moving = self._pipeline.total_s(forward, whole - forward, transfer_s=pieces.transfer_s)
-        return moving + last
+        """Seconds of a step under these constants, which win over the hardware's own; the pipeline by the paths that
+        take longest where pieces take about as long as under the hardware's own.
+        """
+        rates, links, pieces = self._priced(constants)
+        forward, backward = _passes(pieces)
+        last = max(
+            tail(rates, links, self._workload, self._size, self._layout, share).total_s for share in self._shares
+        )
+        moving = self._pipeline.total_s(self._held @ forward, self._held @ backward)
+        return moving + self._transfers * pieces.transfer_s + last
+
+    def _priced(self, constants: tuple[Constant, ...]) -> tuple[Rates, Links, Pieces]:
+        rates = Rates(replace(self._hardware, constants=(*self._hardware.constants, *constants)))
+        links = Links(self._hardware, rates.constants)
+        return rates, links, Pricer(rates, links, self._size, self._work).pieces(self._layout)
+
+
+def _passes(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """[pieces] seconds of a forward and of a backward of every kind of piece."""
+    kinds = [*pieces.layers.values(), pieces.embedding, pieces.head, pieces.mtp]
+    forward = np.array([times.forward_s for times in kinds])
+    return forward, np.array([times.total_s for times in kinds]) - forward
+
+
+def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[columns, pieces]: the seconds as they are, with those of some kinds of piece longer than of the others, and with
+    all backwards shorter and longer.
+    """
+    some = 1 + (_LONGER - 1) * np.array(list(product((0, 1), repeat=len(forward))))[:-1]
+    same, backwards = np.ones((2, len(forward))), np.array([[1 / _LONGER], [_LONGER]])
+    return forward * np.concatenate([some, same]), backward * np.concatenate([some, same * backwards])
 
 
 def _chunk_counts(model: ModelSpec, layout: Layout, kinds: Sequence[LayerKind]) -> np.ndarray:

@@ -33,7 +33,7 @@ from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_o
 from moewright.cost.saved import Away, away
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import is_moe
-from moewright.cost.timeline import pipeline_of, simulated_s
+from moewright.cost.timeline import pipeline_of, shown_transfers, simulated_s
 from moewright.rules import flops, fully, grid
 from moewright.rules.events import StageSeconds
 from moewright.rules.stages import Chunk
@@ -233,14 +233,15 @@ def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -
     )
 
 
-def moving_s(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], *, transfer_s: float) -> float:
-    """Seconds of all micro-batches through the pipeline: in closed form where there is one, else row by row."""
+def moving_s(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> tuple[float, float]:
+    """Seconds of all micro-batches through the rows of the pipeline, and how much longer they take for transfers."""
     layout = size.layout
     of_chunk = [chunk_times(size, pieces, [chunk]) for chunk in chunks]
     if not layout.schedule.splits_backward:
         forward = np.array([times.forward_s for times in of_chunk])
         backward = np.array([times.total_s for times in of_chunk]) - forward
-        return pipeline_of(layout, size.m).total_s(forward, backward, transfer_s=transfer_s)
+        shown = float(shown_transfers(layout.pp, layout.vpp, size.m))
+        return pipeline_of(layout, size.m).total_s(forward, backward), shown * pieces.transfer_s
     seconds = [
         StageSeconds(
             forward=times.forward_s,
@@ -249,7 +250,11 @@ def moving_s(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], *, transfer_s
         )
         for times in of_chunk
     ]
-    return simulated_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
+    still, sending = (
+        simulated_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
+        for transfer_s in (0.0, pieces.transfer_s)
+    )
+    return still, sending - still
 
 
 def owned_by(layout: Layout, held: Share) -> int:
@@ -307,10 +312,10 @@ def step_time(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequ
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
     own = add([(stages[slowest], size.m)])
-    still_s = moving_s(size, pieces, chunks, transfer_s=0.0)
+    still_s, sending_s = moving_s(size, pieces, chunks)
     parts = {
         **own.exposed,
-        TimePart.PP_COMM: moving_s(size, pieces, chunks, transfer_s=pieces.transfer_s) - still_s,
+        TimePart.PP_COMM: sending_s,
         TimePart.BUBBLE: still_s - size.m * totals[slowest],
         TimePart.DP_COMM: last.reduce_s + last.gather_s,
         TimePart.OPTIMIZER: last.optimizer_s,
