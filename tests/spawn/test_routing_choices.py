@@ -47,6 +47,7 @@ _OFTEN = (
     ("sinkhorn over TP and EP", made("qwen", 4, "tp2,ep4,mbs2", _UNTIL_SETTLED, _Z)),
     ("noise over stages, replayed", made("olmoe", 4, "pp2,ep2,mbs1,recompute=full", _NOISY)),
     ("placed over TP and DP", made("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced")),
+    ("replicas over TP and EDP", made("qwen", 4, "tp2,ep2,mbs2,expert_placement=balanced,spare1")),
     ("shared experts beside dispatch, gated, TP", made("deep", 4, "tp2,ep4,mbs2,overlap=shared")),
     ("padded", made("qwen", 4, "tp2,ep4,mbs2,capacity=4,capacity_fill=padded")),
 )
@@ -62,6 +63,24 @@ _SELDOM = (
     ),
     ("shared experts beside, replayed, ETP", made("deep", 4, "ep2,etp2,mbs2,recompute=moe,overlap=shared+grad")),
     ("padded, cut", made("deepseek", 2, "tp2,etp2,mbs2,recompute=moe,capacity=4,capacity_fill=padded")),
+    ("two replicas a rank, three holders", made("deep", 4, "ep4,mbs2,expert_placement=balanced,spare2,zero0")),
+    ("replicas of cut experts, biased", made("oss", 8, "ep2,etp2,mbs1,expert_placement=balanced,spare2")),
+    (
+        "replicas, split backwards, copies",
+        made("deepseek", 4, "pp2,ep2,mbs1,schedule=zb-h1,dispatcher=dedup,expert_placement=balanced,spare1"),
+    ),
+    (
+        "replicas, replayed and offloaded, depths apart",
+        made("ahead", 2, "ep2,mbs2,recompute=moe_act,offload=expert_fc1+optimizer,expert_placement=balanced,spare3"),
+    ),
+    (
+        "replicas, all see all tokens, replayed",
+        made("olmoe", 2, "ep2,mbs2,recompute=moe,dispatcher=allgather,expert_placement=balanced,spare1"),
+    ),
+    (
+        "replicas over nodes, dropped rows",
+        made("deep", 8, "tp2,ep4,ep_node2,dispatcher=dedup,mbs2,capacity=1.5,expert_placement=balanced,spare1"),
+    ),
     ("placed shards", made("olmoe", 4, "ep2,zero3,mbs2,dispatcher=allgather,expert_placement=balanced")),
 )
 

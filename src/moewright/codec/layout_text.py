@@ -25,7 +25,17 @@ from moewright.spec.layout import (
 )
 
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
-_NUMBERS = (*_DEGREES, "dp", "zero", "shard", "vpp_group", "ep_node", "sp", "capacity")  # may be written without "="
+_NUMBERS = (
+    *_DEGREES,
+    "dp",
+    "zero",
+    "shard",
+    "vpp_group",
+    "ep_node",
+    "spare",
+    "sp",
+    "capacity",
+)  # may be written without "="
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("schedule", Schedule),
     ("cp_comm", CpComm),
@@ -107,6 +117,8 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"ep_node{layout.ep_node}")
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         parts.append(f"expert_placement={layout.expert_placement}")
+    if layout.spare:
+        parts.append(f"spare{layout.spare}")
     if layout.capacity:
         parts.append(f"capacity={layout.capacity!r}")
     if layout.capacity_fill is not CapacityFill.USED:
@@ -234,7 +246,7 @@ def _value(item: _Item) -> Any:
 
 
 def _whole(item: _Item) -> int:
-    lowest = 0 if item.key in ("zero", "shard", "vpp_group", "ep_node") else 1
+    lowest = 0 if item.key in ("zero", "shard", "vpp_group", "ep_node", "spare") else 1
     if not re.fullmatch(r"-?[0-9]+", item.value):
         raise BadInput(
             Reason(field=item.key, value=item.value[:60], rule="must be a whole number", nearest=str(lowest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moewright.cost.replicas import replica_rows
 from moewright.cost.saved import saved_rows
 from moewright.cost.stage import Routed, rank_chunks, replayed_layers, routed
 from moewright.cost.states import bucket_sets, state_rows, unit_rows
@@ -55,6 +56,7 @@ def predict_rank(
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (
         *state_rows(workload, flat, sets),
+        *replica_rows(model, workload, layout, pp_rank),
         *unit_rows(workload, layout, units),  # of the same module where a part of it is cut and a part is not
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
+from moewright.cost.replicas import replica_rows
 from moewright.cost.saved import Extras, saved_rows
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import Routed, is_moe
@@ -62,6 +63,7 @@ def held(
     model, layout = size.model, size.layout
     beside = extras(workload, constants, size, chunks)
     states = [row for row in state_rows(workload, layout, sets) if row.component is not Component.HOST]
+    states += replica_rows(model, workload, layout, chunks[0].pp_rank)
     inputs: float | None = None
     if workload.precision.nbytes == 1:
         states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))

@@ -269,7 +269,7 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
 
     zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under hybrid sharding copies
-    of a part then sum its gradient, once a step.
+    of a part then sum its gradient, once a step. Replicas of experts send gradients home and take weights.
     """
     c = links.constants
     often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
@@ -291,6 +291,11 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
         if layout.zero:
             gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)
             gather_s += (2 * often if layout.zero == 3 else 1) * gather
+    if layout.spare and size.model.moe is not None:
+        where = links.span(layout, "ep")
+        replicas = layout.spare * held.expert * layout.ep / size.model.moe.experts
+        reduce_s += links.seconds(Collective.ALL_TO_ALL, where, 4 * replicas)
+        gather_s += links.seconds(Collective.ALL_TO_ALL, where, size.c * replicas)
     hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
     hidden_reduce = hidden_share * reduce_s if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
     hidden_gather = hidden_share * gather_s if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from moewright.cost.replicas import replica_calls
 from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, runs, summed
 from moewright.cost.states import BucketSet
-from moewright.rules import fully, grid, routing, stages, transfers
+from moewright.rules import fully, grid, placement, routing, stages, transfers
 from moewright.rules.context import factors
 from moewright.rules.recompute import activation_bytes
 from moewright.rules.rows import Kind
@@ -45,6 +46,7 @@ def comm_rows(
         *_step(model, workload, layout, rows),
         *_gradients(workload, layout if units is None else fully.flat_layout(layout), sets, len(rows.rows)),
         *_units(workload, units or (), len(rows.rows)),
+        *((Collective.ALL_TO_ALL, "ep", *sizes) for sizes in replica_calls(model, workload, layout, rank)),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
         *(_some_replayed if layout.recompute_block else _layers)(model, workload, layout, chunks, rows),
     ]
@@ -117,18 +119,19 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     if model.moe is None or not rows.layers:
         return
     passes, forwards = len(rows.rows) * len(rows.layers), 1 + _replayed(layout, Recompute.MOE)
+    slots = len(rows.rows) * sum(placement.slot_count(model, workload, layout, layer) for layer in rows.layers)
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         yield from _gathered(model.moe, workload, layout, model.hidden_size, passes, forwards)
         return
     c, h = activation_bytes(workload), model.hidden_size
     moves = [(moved, times) for of_batch, times in runs(rows.moves) for moved in of_batch]
     if layout.dispatcher is Dispatcher.DEDUP:
-        yield from _copied(model.moe, layout, c * h, moves, forwards, passes)
+        yield from _copied(model.moe, layout, c * h, moves, forwards, passes, slots)
         return
     # Counts, but where sizes are known; rows out, probabilities, rows back; backward the last three the other way.
     told = layout.capacity_fill is CapacityFill.USED
     sent, received = sum(times * moved.sent for moved, times in moves), summed(rows.sent_here)
-    counts = told * passes * INT64_BYTES * model.moe.experts
+    counts = told * INT64_BYTES * slots
     out, back = sent * (c * h + FP32_BYTES), received * c * h
     yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * (told + 3) * passes
     yield Collective.ALL_TO_ALL, "ep", sent * c * h + back + received * FP32_BYTES, 3 * passes
@@ -157,22 +160,28 @@ def _gathered(
 
 
 def _copied(
-    moe: MoeSpec, layout: Layout, row: int, moves: Sequence[tuple[routing.Moved, int]], forwards: int, passes: int
+    moe: MoeSpec,
+    layout: Layout,
+    row: int,
+    moves: Sequence[tuple[routing.Moved, int]],
+    forwards: int,
+    passes: int,
+    slots: int,
 ) -> Iterator[_Call]:
     """The de-duplicating dispatcher, once a crossing: counts; a copy's wanted experts (int32), its row and its
     probabilities; partial sums back. Backward: gradients of the sums out, of rows and probabilities back. ETP ranks
     gather all that each other receives, parts padded to the widest, and reduce-scatter the sums; in backward the
-    transposed.
+    transposed. `slots`: of experts, of all passes.
     """
     out = sum(times * moved.copies_out for moved, times in moves)
     coming = sum(times * moved.copies_in for moved, times in moves)
     ranks, k = grid.axis_size(layout, "ep_near"), moe.router.top_k
-    told = passes * INT64_BYTES * (moe.experts * ranks // layout.ep + ranks)
+    told = INT64_BYTES * (slots * ranks // layout.ep + passes * ranks)
     crossings = [("ep_near" if layout.ep_node else "ep", told, out, coming)]
     if nodes := routing.nodes_of(layout):
         leaving = sum(times * moved.node_out for moved, times in moves)
         entering = sum(times * moved.node_in for moved, times in moves)
-        crossings.append(("ep_far", passes * INT64_BYTES * (moe.experts + layout.ep + nodes), leaving, entering))
+        crossings.append(("ep_far", INT64_BYTES * (slots + passes * (layout.ep + nodes)), leaving, entering))
     for group, counts, there, back in crossings:
         forward = counts + there * (INT32_BYTES * k + row + FP32_BYTES * k) + back * row
         yield Collective.ALL_TO_ALL, group, forwards * forward, forwards * 5 * passes

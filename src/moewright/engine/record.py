@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moewright.codec import PACES_FILE, Numbers, parse_json, read_text, to_data, write_json, write_text
 from moewright.rules.placement import rank_loads
-from moewright.rules.routing import load_of_counts
+from moewright.rules.routing import load_of_counts, slot_rows
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import EvalRecord, LayerLoad, RankPace, Session, StepRecord
@@ -248,7 +248,7 @@ def loads_of(
     loads: torch.Tensor, losses: torch.Tensor, slots: Mapping[int, Sequence[int]], *, ep: int, chosen: int
 ) -> tuple[LayerLoad, ...]:
     """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the expert of every slot
-    by layer, in order, `chosen` is the number of rows that all tokens chose in each.
+    by layer, in order, an expert's rows dealt evenly to its slots, `chosen` the rows that all tokens chose in each.
     """
     found = []
     for (layer, held), counts, parts in zip(slots.items(), loads.tolist(), losses.tolist(), strict=True):
@@ -262,7 +262,7 @@ def loads_of(
                 dead_experts=load.dead_experts,
                 entropy=load.entropy,
                 counts=tuple(counts),
-                rank_counts=rank_loads([counts[expert] for expert in held], ep),
+                rank_counts=rank_loads(slot_rows([counts], held), ep),
                 dropped_share=1 - sum(counts) / chosen,
                 aux_loss=aux,
                 seq_aux_loss=seq_aux,

@@ -8,7 +8,7 @@ from moewright.rules.context import factors
 from moewright.rules.legality import illegal
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Overlap
+from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Layout, Overlap
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Documents, Dtype, Workload
 
@@ -47,7 +47,25 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
     if layout.zero == 3 and layout.pp > 1:
         rule = "the engine cuts weights without a pipeline alone: it would gather a stage again for every micro-batch"
         choices.append(Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1"))
-    return (*choices, *_too_fine(layout, model, workload))
+    return (*choices, *_replicated(layout), *_too_fine(layout, model, workload))
+
+
+def _replicated(layout: Layout) -> Iterator[Reason]:
+    """What replicas of experts do not go with: they are no parameters, and send gradients home at a step's end."""
+    if not layout.spare:
+        return
+    rules = (
+        ("zero", str(layout.zero), layout.zero == 3, "cuts weights of which the engine has no replicas", "1"),
+        ("overlap", "grad", Overlap.GRAD in layout.overlap, "reduces experts before replicas' gradients come", "none"),
+        (
+            "capacity_fill", layout.capacity_fill, layout.capacity_fill is CapacityFill.PADDED,
+            "has room for experts, not for replicas of them", CapacityFill.USED,
+        ),
+    )  # fmt: skip
+    for field, value, broken, why, near in rules:
+        if broken:
+            rule = f"{why}: not with spare={layout.spare}"
+            yield Reason(field=f"layout.{field}", value=value, rule=rule, nearest=near)
 
 
 def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:

@@ -93,6 +93,7 @@ def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
         *_bounded("layout.mbs", layout.mbs, 1, _MAX_BATCH),
         *_bounded("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
         *_bounded("layout.shard", layout.shard, 0, _MAX_DEGREE),
+        *_bounded("layout.spare", layout.spare, 0, _MAX_DEGREE),
         *_bounded("layout.ep_node", layout.ep_node, 0, _MAX_DEGREE),
         *_zero_and_capacity(layout),
     ]

@@ -1,12 +1,13 @@
 """Which expert-parallel rank holds which expert, from a measured load: even by packing, or by replicas of hot experts.
 
-Greedy packing and replication as in DeepSeek's EPLB (github.com/deepseek-ai/EPLB). A slot is a place for one expert; a
-rank's slots follow each other. A load is the tokens of each expert of a layer.
+Greedy packing and replication after DeepSeek's EPLB (github.com/deepseek-ai/EPLB). A slot is a place for one expert; a
+rank's slots follow each other: first those of the experts that are its own, then those of replicas, which belong to
+other ranks and are equal to what these hold. A load is the tokens of each expert of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
@@ -19,7 +20,9 @@ from moewright.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """The expert of every slot, `slots`, more slots than experts; an expert's tokens are dealt evenly to its slots."""
+    """The expert of every slot, `slots`, more slots than experts; an expert's tokens are dealt evenly to its slots. Of
+    each rank's slots the last are of replicas, by the rank whose own their expert is.
+    """
 
     slots: tuple[int, ...]
     load_factor: float  # of the hottest rank, over the mean
@@ -31,7 +34,61 @@ def slots_of(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -
     place = model.routed_layers.index(layer)
     if layout.expert_placement is ExpertPlacement.CONTIGUOUS or place >= len(workload.load_histogram):
         return tuple(range(experts))
-    return balanced(workload.load_histogram[place], layout.ep)
+    counts = workload.load_histogram[place]
+    if layout.spare:
+        return replicated(counts, layout.ep, layout.spare).slots
+    return balanced(counts, layout.ep)
+
+
+def slot_count(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
+    """Slots of all ranks in a layer with experts, those of replicas included."""
+    experts = model.moe.experts if model.moe else 0
+    counted = model.routed_layers.index(layer) < len(workload.load_histogram) if layout.spare else False
+    return experts + (layout.spare * layout.ep if counted else 0)
+
+
+def block(slots: Sequence[int], ep: int, rank: int) -> slice:
+    """Where one rank's slots are."""
+    local = len(slots) // ep
+    return slice(rank * local, (rank + 1) * local)
+
+
+def of_rank(slots: Sequence[int], ep: int, rank: int) -> Sequence[int]:
+    """The experts of one rank's slots."""
+    return slots[block(slots, ep, rank)]
+
+
+def dealt(count: int, slots: int, source: int, slot: int) -> int:
+    """How many of an expert's rows the rank `source` of a group sends to one of its slots: it deals them in turn, and
+    starts where its own number says, so that what is over does not go to the same slot from everywhere.
+    """
+    return (count - (slot - source) % slots + slots - 1) // slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """What one rank exchanges to hold replicas: the numbers of its own experts' slots whose weights it sends, ordered
+    by the rank that they go to, and how many go to and come from each rank. What comes fills its spare slots in order.
+    """
+
+    sends: tuple[int, ...]
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+
+def copies_of(slots: Sequence[int], ep: int, rank: int, spare: int) -> Copies:
+    """Of a rank's part in slots of which each rank has `spare` for replicas."""
+    own = len(slots) // ep - spare
+    mine = list(of_rank(slots, ep, rank)[:own])
+    wanted = [of_rank(slots, ep, other)[own:] for other in range(ep)]
+    owners = {expert: other for other in range(ep) for expert in of_rank(slots, ep, other)[:own]}
+    going = [[mine.index(expert) for expert in of if owners[expert] == rank] for of in wanted]
+    coming = [owners[expert] for expert in wanted[rank]]
+    return Copies(
+        sends=tuple(slot for of in going for slot in of),
+        send=tuple(map(len, going)),
+        receive=tuple(coming.count(other) for other in range(ep)),
+    )
 
 
 @lru_cache(maxsize=512)
@@ -51,28 +108,72 @@ def balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
     return tuple(expert for mine in held for expert in sorted(mine))
 
 
-def replicated(counts: Sequence[int], ep: int, spare: int) -> Replicas:
-    """`spare` slots more on each rank, for replicas: each goes to the expert whose slots carry the most and that has
-    less than a slot a rank; slots are packed like experts, no two of an expert on one rank where that can be helped.
+@lru_cache(maxsize=512)
+def replicated(counts: tuple[int, ...], ep: int, spare: int) -> Replicas:
+    """The balanced placement, and `spare` slots more on each rank for replicas of what is hot there: each goes to an
+    expert of the hottest rank that has one to share, on the least loaded rank with room that has not got it. Where none
+    would even the load any more, a rank takes the one that adds the least to its own.
     """
-    experts = len(counts)
-    copies = [1] * experts
+    blocks = balanced(counts, ep)
+    held = [list(of_rank(blocks, ep, rank)) for rank in range(ep)]
+    owner = {expert: rank for rank, mine in enumerate(held) for expert in mine}
+    holders = {expert: [rank] for expert, rank in owner.items()}
+    replicas: list[list[int]] = [[] for _ in range(ep)]
+    loads = [float(sum(counts[expert] for expert in mine)) for mine in held]
     for _ in range(spare * ep):
-        few = [one for one in range(experts) if copies[one] < ep] or range(experts)
-        copies[max(few, key=lambda one: (counts[one] / copies[one], -one))] += 1
-    each = [counts[one] / copies[one] for one in range(experts)]
-    room = experts // ep + spare
-    held: list[list[int]] = [[] for _ in range(ep)]
-    loads = [0.0] * ep
-    slots = (one for one in sorted(range(experts), key=lambda one: (-each[one], one)) for _ in range(copies[one]))
-    for expert in slots:
-        free = [r for r in range(ep) if len(held[r]) < room]
-        rank = min(free, key=lambda r: (expert in held[r], loads[r], r))
-        held[rank].append(expert)
-        loads[rank] += each[expert]
+        expert, rank = _shared(counts, held, replicas, holders, loads, spare)
+        before = counts[expert] / len(holders[expert])
+        for other in holders[expert]:
+            loads[other] -= before
+        holders[expert].append(rank)
+        for other in holders[expert]:
+            loads[other] += counts[expert] / len(holders[expert])
+        replicas[rank].append(expert)
+    slots = [
+        one
+        for mine, others in zip(held, replicas, strict=True)
+        for one in (*mine, *sorted(others, key=lambda expert: (owner[expert], expert)))
+    ]
+    share = [counts[expert] / len(holders[expert]) for expert in range(len(counts))]
+    hottest = max(sum(share[expert] for expert in of_rank(slots, ep, rank)) for rank in range(ep))
     total = sum(counts)
-    factor = max(loads) * ep / total if total else 1.0
-    return Replicas(slots=tuple(expert for mine in held for expert in sorted(mine)), load_factor=factor)
+    return Replicas(slots=tuple(slots), load_factor=hottest * ep / total if total else 1.0)
+
+
+def _shared(
+    counts: Sequence[int],
+    held: Sequence[Sequence[int]],
+    replicas: Sequence[Sequence[int]],
+    holders: Mapping[int, Sequence[int]],
+    loads: Sequence[float],
+    spare: int,
+) -> tuple[int, int]:
+    """The expert that gets the next replica, and the rank: of those that leave no rank above the hottest sharer, what
+    lessens the sum of squared loads the most.
+    """
+    room = [rank for rank, mine in enumerate(replicas) if len(mine) < spare]
+    for hot in sorted(range(len(loads)), key=lambda rank: (-loads[rank], rank)):
+        best: tuple[float, int, int] | None = None
+        for expert in sorted({*held[hot], *replicas[hot]}):
+            free = [rank for rank in room if rank not in holders[expert]]
+            if not free:
+                continue
+            rank = min(free, key=lambda one: (loads[one], one))
+            share = counts[expert] / (len(holders[expert]) + 1)
+            less = counts[expert] / len(holders[expert]) - share
+            change = share * (2 * loads[rank] + share)
+            change += sum(less * (less - 2 * loads[other]) for other in holders[expert])
+            if change < 0 and loads[rank] + share <= loads[hot]:
+                best = min(best or (change, expert, rank), (change, expert, rank))
+        if best:
+            return best[1], best[2]
+    rank = room[0]
+
+    def more(expert: int) -> float:
+        slots, here = len(holders[expert]), holders[expert].count(rank)
+        return counts[expert] * ((here + 1) / (slots + 1) - here / slots)
+
+    return min(range(len(counts)), key=lambda expert: (more(expert), expert)), rank
 
 
 def placed(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
@@ -107,8 +208,19 @@ def _two(counts: tuple[int, ...], ep: int) -> tuple[float, float]:
 
 
 def placement_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """What an even placement lacks: ranks to place on, and the load that it is made from."""
-    if layout.expert_placement is ExpertPlacement.CONTIGUOUS:
+    """What an even placement lacks: ranks to place on, and the load that it is made from; and replicas: a placement to
+    go with, and experts of other ranks.
+    """
+    placed_evenly = layout.expert_placement is ExpertPlacement.BALANCED
+    others = model.moe.experts - model.moe.experts // layout.ep if model.moe else 0
+    rule, near = "", str(others)
+    if layout.spare and not placed_evenly:
+        rule, near = f"goes with expert_placement={ExpertPlacement.BALANCED}", "0"
+    elif layout.spare > others and layout.ep > 1:
+        rule = f"a rank of ep={layout.ep} has {others} experts to replicate that are not its own"
+    if rule:
+        return (Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest=near),)
+    if not placed_evenly:
         return ()
     if model.moe is None or layout.ep == 1:
         rule = "needs ep > 1"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from moewright.rules import routing
+from moewright.rules import placement, routing
 from moewright.rules.context import factors
 from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.ledger import Module
@@ -85,7 +85,8 @@ def saved_by_layer(
     rows = [*_attention(model, size, exchanged_again=exchanged_again)]
     if model.moe_layers[-1 if mtp else layer]:
         moved = moved or routing.expected_moves(model, workload, layout)
-        rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load), moved)
+        slots = placement.slot_count(model, workload, layout, layer)
+        rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load), moved, slots)
     else:
         rows += _dense(model, size)
     if mtp:
@@ -179,10 +180,11 @@ def _dense(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
 
 
 def _moe(
-    model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: int, moved: routing.Moved
+    model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: int, moved: routing.Moved, slots: int
 ) -> Iterator[Saved]:
     if model.moe is None:
         return
+    replicas = (slots - model.moe.experts) // layout.ep  # whose ends are kept apart once more
     c, t, f, wide, etp = size.c, size.t, model.moe.ffn_size, 2 if model.gated else 1, layout.etp
     moe = Recompute.MOE
     yield _row(Module.ROUTER, "post_norm_out", c * t * size.h, Recompute.LAYERNORM)
@@ -192,7 +194,7 @@ def _moe(
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
     yield _row(Module.EXPERTS, "indices", INT64_BYTES * _indices(model.moe, layout, t, R, moved), moe)
-    yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (model.moe.experts // layout.ep), moe)
+    yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (slots // layout.ep + replicas), moe)
     yield from _shared(model, size)
 
 

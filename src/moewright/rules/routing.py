@@ -186,6 +186,10 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
 
 def hottest_ranks(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[float, ...]:
     """The measured load of the hottest EP rank over the mean, of each layer with experts."""
+    if layout.spare:
+        return tuple(
+            placement.replicated(counts, layout.ep, layout.spare).load_factor for counts in workload.load_histogram
+        )
     even = layout.expert_placement is ExpertPlacement.BALANCED
     return tuple(
         placement.rank_load_factor(placement.placed(counts, layout.ep) if even else counts, layout.ep)
@@ -295,7 +299,23 @@ def rank_rows(
     model: ModelSpec, layout: Layout, by_source: Sequence[Sequence[int]], rank: int, slots: Sequence[int]
 ) -> int:
     """Rows a rank's experts receive, when `by_source` holds the counts of the sources of its EP group and `slots` the
-    expert of every slot.
+    expert of every slot; those of an expert with several are dealt to them.
     """
-    here = experts_of(model, layout, grid.coordinate(layout, rank, "ep"))
-    return sum(expert_rows(by_source, [slots[slot] for slot in here]))
+    ep_rank = grid.coordinate(layout, rank, "ep")
+    if not layout.spare:
+        return sum(expert_rows(by_source, placement.of_rank(slots, layout.ep, ep_rank)))
+    return sum(slot_rows(by_source, slots)[placement.block(slots, layout.ep, ep_rank)])
+
+
+def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple[int, ...]:
+    """Rows of every slot, where each source deals an expert's rows to its slots in turn."""
+    places: dict[int, list[int]] = {}
+    for slot, expert in enumerate(slots):
+        places.setdefault(expert, []).append(slot)
+    return tuple(
+        sum(
+            placement.dealt(of_source[expert], len(places[expert]), source, places[expert].index(slot))
+            for source, of_source in enumerate(by_source)
+        )
+        for slot, expert in enumerate(slots)
+    )

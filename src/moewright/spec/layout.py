@@ -122,6 +122,7 @@ class Layout:
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     ep_node: int = 0  # ranks of ep in one node, where dedup crosses to a node before it crosses to a rank; 0: all
     expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
+    spare: int = 0  # experts that a rank holds beside its own, for replicas of hot ones; with a balanced placement
     capacity: float = 0.0  # 0: dropless
     capacity_fill: CapacityFill = CapacityFill.USED
     overlap: tuple[Overlap, ...] = ()

@@ -20,11 +20,11 @@ from moewright.engine.collectives import Group
 from moewright.engine.keep import replayed
 from moewright.engine.kernels import Runs
 from moewright.engine.model import vocabulary
-from moewright.engine.model.activations import SwiGlu, activation_of
-from moewright.engine.model.biases import AddBias, AddExpertBias
+from moewright.engine.model.activations import SwiGlu
+from moewright.engine.model.biases import AddBias
 from moewright.engine.model.context import attend, meetings, to_heads, to_tokens
 from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary
-from moewright.engine.model.linears import ColumnLinear, GroupedLinear, RowLinear
+from moewright.engine.model.linears import ColumnLinear, RowLinear
 from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
@@ -247,41 +247,6 @@ class Mlp(nn.Module):
         """From the activation of `x` on."""
         out = RowLinear.apply(active, self.down.weight, self._run.mesh.tensor, self._run.books)
         return self.down.biased(out, sharers_of(self._run))
-
-
-class Experts(nn.Module):
-    """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by expert, weights [R] ->
-    weighted outputs [R,H], to be summed over ETP. `held` are the experts here where they are no contiguous block.
-    """
-
-    ledger_module = Module.EXPERTS
-
-    def __init__(self, run: Runtime, experts: int, width: int, held: tuple[int, ...]) -> None:
-        super().__init__()
-        self._run = run
-        hidden = run.model.hidden_size
-        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held)
-        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
-        self._activate = activation_of(run.model)
-        if run.model.moe is not None and run.model.moe.expert_bias:
-            self.gate_up.bias = Vector(run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
-            # Outputs are summed over ETP: each rank adds its part of the bias.
-            self.down.bias = Vector(run, experts, hidden, cuts=(("ep", 0), ("etp", 1)), rows=held)
-
-    def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        run, keeper = self._run, self._run.keeper
-        with keeper.offload(rows_RH, asked=run.offloads(Offload.EXPERT_FC1)):
-            hidden = GroupedLinear.apply(rows_RH, self.gate_up.weight.flatten(1, 2), ends_E, run.books)
-            if self.gate_up.bias is not None:
-                hidden = AddExpertBias.apply(hidden, self.gate_up.bias.weight.flatten(1, 2), None, ends_E, 0)
-        with keeper.offload(hidden, asked=run.offloads(Offload.MOE_ACT)):
-            active = self._activate.apply(hidden, weights_R)
-            with keeper.discard(active, self._activate.apply, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
-                out = GroupedLinear.apply(active, self.down.weight, ends_E, run.books)
-        bias = self.down.bias
-        return (
-            out if bias is None else AddExpertBias.apply(out, bias.weight, weights_R, ends_E, bias.placement.offsets[1])
-        )
 
 
 class Table(Weight):

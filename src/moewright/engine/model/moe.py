@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, E experts in all, k experts a token, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,16 +17,17 @@ from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import Dedup
 from moewright.engine.dispatch.padded import PaddedAllToAll
 from moewright.engine.keep import Decided, replayed
-from moewright.engine.model.layers import Experts, Mlp, Weight
+from moewright.engine.model.experts import Experts
+from moewright.engine.model.functions import count_rows
+from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.linears import GateLinear
 from moewright.engine.model.router import Router, Selected
 from moewright.engine.runtime import Runtime
-from moewright.rules.placement import slots_of
+from moewright.rules.placement import block, slots_of
 from moewright.rules.routing import (
     InTurn,
     capacity_rows,
     drops_by_probability,
-    experts_of,
     in_turn,
     micro_batch_tokens,
     nodes_of,
@@ -78,6 +79,36 @@ class Halves:
         return self._made.pop()
 
 
+class Slots:
+    """Where experts are, and where rows go: an expert in several slots has its rows dealt to them (rules.placement)."""
+
+    def __init__(self, run: Runtime, slots: Sequence[int], experts: int) -> None:
+        places = [[slot for slot, one in enumerate(slots) if one == expert] for expert in range(experts)]
+        most = max(map(len, places))
+        # By expert, and of E, which stands for none.
+        self._places = torch.tensor([of + of[:1] * (most - len(of)) for of in places] + [[len(slots)] * most])
+        self._places = self._places.to(run.device)
+        self._count = torch.tensor([*map(len, places), 1], device=run.device)
+        self._expert = torch.tensor(slots, device=run.device)
+        self._experts, self._first = experts, run.mesh.coordinate("ep")
+
+    def of(self, experts_Tk: torch.Tensor) -> torch.Tensor:
+        """The slot of each chosen expert."""
+        if self._places.shape[1] == 1:
+            return self._places[experts_Tk, 0]
+        flat = experts_Tk.flatten()
+        counts, order = count_rows(flat, self._experts + 1), flat.argsort(stable=True)
+        starts = (counts.cumsum(0) - counts)[flat[order]]
+        turn = torch.empty_like(order)
+        turn[order] = torch.arange(len(order), device=order.device) - starts  # of its expert's rows the how-manieth
+        return self._places[flat, (turn + self._first) % self._count[flat]].view_as(experts_Tk)
+
+    def by_expert(self, sent: torch.Tensor) -> torch.Tensor:
+        """Rows sent to each slot, and what follows them, with rows to each expert instead."""
+        rows, copies = sent.split((len(self._expert), len(sent) - len(self._expert)))
+        return torch.cat((rows.new_zeros(self._experts).scatter_add_(0, self._expert, rows), copies))
+
+
 class Moe(torch.nn.Module):
     """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent (see the seam)."""
 
@@ -89,14 +120,10 @@ class Moe(torch.nn.Module):
         self._run, self._spec = run, spec
         self.router = Router(run, spec.experts, number)
         slots = slots_of(run.model, run.workload, run.mesh.layout, number)
-        here: tuple[int, ...] = ()
-        self._slot_of: torch.Tensor | None = None  # by expert, and of E, which stands for none
-        if slots != tuple(range(spec.experts)):
-            here = tuple(slots[i] for i in experts_of(run.model, run.mesh.layout, run.mesh.coordinate("ep")))
-            self._slot_of = torch.tensor((*slots, spec.experts), device=run.device).argsort()
-        self.experts = Experts(run, spec.experts, spec.ffn_size, here)
+        self._slots = None if slots == tuple(range(spec.experts)) else Slots(run, slots, spec.experts)
+        self.experts = Experts(run, spec.experts, spec.ffn_size, slots)
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
-        self._dispatcher = _dispatcher(run, spec)
+        self._dispatcher = _dispatcher(run, spec, len(slots))
         self._beside = Overlap.SHARED in run.mesh.layout.overlap  # shared experts run while rows travel
 
     def forward(
@@ -116,17 +143,14 @@ class Moe(torch.nn.Module):
             selected, aux = self.router(x_TH, decided, first)
         with books.within(Module.EXPERTS):
             experts_Tk = self._kept(selected)
-            slots_Tk = experts_Tk if self._slot_of is None else self._slot_of[experts_Tk]
+            slots_Tk = experts_Tk if self._slots is None else self._slots.of(experts_Tk)
             halves = self.shared.halves(x_TH) if self.shared is not None and self._beside else None
             out, sent = self._routed(x_TH, slots_Tk, selected.weights.float(), halves)
         if halves is not None:
             out = out + halves.out()
         elif self.shared is not None:
             out = out + self.shared(x_TH)
-        if self._slot_of is not None:
-            rows, copies = sent.split((self._spec.experts, len(sent) - self._spec.experts))
-            sent = torch.cat((rows[self._slot_of[:-1]], copies))
-        return out, aux, sent
+        return out, aux, sent if self._slots is None else self._slots.by_expert(sent)
 
     @torch.no_grad()
     def _kept(self, selected: Selected) -> torch.Tensor:
@@ -150,11 +174,12 @@ class Moe(torch.nn.Module):
         return way.combine_postprocess(rows, route), route.sent
 
 
-def _dispatcher(run: Runtime, spec: MoeSpec) -> seam.Dispatcher:
-    layout, mesh, experts = run.mesh.layout, run.mesh, spec.experts
+def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> seam.Dispatcher:
+    """That of a layer with so many slots for experts."""
+    layout, mesh = run.mesh.layout, run.mesh
     known = _known(run, spec)
     if layout.dispatcher is Dispatcher.ALL_GATHER:
-        here = experts_of(run.model, layout, mesh.coordinate("ep"))
+        here = range(experts)[block(range(experts), layout.ep, mesh.coordinate("ep"))]
         return AllGather(mesh.group("etp_ep"), experts, here=here, known=known)
     if layout.dispatcher is Dispatcher.DEDUP:
         ways = ("ep_far", "ep_near") if layout.ep_node else ("ep",)

@@ -12,7 +12,9 @@ from torch import nn
 from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import Flight, all_reduce
+from moewright.engine.model.experts import Experts
 from moewright.engine.model.layers import Slot, slots_of
+from moewright.engine.model.replicas import Replicas
 from moewright.engine.optim.arrivals import Arrivals
 from moewright.engine.optim.flat import FlatBucket, boxes_of, build_buckets
 from moewright.engine.optim.fully import FullySharded, ShardedParameter, shard_fully
@@ -54,6 +56,9 @@ class DistributedOptimizer:
                 twin = run.mesh.ends if both else None
                 if some:
                     self.buckets += build_buckets(run, some, run.mesh.group(group), twin, initial)
+        self._replicas = [each.replicas for each in model.modules() if isinstance(each, Experts) and each.replicas]
+        for each in self._replicas:
+            each.fetch()
         self.fully = shard_fully(run, model, cut, initial) if cut else None
         self._cut = self.fully.parameters if self.fully else ()
         self._holders: list[FlatBucket | ShardedParameter] = [*self.buckets, *self._cut]
@@ -105,6 +110,8 @@ class DistributedOptimizer:
         self._pending = {slot.name for bucket in self.buckets for slot, _ in bucket.views}
         self._reductions = {}
         self._arrivals.begin(micro_batches)
+        for each in self._replicas:
+            each.begin()
         if self.fully is not None:
             self.fully.begin()
 
@@ -120,6 +127,7 @@ class DistributedOptimizer:
 
         Summing the parts over the world counts every parameter once: replicas of a gradient divide their part.
         """
+        self._send_home()
         self._arrivals.finish()
         self._shards = [self._reductions[index].land() for index in range(len(self.buckets))]
         for bucket, shard in zip(self.buckets, self._shards, strict=True):
@@ -131,6 +139,17 @@ class DistributedOptimizer:
         cut = self.fully.reduce() if self.fully else []
         self._shards += cut
         return own + sum(_squared_norm(g) / each.copies.size for each, g in zip(self._cut, cut, strict=True))
+
+    def _send_home(self) -> None:
+        """Add the gradients of replicas to those of the experts that they are of, which wait for it to be reduced."""
+        views = {id(slot.owner): (slot, view) for bucket in self.buckets for slot, view in bucket.views}
+        for each in self._replicas:
+            own = [views[id(part)] for part in each.parts]
+            for slot, view in own:
+                if slot.name in self._pending:
+                    self._pending.discard(slot.name)
+                    view.zero_()
+            each.send_home([view for _, view in own])
 
     def update(self, *, lr: float, scale: float) -> None:
         """One update with gradients times `scale` (the clipping factor). Matrices decay, vectors do not."""
@@ -158,6 +177,8 @@ class DistributedOptimizer:
             self._gathers[index] = self.buckets[index].publish()
         if not self._late:
             self.settle()
+        for each in self._replicas:
+            each.fetch()
 
     def settle(self) -> None:
         """Wait for weights that are under way: before the process group is left."""
@@ -171,7 +192,8 @@ class DistributedOptimizer:
     def memory(self) -> tuple[MemoryRow, ...]:
         """Bytes held, one row a (component, module)."""
         held: dict[tuple[Component, Module], int] = defaultdict(int)
-        holders: list[FlatBucket | FullySharded] = [*self.buckets, *([self.fully] if self.fully else [])]
+        holders: list[FlatBucket | FullySharded | Replicas] = [*self.buckets, *self._replicas]
+        holders += [self.fully] if self.fully else []
         for holder in holders:
             for row in holder.memory():
                 held[(row.component, row.module)] += row.bytes
@@ -186,6 +208,8 @@ class DistributedOptimizer:
     def resident(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the weight buffers."""
         if self.fully is not None and self.fully.resident(tensor):
+            return True
+        if any(each.resident(tensor) for each in self._replicas):
             return True
         return any(identity(bucket.weights) == identity(tensor) for bucket in self.buckets)
 

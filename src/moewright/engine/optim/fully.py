@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import Group, all_reduce, start_all_gather, start_reduce_scatter
-from moewright.engine.model.layers import Experts, Slot
+from moewright.engine.model.experts import Experts
+from moewright.engine.model.layers import Slot
 from moewright.engine.model.transformer import Layer
 from moewright.engine.optim.flat import Part, boxes_of, by_module
 from moewright.engine.runtime import Runtime, torch_dtype
