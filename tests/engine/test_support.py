@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+import stand_in_deep_ep
 from moewright.codec import parse_layout
 from moewright.engine.support import unsupported_layout
 from moewright.rules.legality import illegal
@@ -49,6 +52,23 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
 
 def test_what_is_not_built_is_refused() -> None:
     assert said("graphs=attn")[0].startswith("layout.graphs=attn: the engine does not run this yet")
+
+
+@pytest.mark.parametrize(("kind", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep_cpp")])
+def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
+    kind: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (missing,) = said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)
+    assert missing.startswith(f"layout.dispatcher={kind}: needs the package deep_ep ")
+    assert missing.endswith("which is not installed; nearest legal value: dedup")
+    stand_in_deep_ep.install(monkeypatch)
+    assert said(f"ep4,dispatcher={kind}", precision=Dtype.BF16) == []
+    assert said(f"ep4,dispatcher={kind}") == [
+        f"train.precision=fp32: moves bf16 rows with dispatcher={kind}; nearest legal value: bf16"
+    ]
+    assert "dispatches whole experts" in said(f"ep4,etp2,dispatcher={kind}", precision=Dtype.BF16)[0]
+    monkeypatch.delitem(sys.modules, package)
+    assert f"needs the package {package} " in said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
 
 
 def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:

@@ -297,7 +297,7 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
         ({"graphs": (Graphs.FULL,)}, "static shapes", "none"),
         ({"dispatcher": Dispatcher.DEEPEP}, r"needs etp * ep > 1", "alltoall"),
         ({"dispatcher": Dispatcher.DEDUP}, r"needs etp * ep > 1", "alltoall"),
-        ({"ep": 4, "ep_node": 2}, "goes with dedup", "0"),
+        ({"ep": 4, "ep_node": 2}, "goes with dispatcher=dedup or hybridep", "0"),
         ({"ep": 4, "ep_node": 4, "dispatcher": Dispatcher.DEDUP}, "into several nodes of several ranks", "2"),
         ({"ep": 2, "ep_node": 1, "dispatcher": Dispatcher.DEDUP}, "into several nodes of several ranks", "0"),
         ({"cp_comm": CpComm.A2A}, "needs cp > 1", "p2p"),

@@ -92,7 +92,7 @@ class Links:
             return self.seconds(Collective.ALL_GATHER, where, tokens * row_bytes)
         if layout.dispatcher is Dispatcher.ALL_TO_ALL:
             return self.seconds(Collective.ALL_TO_ALL, where, load * tokens * top_k * row_bytes)
-        n, near = routing.nodes_of(layout) or where.domains, where.domains == 1
+        n, near = where.size // layout.ep_node if layout.ep_node else where.domains, where.domains == 1
         leaving = tokens * routing.expected_distinct(n, top_k) * (1 - 1 / n) * row_bytes
         between = leaving / (self._domain_Bps if near else self._network_Bps)
         fan_out = tokens * routing.expected_distinct(where.size, top_k) * row_bytes

@@ -125,6 +125,9 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
         return
     c, h = activation_bytes(workload), model.hidden_size
     moves = [(moved, times) for of_batch, times in runs(rows.moves) for moved in of_batch]
+    if layout.dispatcher in routing.LIBRARIES:
+        yield from _left_to_a_library(model.moe, workload, layout, c * h, moves, forwards, passes)
+        return
     if layout.dispatcher is Dispatcher.DEDUP:
         yield from _copied(model.moe, layout, c * h, moves, forwards, passes, slots)
         return
@@ -193,6 +196,26 @@ def _copied(
     yield Collective.REDUCE_SCATTER, "etp", forwards * padded * row, forwards * passes
     yield Collective.ALL_GATHER, "etp", widest * row, passes
     yield Collective.REDUCE_SCATTER, "etp", padded * (row + FP32_BYTES * k), 2 * passes
+
+
+def _left_to_a_library(
+    moe: MoeSpec,
+    workload: Workload,
+    layout: Layout,
+    row: int,
+    moves: Sequence[tuple[routing.Moved, int]],
+    forwards: int,
+    passes: int,
+) -> Iterator[_Call]:
+    """What DeepEP and HybridEP are handed, not what they move: tokens, choices (int64) and probabilities; sums of each
+    copy here. Backward: gradients of the sums, and of copies and their probabilities.
+    """
+    t, k = passes * routing.micro_batch_tokens(workload, layout), moe.router.top_k
+    here = sum(times * moved.copies_in for moved, times in moves)
+    wide = moe.experts // layout.ep if layout.dispatcher is Dispatcher.HYBRIDEP else k
+    forward = t * (row + INT64_BYTES * k + FP32_BYTES * k) + here * row
+    yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 4 * passes
+    yield Collective.ALL_TO_ALL, "ep", t * row + here * (row + FP32_BYTES * wide), 3 * passes
 
 
 def _replayed(layout: Layout, *policies: Recompute) -> bool:

@@ -9,15 +9,19 @@ import torch
 from moewright.engine import collectives
 from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.books import Books
+from moewright.engine.dispatch.fused import prove
+from moewright.engine.dispatch.libraries import Library, opened
 from moewright.engine.keep import Keeper
-from moewright.engine.mesh import build_mesh
+from moewright.engine.mesh import Mesh, build_mesh
 from moewright.engine.model.layers import Slot
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.rank import RankContext
-from moewright.engine.runtime import Runtime
+from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.engine.step import Batches, Trainee
+from moewright.rules.grid import axis_size
+from moewright.rules.routing import LIBRARIES, micro_batch_tokens
 from moewright.rules.stages import chunks
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -60,15 +64,34 @@ def trainee(
 ) -> Trainee:
     """This rank's mesh, part of the model with its `initial` weights, and optimizer."""
     books = Books(blocking=device.type == "cpu")
+    mesh = build_mesh(layout, rank, books)
     run = Runtime(
         model=model,
         workload=workload,
-        mesh=build_mesh(layout, rank, books),
+        mesh=mesh,
         books=books,
         keeper=Keeper(books, at_work=bool(layout.recompute or layout.offload)),
         device=device,
+        library=_library(model, workload, mesh, device) if layout.dispatcher in LIBRARIES else None,
     )
     pp_rank = run.mesh.coordinate("pp")
     part = Transformer(run, [chunk for chunk in chunks(model, layout) if chunk.pp_rank == pp_rank])
     optimizer = DistributedOptimizer(run, part, lambda slot: initial(slot, run), rule)
     return Trainee(run=run, model=part, optimizer=optimizer, train_data=batches)
+
+
+def _library(model: ModelSpec, workload: Workload, mesh: Mesh, device: torch.device) -> Library:
+    """The library that the layout names, set up and proven. Raises BadInput when it is not fit for use here."""
+    assert model.moe is not None  # rules.exclusions
+    layout, group, experts, hidden = mesh.layout, mesh.group("ep"), model.moe.experts, model.hidden_size
+    library = opened(
+        layout.dispatcher,
+        group,
+        experts=experts,
+        hidden=hidden,
+        tokens=micro_batch_tokens(workload, layout),
+        near=axis_size(layout, "ep_near"),
+    )
+    like = torch.empty(0, dtype=torch_dtype(workload.precision), device=device)
+    prove(library, layout.dispatcher, mesh.group("etp"), experts=experts, hidden=hidden, like=like)
+    return library

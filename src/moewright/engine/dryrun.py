@@ -27,9 +27,9 @@ from moewright.engine.runtime import Runtime
 from moewright.engine.step import train_step
 from moewright.engine.support import refuse_unrunnable
 from moewright.rules import grid
-from moewright.rules.routing import drops_by_probability
+from moewright.rules.routing import LIBRARIES, drops_by_probability
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import ExpertPlacement, Layout
+from moewright.spec.layout import Dispatcher, ExpertPlacement, Layout
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
@@ -59,6 +59,9 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
         rule = "a dry run knows no probabilities, by which capacity drops rows and dedup finds none to copy"
         near = DropPolicy.POSITION
         raise BadInput(Reason(field="train.drop_policy", value=DropPolicy.PROBS, rule=rule, nearest=near))
+    if layout.dispatcher in LIBRARIES:
+        rule = "a dry run has no devices for a library to move rows between"
+        raise BadInput(Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=Dispatcher.DEDUP))
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "a dry run takes experts in turn, whose load no placement evens"
         field, value = "layout.expert_placement", layout.expert_placement

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.books import Books
+from moewright.engine.dispatch.libraries import Library
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh
 from moewright.rules.context import held
@@ -23,6 +24,7 @@ class Runtime:
     books: Books
     keeper: Keeper
     device: torch.device
+    library: Library | None = None  # that dispatches, where the layout names one
 
     @property
     def dtype(self) -> torch.dtype:

@@ -32,9 +32,8 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.context import attended, held
 from moewright.rules.legality import micro_batches
 from moewright.rules.ramp import batch_of, workload_of
-from moewright.rules.routing import nodes_of
+from moewright.rules.routing import counts_copies, nodes_of
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Phase, TimeRow
 from moewright.spec.workload import Documents, RampSpec
 
@@ -125,10 +124,10 @@ class Trainee:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did. counts [micro-batches, MoE layers, E] are this rank's (under dedup followed by its copies to
-    each EP rank and node), 0 in layers of other ranks; loads [MoE layers, E] everyone's. router_losses [MoE layers, 4]
-    fp64 are the auxiliary losses of each layer, as a Router returns them; `aux_loss` is their sum and that of MTP
-    depths.
+    """What one step did. counts [micro-batches, MoE layers, E] are this rank's (followed by its copies to each EP rank
+    and node, where those are counted), 0 in layers of other ranks; loads [MoE layers, E] everyone's. router_losses
+    [MoE layers, 4] fp64 are the auxiliary losses of each layer, as a Router returns them; `aux_loss` is their sum and
+    that of MTP depths.
     """
 
     loss: float
@@ -303,7 +302,7 @@ def _first_sequence(run: Runtime, step: int, micro_batch: int) -> int:
 def _no_sums(run: Runtime, count: int) -> _Sums:
     """Zeros in the shapes of StepResult."""
     moe, layout, layers = run.model.moe, run.mesh.layout, len(run.model.routed_layers)
-    copies = layout.ep + nodes_of(layout) if layout.dispatcher is Dispatcher.DEDUP else 0
+    copies = layout.ep + nodes_of(layout) if counts_copies(layout) else 0
     width = 0 if moe is None else moe.experts + copies
     return _Sums(
         counts=torch.zeros(count, layers, width, dtype=torch.int64, device=run.device),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
 
 from moewright.rules.context import factors
 from moewright.rules.legality import illegal
+from moewright.rules.routing import LIBRARIES
 from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Layout, Overlap
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Documents, Dtype, Workload
 
+_PACKAGES: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
+    {Dispatcher.DEEPEP: ("deep_ep",), Dispatcher.HYBRIDEP: ("deep_ep", "hybrid_ep_cpp")}
+)
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
 
 
@@ -29,7 +35,6 @@ def refuse_unrunnable(model: ModelSpec, workload: Workload, layout: Layout) -> N
 def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """The choices of a layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("dispatcher", layout.dispatcher, (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER, Dispatcher.DEDUP)),
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
         ("overlap", "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.TP, Overlap.WGRAD)), ("",)),
         ("graphs", "+".join(layout.graphs), ("",)),
@@ -47,7 +52,27 @@ def unsupported_layout(layout: Layout, *, model: ModelSpec, workload: Workload) 
     if layout.zero == 3 and layout.pp > 1:
         rule = "the engine cuts weights without a pipeline alone: it would gather a stage again for every micro-batch"
         choices.append(Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1"))
-    return (*choices, *_replicated(layout), *_too_fine(layout, model, workload))
+    return (*choices, *_library(layout, workload), *_replicated(layout), *_too_fine(layout, model, workload))
+
+
+def _library(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    """What a library that dispatches lacks here, or does not do."""
+    if layout.dispatcher not in LIBRARIES:
+        return
+    kind = layout.dispatcher
+    missing = next((name for name in _PACKAGES[kind] if find_spec(name) is None), "")
+    if missing:
+        rule = f"needs the package {missing} (github.com/deepseek-ai/DeepEP), which is not installed"
+        yield Reason(field="layout.dispatcher", value=kind, rule=rule, nearest=Dispatcher.DEDUP)
+    rules = (
+        ("layout.etp", layout.etp, layout.etp > 1, "the engine dispatches whole experts", "1"),
+        ("layout.spare", layout.spare, layout.spare > 0, "the engine dispatches to experts, not to replicas", "0"),
+        ("layout.overlap", "shared", Overlap.SHARED in layout.overlap, "the engine runs nothing", "none"),
+        ("train.precision", workload.precision, workload.precision is not Dtype.BF16, "moves bf16 rows", "bf16"),
+    )
+    for field, value, broken, why, near in rules:
+        if broken:
+            yield Reason(field=field, value=str(value), rule=f"{why} with dispatcher={kind}", nearest=near)
 
 
 def _replicated(layout: Layout) -> Iterator[Reason]:

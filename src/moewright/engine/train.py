@@ -58,9 +58,9 @@ from moewright.rules.flops import model_flops_per_token
 from moewright.rules.inventory import count
 from moewright.rules.placement import slots_of
 from moewright.rules.ramp import workload_of
+from moewright.rules.routing import counts_copies, nodes_of
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Dispatcher
 from moewright.spec.ledger import Selection
 from moewright.spec.plan import Plan
 from moewright.spec.run import WARM_STEPS, EvalRecord, LayerLoad, RankPace, Session, StepRecord
@@ -316,13 +316,13 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
     every = torch.tensor(collectives.gather_json(result.counts.tolist())).view(shape)
     of_source = every.sum(0).permute(1, 2, 0, 3)
     experts, ranks = run.model.moe.experts if run.model.moe else 0, run.mesh.layout.ep
-    dedup = run.mesh.layout.dispatcher is Dispatcher.DEDUP
+    copied = counts_copies(run.mesh.layout)
     bounded = run.workload.data.documents is not Documents.JOINED
     selection = Selection(
         step=step,
         counts=_tuples(of_source[..., :experts].tolist()),
-        copies=_tuples(of_source[..., experts : experts + ranks].tolist()) if dedup else (),
-        nodes=_tuples(of_source[..., experts + ranks :].tolist()) if run.mesh.layout.ep_node else (),
+        copies=_tuples(of_source[..., experts : experts + ranks].tolist()) if copied else (),
+        nodes=_tuples(of_source[..., experts + ranks :].tolist()) if nodes_of(run.mesh.layout) else (),
         attended=tuple(collectives.gather_json(result.attended)) if bounded else (),
     )
     notes: tuple[str, ...] = ()

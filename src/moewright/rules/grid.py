@@ -19,6 +19,7 @@ from moewright.spec.layout import Dispatcher, Layout
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
+NODE_AWARE = (Dispatcher.DEDUP, Dispatcher.HYBRIDEP)
 _EP_AXES = ("ep_near", "ep_far")  # what the ep axis consists of: ranks of one node, and nodes
 # What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard ranks, and across.
 _HYBRID_AXES = ("shard", "copies", "edp_shard", "edp_copies")
@@ -138,10 +139,10 @@ def min_world(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
 
 
 def on_fabric(layout: Layout, domain_size: int) -> Layout:
-    """The layout with the nodes that fast domains of `domain_size` ranks are to a de-duplicating dispatcher, unless it
-    names them: as many ranks of ep as lie in one domain, where ep spans several.
+    """The layout with the nodes that fast domains of `domain_size` ranks are to a dispatcher that is told of nodes,
+    unless it names them: as many ranks of ep as lie in one domain, where ep spans several.
     """
-    if layout.dispatcher is not Dispatcher.DEDUP or layout.ep_node or domain_size % layout.etp:
+    if layout.dispatcher not in NODE_AWARE or layout.ep_node or domain_size % layout.etp:
         return layout
     near = gcd(layout.ep, domain_size // layout.etp)
     return replace(layout, ep_node=near) if 1 < near < layout.ep else layout

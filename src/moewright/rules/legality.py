@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import gcd, isfinite, isqrt, lcm
 
 from moewright.rules.exclusions import exclusion_reasons, has_experts
-from moewright.rules.grid import min_world
+from moewright.rules.grid import NODE_AWARE, min_world
 from moewright.rules.placement import placement_reasons
 from moewright.rules.ramp import ramp_reasons, workload_of
 from moewright.rules.routing import load_reasons
@@ -271,8 +271,8 @@ def _node_reasons(layout: Layout) -> Iterator[Reason]:
         return
     legal = [n for n in divisors(layout.ep) if 1 < n < layout.ep]
     rule, near = "", nearest(layout.ep_node, legal) or "0"
-    if layout.dispatcher is not Dispatcher.DEDUP:
-        rule, near = f"dispatcher={layout.dispatcher} finds nodes by itself or not at all: goes with dedup", "0"
+    if layout.dispatcher not in NODE_AWARE:
+        rule, near = f"goes with dispatcher={' or '.join(NODE_AWARE)}, not {layout.dispatcher}", "0"
     elif layout.ep_node not in legal:
         rule = f"must divide ep={layout.ep} into several nodes of several ranks"
     if rule:

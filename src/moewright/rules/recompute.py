@@ -202,13 +202,17 @@ def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved)
     """Numbers that say which row went where, kept for the way back.
 
     Each sort keeps the row of every slot and the token of every row; where slots may have no row, the slots of the rows
-    too. De-duplication sorts once for each crossing and once for the experts. All-to-all sorts by expert on this side,
+    too. De-duplication sorts once for each crossing and once for the experts; a library that dispatches keeps
+    what it needs to itself. All-to-all sorts by expert on this side,
     and by local expert where rows come mixed; rows that ETP ranks gathered are picked out of their padding in that
     order: the places are kept, they have no inverse.
     """
     slots = t * moe.router.top_k
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         return slots * layout.ep * layout.etp + 2 * R
+    if layout.dispatcher in routing.LIBRARIES:
+        wide = moe.experts // layout.ep if layout.dispatcher is Dispatcher.HYBRIDEP else moe.router.top_k
+        return moved.copies_in * wide + 2 * R
     if layout.dispatcher is Dispatcher.DEDUP:
         crossed = slots + moved.node_out + moved.node_in * moe.router.top_k
         return crossed + moved.copies_out + moved.gathered * moe.router.top_k + 2 * R

@@ -16,6 +16,9 @@ from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
 
+LIBRARIES = (Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)  # kernels of their own
+_COPYING = (Dispatcher.DEDUP, *LIBRARIES)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
@@ -89,7 +92,12 @@ class Moved:
 
 def nodes_of(layout: Layout) -> int:
     """Nodes that a token crosses to before it crosses to a rank; 0 where it does not."""
-    return grid.axis_size(layout, "ep_far") if layout.ep_node else 0
+    return grid.axis_size(layout, "ep_far") if layout.ep_node and layout.dispatcher is Dispatcher.DEDUP else 0
+
+
+def counts_copies(layout: Layout) -> bool:
+    """Whether a token crosses to a rank once, and is counted so beside the rows that experts get."""
+    return layout.dispatcher in _COPYING
 
 
 def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Moved:
@@ -159,11 +167,10 @@ def selection_in_turn(model: ModelSpec, workload: Workload, layout: Layout, *, m
     def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
         return (((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),) * micro_batches
 
-    dedup = layout.dispatcher is Dispatcher.DEDUP
     return Selection(
         step=1,
         counts=everywhere(sent.rows),
-        copies=everywhere(sent.copies) if dedup else (),
+        copies=everywhere(sent.copies) if counts_copies(layout) else (),
         nodes=everywhere(sent.nodes) if sent.nodes else (),
     )
 

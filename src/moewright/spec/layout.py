@@ -120,7 +120,9 @@ class Layout:
     offload: tuple[Offload, ...] = ()
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
-    ep_node: int = 0  # ranks of ep in one node, where dedup crosses to a node before it crosses to a rank; 0: all
+    ep_node: int = (
+        0  # ranks of ep in one node, for dispatchers that cross to a node before they cross to a rank; 0: all
+    )
     expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
     spare: int = 0  # experts that a rank holds beside its own, for replicas of hot ones; with a balanced placement
     capacity: float = 0.0  # 0: dropless

@@ -15,6 +15,7 @@ from moewright.engine.dispatch import seam
 from moewright.engine.dispatch.allgather import AllGather
 from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import Dedup
+from moewright.engine.dispatch.fused import Fused
 from moewright.engine.dispatch.padded import PaddedAllToAll
 from moewright.engine.keep import Decided, replayed
 from moewright.engine.model.experts import Experts
@@ -181,6 +182,8 @@ def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> seam.Dispatcher:
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         here = range(experts)[block(range(experts), layout.ep, mesh.coordinate("ep"))]
         return AllGather(mesh.group("etp_ep"), experts, here=here, known=known)
+    if run.library is not None:
+        return Fused(run.library, experts)
     if layout.dispatcher is Dispatcher.DEDUP:
         ways = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
         return Dedup([mesh.group(way) for way in ways], mesh.group("etp"), experts, known=known)
