@@ -159,7 +159,7 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
     """A capacity below the load: what a rank drops is its own affair, so the same ranks drop the same rows."""
     work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02), router=RouterTraining(drop_policy=policy))
     runs = {}
-    for dispatcher in ("alltoall", "allgather", "dedup", "alltoall,capacity_fill=padded"):
+    for dispatcher in ("alltoall", "allgather", "dedup,ep_node2", "alltoall,capacity_fill=padded"):
         runs[dispatcher] = tmp_path / dispatcher
         layout = f"ep4,capacity0.75,dispatcher={dispatcher}"
         assert run(tiny_jobs.plan(work, layout, world_size=4), runs[dispatcher]) is Exit.DONE

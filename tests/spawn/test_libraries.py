@@ -32,9 +32,9 @@ def made(shape: str, world: int, text: str) -> Plan:
     "job",
     [
         pytest.param(made("deep", 4, "tp2,ep4,mbs2,dispatcher=deepep"), id="deepep"),
-        pytest.param(made("qwen", 2, "ep2,mbs2,dispatcher=deepep,recompute=moe,capacity=1.0"), id="deepep, replayed"),
+        pytest.param(made("qwen", 2, "ep2,mbs2,dispatcher=deepep,recompute=moe,capacity=4"), id="deepep, replayed"),
         pytest.param(made("deepseek", 4, "ep4,ep_node2,mbs2,dispatcher=hybridep"), id="hybridep over nodes"),
-        pytest.param(made("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=1.0"), id="hybridep, dropped rows"),
+        pytest.param(made("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=4"), id="hybridep, capacity"),
     ],
 )
 def test_a_library_equals_one_process(job: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ _SELDOM = (
         made("olmoe", 2, "ep2,mbs2,recompute=moe,dispatcher=allgather,expert_placement=balanced,spare1"),
     ),
     (
-        "replicas over nodes, dropped rows",
-        made("deep", 8, "tp2,ep4,ep_node2,dispatcher=dedup,mbs2,capacity=1.5,expert_placement=balanced,spare1"),
+        "replicas over nodes, capacity",
+        made("deep", 8, "tp2,ep4,ep_node2,dispatcher=dedup,mbs2,capacity=4,expert_placement=balanced,spare1"),
     ),
     ("placed shards", made("olmoe", 4, "ep2,zero3,mbs2,dispatcher=allgather,expert_placement=balanced")),
 )
@@ -119,15 +119,15 @@ def test_a_run_records_every_routers_load_and_losses_on_the_steps_asked_for(tmp_
 
 
 def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:
-    """Checkpoints hold experts by number: three placements in a row make the run of one."""
+    """Checkpoints hold experts by number and once, whoever has replicas: three placements make the run of one."""
     hot = ((90, 10, 50, 20, 70, 30, 5, 60), (1, 2, 3, 4, 5, 6, 7, 9))
     work = workload(corpus(tmp_path / "corpus"), steps=2, load_histogram=hot)
     whole = replace(work, steps=6, optimizer=replace(work.optimizer, decay_steps=6))
     assert run(plan(whole, "ep2,mbs2", world_size=2), tmp_path / "whole") is Exit.DONE
     for steps, text in (
-        (2, "ep2,mbs2,expert_placement=balanced"),
+        (2, "ep2,mbs2,expert_placement=balanced,spare1"),
         (4, "mbs2"),
-        (6, "ep4,expert_placement=balanced,mbs2"),
+        (6, "ep4,expert_placement=balanced,spare2,mbs2"),
     ):
         job = plan(replace(whole, steps=steps), text, world_size=4 if "ep4" in text else 2)
         assert run(job, tmp_path / "parts") is Exit.DONE
