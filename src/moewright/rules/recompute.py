@@ -70,7 +70,7 @@ def saved_by_layer(
     projection, all booked to MTP.
 
     `exchanged_again`: fused CUDA stacks keep attention's output once, as the projection takes it, and exchange it again
-    in backward.
+    in backward; beside DeepEP and HybridEP they keep numbers as beside an all-to-all, our seam those of its own sort.
     """
     T = workload.seq_len * layout.mbs // layout.cp
     size = _Sizes(
@@ -86,7 +86,8 @@ def saved_by_layer(
     if model.moe_layers[-1 if mtp else layer]:
         moved = moved or routing.expected_moves(model, workload, layout)
         slots = placement.slot_count(model, workload, layout, layer)
-        rows += _moe(model, workload, layout, size, routing.routed_rows(model, workload, layout, load), moved, slots)
+        R = routing.routed_rows(model, workload, layout, load)
+        rows += _moe(model, workload, layout, size, R, moved, slots, own_seam=not exchanged_again)
     else:
         rows += _dense(model, size)
     if mtp:
@@ -180,7 +181,15 @@ def _dense(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
 
 
 def _moe(
-    model: ModelSpec, workload: Workload, layout: Layout, size: _Sizes, R: int, moved: routing.Moved, slots: int
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    size: _Sizes,
+    R: int,
+    moved: routing.Moved,
+    slots: int,
+    *,
+    own_seam: bool,
 ) -> Iterator[Saved]:
     if model.moe is None:
         return
@@ -193,12 +202,14 @@ def _moe(
     yield _row(Module.EXPERTS, "fc1", c * R * wide * f // etp, moe)
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
-    yield _row(Module.EXPERTS, "indices", INT64_BYTES * _indices(model.moe, layout, t, R, moved), moe)
+    yield _row(
+        Module.EXPERTS, "indices", INT64_BYTES * _indices(model.moe, layout, t, R, moved, own_seam=own_seam), moe
+    )
     yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (slots // layout.ep + replicas), moe)
     yield from _shared(model, size)
 
 
-def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved) -> int:
+def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved, *, own_seam: bool) -> int:
     """Numbers that say which row went where, kept for the way back.
 
     Each sort keeps the row of every slot and the token of every row; where slots may have no row, the slots of the rows
@@ -210,7 +221,7 @@ def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved)
     slots = t * moe.router.top_k
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         return slots * layout.ep * layout.etp + 2 * R
-    if layout.dispatcher in routing.LIBRARIES:
+    if layout.dispatcher in routing.LIBRARIES and own_seam:
         wide = moe.experts // layout.ep if layout.dispatcher is Dispatcher.HYBRIDEP else moe.router.top_k
         return moved.copies_in * wide + 2 * R
     if layout.dispatcher is Dispatcher.DEDUP:
