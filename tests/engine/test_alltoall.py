@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,27 @@ from moewright.engine.books import Books
 from moewright.engine.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import Dedup, first_of_each
-from moewright.rules.routing import in_turn
+from moewright.engine.model.moe import Slots
+from moewright.rules.routing import in_turn, slot_rows
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_rows_of_an_expert_are_dealt_to_its_slots(rank: int) -> None:
+    """As the planner counts them, from what each source has for an expert; a dropped row goes nowhere."""
+    slots = (0, 1, 2, 4, 2, 3, 0, 2)
+    here = SimpleNamespace(mesh=SimpleNamespace(coordinate=lambda axis: rank), device=torch.device("cpu"))
+    dealer = Slots(here, slots, 5)  # type: ignore[arg-type]
+    chosen = torch.tensor([[2, 5], [0, 2], [2, 3], [5, 0], [2, 4], [0, 2]])
+    counts = torch.bincount(chosen.flatten(), minlength=6)[:5].tolist()
+    went = dealer.of(chosen)
+    assert went.shape == chosen.shape
+    rows = torch.bincount(went.flatten(), minlength=9)
+    assert rows[8] == 2  # dropped
+    sources = [[0] * 5] * rank + [counts]
+    assert tuple(rows[:8].tolist()) == slot_rows(sources, slots)
+    assert [slots[slot] for slot in went[went < 8].tolist()] == chosen[chosen < 5].tolist()
+    sent = torch.cat((rows[:8], torch.tensor([7, 9])))
+    assert dealer.by_expert(sent).tolist() == [*counts, 7, 9]
 
 
 @pytest.mark.parametrize("most", [1, 3, 100])

@@ -54,6 +54,23 @@ def test_what_is_not_built_is_refused() -> None:
     assert said("graphs=attn")[0].startswith("layout.graphs=attn: the engine does not run this yet")
 
 
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ("zero3", "layout.zero=3"),
+        ("overlap=grad", "layout.overlap=grad"),
+        ("capacity=1,capacity_fill=padded", "layout.capacity_fill=padded"),
+    ],
+)
+def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
+    work = workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
+    chosen = parse_layout(f"ep4,expert_placement=balanced,spare1,{more}", world_size=8)
+    assert not illegal(MODEL, work, chosen)
+    (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)
+    assert str(reason).startswith(f"{field}: ")
+    assert "spare=1" in reason.rule
+
+
 @pytest.mark.parametrize(("kind", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep_cpp")])
 def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,33 @@ def test_replicas_fill_every_slot_and_leave_no_expert_out(load: tuple[tuple[int,
         assert abs(found.load_factor - max(of_rank) * ep / sum(counts)) < 1e-9
 
 
+@given(loads(), st.integers(1, 3), st.data())
+def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
+    load: tuple[tuple[int, ...], int], spare: int, data: st.DataObject
+) -> None:
+    counts, ep = load
+    slots = placement.replicated(counts, ep, spare).slots
+    own = len(counts) // ep
+    sent = []
+    for rank in range(ep):
+        copies = placement.copies_of(slots, ep, rank, spare)
+        assert all(slot < own for slot in copies.sends)
+        mine = placement.of_rank(slots, ep, rank)
+        sent.append(iter([mine[slot] for slot in copies.sends]))
+        assert copies.receive == tuple(placement.copies_of(slots, ep, other, spare).send[rank] for other in range(ep))
+    for rank in range(ep):  # what comes is in the order of owners, and fills the slots as they stand
+        receive = placement.copies_of(slots, ep, rank, spare).receive
+        assert [next(sent[other]) for other in range(ep) for _ in range(receive[other])] == list(
+            placement.of_rank(slots, ep, rank)[own:]
+        )
+    sources = [data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts))) for _ in range(ep)]
+    rows = routing.slot_rows(sources, slots)
+    for expert in range(len(counts)):
+        of_expert = [count for slot, count in zip(slots, rows, strict=True) if slot == expert]
+        assert sum(of_expert) == sum(of_source[expert] for of_source in sources)
+        assert max(of_expert) - min(of_expert) <= ep  # each source is even but for one row
+
+
 def test_one_flooded_expert_is_beyond_packing_and_shared_by_replicas() -> None:
     flooded = (1000, 0, 0, 0, 0, 0, 0, 0)
     assert placement.rank_load_factor(placement.placed(flooded, 4), 4) == 4.0
@@ -64,6 +91,9 @@ def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain()
     work = replace(WORK, routing=Routing.MEASURED)
     blocks, even = (parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced"))
     assert routing.expected_load(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
+    replicas = replace(even, spare=2)
+    assert routing.expected_load(MODEL, work, replicas) < routing.expected_load(MODEL, work, even)
+    assert placement.slots_of(MODEL, WORK, replicas, 2)[:4] == (0, 1, 2, 3)  # its own; then two of the other rank
     assert routing.expected_load(MODEL, work, even) < routing.expected_load(MODEL, work, blocks)
     assert placement.slots_of(MODEL, WORK, even, 2) == tuple(range(8))  # even already
     assert "1.02 x the mean in contiguous blocks" in placement.even_loads(WORK, 2)
@@ -78,3 +108,8 @@ def test_a_placement_needs_ranks_and_a_load() -> None:
     assert reason.field == "workload.load_histogram"
     (reason,) = illegal(MODEL, WORK, replace(even, ep=1))
     assert reason.rule == "needs ep > 1"
+    assert illegal(MODEL, WORK, replace(even, spare=4)) == ()
+    (reason,) = illegal(MODEL, WORK, replace(even, spare=5))
+    assert (reason.field, reason.nearest) == ("layout.spare", "4")
+    (reason,) = illegal(MODEL, WORK, parse_layout("ep2,spare1", world_size=2))
+    assert (reason.rule, reason.nearest) == ("goes with expert_placement=balanced", "0")
