@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate as accumulated
 from math import prod
+from operator import add
 from pathlib import Path
 
 import torch
@@ -310,8 +311,8 @@ def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
     if slot.name.endswith(".weight") and len(at.whole) > 1:
         return initial_value(slot, run)
     whole = 0.5 * torch.sin(torch.arange(prod(at.whole)) + len(slot.name)).view(at.whole)
-    here = tuple(slice(first, first + size) for first, size in zip(at.offsets, at.local, strict=True))
-    return whole[here] + (1 if slot.name.endswith(".weight") else 0)
+    boxes = [tuple(map(slice, part.offsets, map(add, part.offsets, part.local))) for part in at.apart() or (at,)]
+    return torch.cat([whole[box] for box in boxes]) + (1 if slot.name.endswith(".weight") else 0)
 
 
 def _watch_margins() -> list[float]:
