@@ -103,7 +103,7 @@ def test_a_recipe_switches_off_what_a_provider_may_bring():
     assert cfg.optimizer.use_distributed_optimizer is False
 
 
-def test_eight_bits_growing_batches_data_and_checkpoints():
+def test_narrows_growing_batches_data_and_checkpoints():
     cfg = built(
         planned(
             "ep8,pp8",

@@ -322,7 +322,7 @@ def test_balance_losses_are_lists_of_names_and_coefficients():
         ("GB200", Dtype.MXFP8, ("e4m3", "mxfp8")),
     ],
 )
-def test_eight_bits_come_with_the_recipe_of_the_device(device, precision, wanted):
+def test_narrows_come_with_the_recipe_of_the_device(device, precision, wanted):
     base = on_gpus("ep2", 2)
     given = replace(
         base, hardware=catalogue.hardware(f"2x{device}"), workload=replace(base.workload, precision=precision)

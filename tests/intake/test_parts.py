@@ -31,9 +31,9 @@ def test_figures_hang_together(name: str) -> None:
     # FLOP a byte at the ridge: about 150 (A100) to 620 (B300); H20 is cut to 37.
     assert 30 < peaks[Dtype.BF16] / device.memory_Bps.value < 700
     assert peaks[Dtype.FP16] == peaks[Dtype.BF16]
-    for eight_bit in (Dtype.FP8, Dtype.MXFP8):
-        if eight_bit in peaks:
-            assert peaks[eight_bit] == pytest.approx(2 * peaks[Dtype.BF16], rel=0.02)
+    for narrow in (Dtype.FP8, Dtype.MXFP8):
+        if narrow in peaks:
+            assert peaks[narrow] == pytest.approx(2 * peaks[Dtype.BF16], rel=0.02)
     assert (Dtype.FP8 in peaks) == (not name.startswith("A100"))
     assert 4 * fabric.network_Bps.value <= fabric.domain_Bps.value < device.memory_Bps.value
     assert fabric.domain_size % fabric.devices_per_node == 0

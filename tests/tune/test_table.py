@@ -74,7 +74,7 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
     [
         ({"model": "nobody/Model-1B"}, "model=nobody/Model-1B: is neither a known model"),
         ({"mbs": ""}, "mbs: is not stated"),
-        ({"precision": "nvfp4"}, "precision=nvfp4: 4-bit"),
+        ({"precision": "mxfp4"}, "precision=mxfp4: of 4-bit"),
         ({"task": "lora"}, "task=lora: only pre-training"),
         ({"time_per_iter_s": ""}, "states neither speed nor memory"),
         ({"dp": "8"}, "256 devices leave 4"),

@@ -83,7 +83,9 @@ class Rates:
         c = self.constants
         if op not in (Op.GEMM, Op.GROUPED_GEMM):
             return c[f"{op}_time_scale"]
-        gemm = c["gemm_8bit_time_scale" if dtype.eight_bit else "gemm_time_scale"]
+        gemm = c["gemm_8bit_time_scale" if dtype.narrow else "gemm_time_scale"]
+        if dtype is Dtype.NVFP4:
+            gemm *= c["gemm_4bit_time_scale"]
         if dtype is Dtype.MXFP8:
             gemm *= c["gemm_mx_time_scale"]
         return gemm * c["grouped_gemm_time_scale"] if op is Op.GROUPED_GEMM else gemm

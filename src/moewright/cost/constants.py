@@ -5,6 +5,7 @@ from __future__ import annotations
 from moewright.spec.hardware import Constant, DeviceKind, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB
+from moewright.spec.workload import Dtype
 
 TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"
 TIME_FIT = "fit of 115 published rows on six parts"
@@ -17,6 +18,8 @@ MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
 # What only offload depends on.
 OF_OFFLOAD = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
+OF_NVFP4 = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
+_FOUR_BIT = "NVFP4 beside FP8; nine rows of dense Llama 3 on GB300, one model from the other 9-12 % off"
 _OFFLOADED_OPTIMIZER = (
     "Megatron-Bridge guide to CPU offload: Qwen3-30B-A3B on 16 H100, 0.996 s a step, 4.189 s with every state offloaded"
 )
@@ -35,6 +38,7 @@ _CUDA = (
     _constant("gemm_time_scale", 0.854, SourceKind.FITTED, _fitted(0.12)),
     _constant("gemm_8bit_time_scale", 1.09, SourceKind.FITTED, _fitted(0.07)),
     _constant("gemm_mx_time_scale", 1.1, SourceKind.FITTED, _fitted(0.04, "MXFP8 beside FP8")),
+    _constant("gemm_4bit_time_scale", 0.61, SourceKind.FITTED, _FOUR_BIT),
     _constant("grouped_gemm_time_scale", 0.945, SourceKind.FITTED, _fitted(0.14, "beside that of other GEMMs")),
     _constant("biased_expert_time_scale", 3.21, SourceKind.FITTED, _fitted(0.14, "experts with biases (gpt-oss)")),
     _constant(
@@ -108,6 +112,8 @@ _CUDA = (
     _constant("logit_bytes", 6.0, SourceKind.ASSUMED, "bf16 logits and their fp32 softmax; 2 when fused in place"),
     _constant("fp8_weight_copies_bytes", 2.0, SourceKind.FITTED, "row- and column-wise; 11 FP8-Flow pairs, median 1.6"),
     _constant("fp8_input_bytes", 1.0, SourceKind.ASSUMED, "8-bit linears keep their quantised input"),
+    _constant("nvfp4_weight_copies_bytes", 1.125, SourceKind.ASSUMED, "row- and column-wise, 4 + 8/16 bits an element"),
+    _constant("nvfp4_input_bytes", 0.5625, SourceKind.ASSUMED, "4-bit linears keep their input in 4 + 8/16 bits"),
 )
 
 _CPU = (
@@ -174,6 +180,9 @@ _CPU = (
     _constant("logit_bytes", 6.0, SourceKind.ASSUMED, "of fused stacks only"),
     _constant("fp8_weight_copies_bytes", 0.0, SourceKind.ASSUMED, "no 8-bit compute on CPUs"),
     _constant("fp8_input_bytes", 2.0, SourceKind.ASSUMED, "no 8-bit compute on CPUs"),
+    _constant("gemm_4bit_time_scale", 1.0, SourceKind.ASSUMED, "no 4-bit compute on CPUs"),
+    _constant("nvfp4_weight_copies_bytes", 0.0, SourceKind.ASSUMED, "no 4-bit compute on CPUs"),
+    _constant("nvfp4_input_bytes", 2.0, SourceKind.ASSUMED, "no 4-bit compute on CPUs"),
 )
 
 
@@ -194,6 +203,10 @@ class Constants:
     def __getitem__(self, name: str) -> float:
         value: float = self._values[name]
         return value
+
+    def narrow_bytes(self, what: str, dtype: Dtype) -> float:
+        """Bytes an element of "weight_copies" or of the "input" that linear layers of a narrow dtype keep."""
+        return self[f"{'nvfp4' if dtype is Dtype.NVFP4 else 'fp8'}_{what}_bytes"]
 
     def listed(self) -> tuple[Constant, ...]:
         """All constants, by name."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from moewright.cost import memory
 from moewright.cost.comm import Links
 from moewright.cost.compute import Rates, misses
-from moewright.cost.constants import OF_OFFLOAD, Constants
+from moewright.cost.constants import OF_NVFP4, OF_OFFLOAD, Constants
 from moewright.cost.layer_time import Times
 from moewright.cost.ledger import flop_rows, replayed_rows
 from moewright.cost.outside import optimizer_ops
@@ -18,7 +18,7 @@ from moewright.cost.states import BucketSet, stage_sets
 from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, owned_by, stage_times, step_time, tail
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, routing, schedule, stages
-from moewright.rules.legality import illegal, micro_batches
+from moewright.rules.legality import illegal, micro_batches, unmultiplied
 from moewright.rules.placement import even_loads
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -28,7 +28,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import TERA
-from moewright.spec.workload import Documents, Routing, Workload
+from moewright.spec.workload import Documents, Dtype, Routing, Workload
 
 
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
@@ -42,6 +42,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         have = str(hardware.count)
         world = Reason(field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=have)
         reasons = (world, *reasons)
+    reasons = (*unmultiplied(workload, hardware), *reasons)
     if reasons:
         raise BadInput(*reasons)
     rates = Rates(hardware)
@@ -287,6 +288,7 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
             (constant.name, constant.value)
             for constant in rates.constants.listed()
             if rates.uses(constant.name) and (layout.offload or constant.name not in OF_OFFLOAD)
+            if size.dtype is Dtype.NVFP4 or constant.name not in OF_NVFP4
         ),
     ]
     for name, value in facts:

@@ -16,6 +16,7 @@ from moewright.spec.hardware import Op
 from moewright.spec.layout import Dispatcher, Recompute
 from moewright.spec.model import AttentionKind, QkNorm
 from moewright.spec.plan import TimePart
+from moewright.spec.workload import Dtype
 
 FULL, MOE, NORM = Recompute.FULL, Recompute.MOE, Recompute.LAYERNORM
 DEDUP = (Dispatcher.DEDUP, Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)
@@ -121,12 +122,12 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
         elements = size.T * (spec.q_width + spec.kv_width) / tp
         # One pass more than the rotation's own when fused into it.
         yield light(RMS_NORM, "qk_norm", size, elements / 2 if size.fused else elements)
-    if size.eight_bit:
+    if size.narrow:
         yield _quantise(size, "quantise", 1.5 * (t * h + size.T * spec.out_width / tp))
     if moe and size.model.moe is not None:
         yield from _moe_rows(size)
     else:
-        if size.eight_bit:
+        if size.narrow:
             yield _quantise(size, "mlp.quantise", t * h + size.T * size.model.dense_ffn_size / tp)
         yield _activation(size, "mlp.activation", size.T * size.model.dense_ffn_size / tp, Recompute.MLP)
 
@@ -134,7 +135,7 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
 def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
     spec, h, layout = size.model.moe, size.model.hidden_size, size.layout
     assert spec is not None
-    if size.eight_bit:
+    if size.narrow:
         yield _quantise(size, "experts.quantise", size.R * (h + spec.ffn_size / layout.etp), MOE)
         if spec.shared_ffn_size:
             shared = size.t * h + size.T * spec.shared_ffn_size / layout.tp
@@ -153,8 +154,10 @@ def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
 
 
 def _quantise(size: Sizes, name: str, elements: float, *replay: Recompute) -> tuple[OpRow, OpRow]:
-    """Operands of 8-bit GEMMs: read in 16 bits, written in 8; 3 bytes an element (time_model_findings, section 2)."""
-    amount = 3 * elements
+    """Operands of 8-bit GEMMs: read in 16 bits, written in 8; 3 bytes an element (time_model_findings, section 2).
+    Those of 4-bit ones are read twice, as the scale of the tensor comes first, and written in 4 + 8/16 bits both ways.
+    """
+    amount = (4 + 2 * 9 / 16 if size.dtype is Dtype.NVFP4 else 3) * elements
     return moved(name, size, amount, *replay), moved(name, size, _FUSED_BACKWARD * amount)
 
 

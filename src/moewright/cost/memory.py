@@ -65,9 +65,9 @@ def held(
     states = [row for row in state_rows(workload, layout, sets) if row.component is not Component.HOST]
     states += replica_rows(model, workload, layout, chunks[0].pp_rank)
     inputs: float | None = None
-    if workload.precision.nbytes == 1:
-        states = list(with_copies(states, constants["fp8_weight_copies_bytes"] / recompute.activation_bytes(workload)))
-        inputs = constants["fp8_input_bytes"] / recompute.activation_bytes(workload)
+    if workload.precision.narrow:
+        states = list(with_copies(states, constants.narrow_bytes("weight_copies", size.dtype) / size.c))
+        inputs = constants.narrow_bytes("input", size.dtype) / size.c
     allocated = [
         *states,
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside, inputs=inputs),

@@ -102,7 +102,7 @@ def away(constants: Constants, size: Sizes, *, moe: bool) -> Away:
         load=size.R / even if even else 1.0,
         exchanged_again=size.fused,
     )
-    inputs = constants["fp8_input_bytes"] / size.c if size.eight_bit else None
+    inputs = constants.narrow_bytes("input", size.dtype) / size.c if size.narrow else None
     sent = [row for row in recompute.kept(rows, layout.recompute) if offloaded(row, layout.offload)]
     return Away(bytes=float(sum(quantised(model, row, inputs) for row in sent)), modules=modules)
 

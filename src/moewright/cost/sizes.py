@@ -44,12 +44,12 @@ class Sizes:
     @property
     def wide(self) -> Dtype:
         """What the router and the head multiply in: 8-bit recipes leave them in 16 bits."""
-        return Dtype.BF16 if self.eight_bit else self.dtype
+        return Dtype.BF16 if self.narrow else self.dtype
 
     @property
-    def eight_bit(self) -> bool:
+    def narrow(self) -> bool:
         """Whether linear layers multiply in 8 bits, so that their operands are converted first."""
-        return self.dtype.eight_bit
+        return self.dtype.narrow
 
     @property
     def fused(self) -> bool:

@@ -44,7 +44,7 @@ _SECTIONS = {
         "overlap-param-gather"
     ),
     "comm_overlap": "tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute",
-    "mixed_precision": "fp8-format fp8-recipe",
+    "mixed_precision": "fp8-format fp8-recipe fp4-format fp4-recipe",
     "dataset": "reset-attention-mask eod-mask-loss reset-position-ids",
     "checkpoint": "save load save-interval async-save ckpt-format",
     "rng": "seed te-rng-tracker",
@@ -55,6 +55,7 @@ _RENAMED = {
     "--microbatch-group-size-per-virtual-pipeline-stage": ("model", "microbatch_group_size_per_vp_stage"),
     "--ddp-bucket-size": ("ddp", "bucket_size"),
     "--fp8-format": ("mixed_precision", "fp8"),
+    "--fp4-format": ("mixed_precision", "fp4"),
     "--log-throughput": ("logger", "log_throughput"),
 }
 _ELSEWHERE = (  # said by the choice of mixed precision or of data

@@ -25,6 +25,7 @@ _SHAPING = frozenset(
         *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor"),
         *("moe_router_force_load_balancing", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
         *("seq_length", "micro_batch_size", "global_batch_size", "bf16", "fp16", "fp8", "fp8_recipe"),
+        *("fp4", "fp4_recipe"),
         *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "cp_comm_type"),
         *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
         *("num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout", "expert_model_parallel_size"),

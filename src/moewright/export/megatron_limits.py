@@ -156,7 +156,7 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Reason]:
 def _precision(plan: Plan) -> Iterator[Reason]:
     workload, layout = plan.workload, plan.layout
     precision = workload.precision
-    if precision.eight_bit and not any(peak.dtype.eight_bit for peak in plan.hardware.device.peaks):
+    if precision.narrow and not any(peak.dtype.narrow for peak in plan.hardware.device.peaks):
         rule = f"needs 8-bit tensor cores, which {plan.hardware.device.name} has not"
         yield _no("workload.precision", precision, rule, Dtype.BF16)
     if precision is Dtype.FP16 and layout.ep > 1:

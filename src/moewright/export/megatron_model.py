@@ -116,7 +116,7 @@ def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield "--moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
     if moe.shared_gate:
         yield ("--moe-shared-expert-gate",)
-    if workload.precision is Dtype.BF16 or workload.precision.eight_bit:
+    if workload.precision is Dtype.BF16 or workload.precision.narrow:
         yield ("--moe-grouped-gemm",)  # the parser takes it with --bf16 only
 
 

@@ -87,10 +87,10 @@ def _precision(given: Given) -> tuple[Dtype, Dtype]:
     half, brain, eight = given.has("--fp16"), given.has("--bf16"), given.text("--fp8-format")
     if half and brain:
         raise BadInput(Reason(field="--fp16", rule="excludes --bf16", nearest="--bf16 alone"))
-    if given.has("--fp4-format"):
-        raise BadInput(
-            Reason(field="--fp4-format", rule="4-bit training cannot be planned here", nearest="--fp8-format e4m3")
-        )
+    four, blocks = given.text("--fp4-format"), given.text("--fp4-recipe", "nvfp4")
+    if four and (not brain or eight or blocks != "nvfp4"):
+        rule = "is planned with --bf16, without --fp8-format, in the nvfp4 recipe"
+        raise BadInput(Reason(field="--fp4-format", value=four, rule=rule, nearest="--bf16 --fp4-recipe nvfp4"))
     wide = given.has("--accumulate-allreduce-grads-in-fp32")
     narrow = given.has("--grad-reduce-in-bf16") or given.text("--main-grads-dtype", "fp32") == "bf16"
     recipe = given.text("--fp8-recipe", "delayed")
@@ -101,6 +101,8 @@ def _precision(given: Given) -> tuple[Dtype, Dtype]:
             raise BadInput(Reason(field="--fp8-format", rule="goes with --bf16", nearest="--bf16"))
         return Dtype.FP32, Dtype.FP32
     gradients = Dtype.BF16 if narrow else Dtype.FP32
+    if four:
+        return Dtype.NVFP4, gradients
     if not eight:
         return Dtype.BF16, gradients
     return (Dtype.MXFP8 if recipe in ("mxfp8", "blockwise") else Dtype.FP8), gradients

@@ -167,8 +167,11 @@ def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
     precision, scaling = workload.precision, workload.scaling
     if precision is Dtype.FP32:
         return
-    yield (f"--{Dtype.BF16 if precision.eight_bit else precision}",)
-    if precision.eight_bit:
+    yield (f"--{Dtype.BF16 if precision.narrow else precision}",)
+    if precision is Dtype.NVFP4:
+        yield "--fp4-format", "e2m1"
+        yield "--fp4-recipe", "nvfp4"
+    elif precision.narrow:
         form, recipe = fp8_recipe(precision, hardware)
         yield "--fp8-format", form
         yield "--fp8-recipe", recipe

@@ -199,9 +199,7 @@ def _rates(part: Part, source: str) -> Iterator[OpRate]:
     attention = tuple((s, most * s / (s + half)) for s in _ATTENTION_SEQ)
     backward = tuple((s, y * _BACKWARD_SHARE) for s, y in attention)
     kernels = {(one.op, one.dtype): one for one in _load_kernels().curves if part.name in one.parts}
-    blocks = next(
-        (peak for dtype, peak in _dtypes(part) if (Op.GEMM, Dtype.MXFP8) in kernels and dtype.eight_bit), None
-    )
+    blocks = next((peak for dtype, peak in _dtypes(part) if (Op.GEMM, Dtype.MXFP8) in kernels and dtype.narrow), None)
     for dtype, peak in (*_dtypes(part), *([(Dtype.MXFP8, blocks)] if blocks else [])):
         share = ((1.0, peak.flops * peak.gemm_share),)
         said = Curve(points=share, kind=kind, source=f"{peak.gemm_share:g} of peak; {source}")

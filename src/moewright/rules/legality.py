@@ -18,9 +18,10 @@ from moewright.rules.routing import load_reasons
 from moewright.rules.schedule import schedule_reasons
 from moewright.rules.stages import stage_reasons
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Dispatcher, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, Workload
 
 # Beyond these a number is a slip of the pen; refusing it keeps every later search for a nearest value short.
 _MAX_WORLD = 2**20
@@ -63,6 +64,17 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
     reasons += exclusion_reasons(model, workload, layout)
     reasons += placement_reasons(model, workload, layout) or load_reasons(model, workload, layout)
     return tuple(reasons)
+
+
+def unmultiplied(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
+    """Why devices cannot compute in the workload's precision: one of less than 16 bits that they list no rate for."""
+    dtype, device = workload.precision, hardware.device
+    listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
+    if not dtype.narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
+        return ()
+    rule = f"{device.name} has no rates for it"
+    best = next((str(one) for one in (Dtype.MXFP8, Dtype.FP8) if one in listed), str(Dtype.BF16))
+    return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
 
 
 def divisors(number: int) -> tuple[int, ...]:

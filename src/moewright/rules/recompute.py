@@ -120,7 +120,7 @@ def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Save
 
 def activation_bytes(workload: Workload) -> int:
     """Bytes of a kept activation; 8-bit recipes keep bf16 activations."""
-    return 2 if workload.precision.eight_bit else workload.precision.nbytes
+    return 2 if workload.precision.narrow else workload.precision.nbytes
 
 
 def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iterator[Saved]:

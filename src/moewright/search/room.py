@@ -62,10 +62,10 @@ class Room:
         self._layers = tuple(kinds.index(kind) for kind in pieces.kinds)
         wanted = {*self._layers, -1, model.layers, model.layers + 1}
         self._params = [param for param in parameters(model) if param.layer in wanted]
-        eight_bit = space.workload.precision.eight_bit
+        narrow = space.workload.precision.narrow
         held = recompute.activation_bytes(space.workload)
-        self._inputs = constants["fp8_input_bytes"] / held if eight_bit else None
-        self._copies = constants["fp8_weight_copies_bytes"] / held if eight_bit else 0.0
+        self._inputs = constants.narrow_bytes("input", space.workload.precision) / held if narrow else None
+        self._copies = constants.narrow_bytes("weight_copies", space.workload.precision) / held if narrow else 0.0
         self._masks: dict[tuple[tuple[Module, str], ...], tuple[Array, Array]] = {}
         self._placeholders: dict[tuple[int, int], Array] = {}
         self._groups: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}

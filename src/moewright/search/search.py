@@ -11,12 +11,13 @@ import numpy as np
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.grid import on_fabric
-from moewright.rules.legality import illegal
+from moewright.rules.legality import illegal, unmultiplied
 from moewright.search.best import RESOLVED, Best, Candidate, cut_of
 from moewright.search.explain import departure, why_first
 from moewright.search.habits import LEAST, departed, parallelism
 from moewright.search.scout import Scout
 from moewright.search.space import Allowed, Space, everything, space_of
+from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -63,6 +64,8 @@ def search(
     `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that is legal but cannot
     be run. Raises BadInput when `fixed` is wrong.
     """
+    if reasons := unmultiplied(workload, hardware):
+        raise BadInput(*reasons)
     space = space_of(model, workload, hardware, fixed, allowed=allowed)
     best = Best(space, Scout(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
     best.take_all()

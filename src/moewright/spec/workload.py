@@ -12,14 +12,17 @@ class Dtype(StrEnum):
     FP16 = "fp16"
     FP8 = "fp8"  # a scale a tensor
     MXFP8 = "mxfp8"  # a scale a block: of 32 elements on Blackwell, of 128 on Hopper
+    NVFP4 = "nvfp4"  # 4 bits, a scale of 8 bits every 16 elements and one a tensor
 
     @property
     def nbytes(self) -> int:
-        return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}[self.value]
+        """Bytes of an element in memory; of a narrow dtype those of a scaled one, rounded up."""
+        return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 1}[self.value]
 
     @property
-    def eight_bit(self) -> bool:
-        return self in (Dtype.FP8, Dtype.MXFP8)
+    def narrow(self) -> bool:
+        """Whether products take operands of less than 16 bits, converted before; all else stays in 16 bits."""
+        return self in (Dtype.FP8, Dtype.MXFP8, Dtype.NVFP4)
 
 
 class Routing(StrEnum):
@@ -83,6 +86,7 @@ class RouterDtype(StrEnum):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of an element in memory; of a narrow dtype those of a scaled one, rounded up."""
         return {"fp32": 4, "fp64": 8}[self.value]
 
 

@@ -78,15 +78,17 @@ def hardware(text: str, count: int, own: Sequence[Hardware] = ()) -> Hardware:
 
 
 def precision(text: str) -> Dtype:
-    """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX).
+    """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX); 4-bit ones NVFP4 alone.
 
-    Raises BadInput for 4-bit ones and for silence.
+    Raises BadInput for others, for layers of several precisions, and for silence.
     """
     folded = text.casefold()
     if not folded:
         raise wrong("precision", text, "is not stated")
+    if folded == Dtype.NVFP4:
+        return Dtype.NVFP4
     if "fp4" in folded:
-        raise wrong("precision", text, "4-bit compute has no measured rates here")
+        raise wrong("precision", text, "of 4-bit compute, all layers in nvfp4 have measured rates here")
     if "fp8" in folded:
         return Dtype.MXFP8 if "mxfp8" in folded or "block" in folded else Dtype.FP8
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
