@@ -29,8 +29,12 @@ from moewright.spec.finding import Cause, Wall
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import DataSpec, LossSpec, RouterForce, RouterTraining
+from moewright.spec.workload import DataSpec, LossSpec, ProfileSpec, RouterForce, RouterTraining
 from moewright.tune.diagnose import diagnose
+from moewright.tune.traces.across import across
+from moewright.tune.traces.breakdown import breakdown
+from moewright.tune.traces.kineto import read_traces
+from moewright.tune.traces.verdict import findings, peak_of
 
 pytestmark = pytest.mark.spawn
 
@@ -229,10 +233,34 @@ def test_the_wall_that_was_planted_is_named_first(
     assert run(plan_of(case, data), tmp_path / "run") is Exit.DONE
     record = read_run(tmp_path / "run")
     assert len(record.paces) == case.world
-    findings = diagnose(record)
-    said = [(finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title) for finding in findings]
-    assert findings[0].wall is case.wall, said
-    assert case.cause in [finding.cause for finding in findings[:2]], said
+    found = diagnose(record)
+    said = [(finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title) for finding in found]
+    assert found[0].wall is case.wall, said
+    assert case.cause in [finding.cause for finding in found[:2]], said
+
+
+TRACED = ("slow_ep", "slow_dp", "stall_forward", "starved_ep")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep if name != "slow_ep" else ()) for name in TRACED]
+)
+def test_a_trace_of_a_run_names_the_wall_of_its_record(
+    name: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(each for each in CASES if each.name == name)
+    case.plant(monkeypatch)
+    window = ProfileSpec(start=4, end=7, ranks=tuple(range(case.world)))
+    plan = plan_of(replace(case, work=(*case.work, ("profile", window))), data)
+    assert run(plan, tmp_path / "run") is Exit.DONE
+    captures = read_traces(tmp_path / "run" / "trace")
+    parts = tuple(breakdown(capture, plan.layout) for capture in captures)
+    of_trace = findings(parts, across(captures, parts, plan.layout), None, peak_of(parts, None))
+    of_record = diagnose(read_run(tmp_path / "run"))
+    said = [(each.wall.value, each.cause.value, round(each.share, 3)) for each in (*of_trace, *of_record)]
+    assert of_trace[0].wall is of_record[0].wall is case.wall, said
+    if case.wall is COMM:
+        assert of_trace[0].cause is case.cause, said
 
 
 def test_every_wall_has_cases_and_there_are_two_dozen() -> None:

@@ -186,6 +186,13 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, rule, capsys
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_the_hosts_side_of_a_gpu_alone_is_refused(tmp_path):
+    alone = [event for event in events() if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset")]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": alone, "deviceProperties": [{"id": 0}]}))
+    with pytest.raises(BadInput, match="no work of a GPU"):
+        read_traces(tmp_path / "t.json")
+
+
 def test_what_is_no_export_of_nsight_is_refused(tmp_path):
     (tmp_path / "a.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 100)
     with pytest.raises(BadInput, match="Nsight"):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moewright.tune.advise import Known
     from moewright.tune.traces.megatron_log import MegatronLog
 
+PLAN, TRACES, MERGED = "plan.json", "trace", "trace.json"  # of a run's folder
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -56,10 +57,12 @@ def diagnose(
     precision
         Compute precision, with --model.
     """
+    from moewright.codec import read_json
     from moewright.report.console import console_for
+    from moewright.spec.plan import Plan
 
     console = console_for(sys.stdout)
-    if (run / "plan.json").exists():
+    if (run / PLAN).exists():
         return _own_run(console, run)
     if script is not None:
         if layout:
@@ -69,6 +72,10 @@ def diagnose(
         known = _known(model, on, layout, seq_len, global_batch, precision)
     if not run.exists():
         raise BadInput(Reason(field=str(run), rule="no such run folder, trace or log"))
+    if run.name == MERGED and (run.parent / TRACES).is_dir():
+        run = run.parent / TRACES  # the same, rank by rank
+    if known is None and (run.parent / PLAN).exists():
+        known = _of_plan(read_json(Plan, run.parent / PLAN))
     if run.is_dir() or run.name.endswith((".json", ".json.gz", ".gz")) or _is_sqlite(run):
         return _traces(console, run, known)
     return _log(console, run, known, model, on)

@@ -7,18 +7,20 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from moewright.rules.grid import group_ranks
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Phase, TimeRow
-from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankPace
+from moewright.spec.run import WAIT_RANGE, DeviceSample, GroupWait, HostTime, RankPace
 
 Calls = Mapping[str, Sequence[int]]  # microseconds of every wait of a step, by group, in the order of the calls
 STEPS_KEPT = 8  # newest settled steps whose single calls are kept
@@ -60,7 +62,8 @@ class Waits:
             return
         started, (_, queued) = time.perf_counter(), self._scheduler.read()
         try:
-            yield
+            with record_function(WAIT_RANGE + group) if profiler._is_profiler_enabled else nullcontext():
+                yield
         finally:
             self._spent[group].append(time.perf_counter() - started - (self._scheduler.read()[1] - queued))
 

@@ -8,6 +8,7 @@ from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
 from moewright.spec.workload import RouterForce
 
+WAIT_RANGE = "wait:"  # begins the name of a range in a trace, the group's follows: this rank waits for a collective
 WARM_STEPS = 2  # first steps of a session, which are not settled: allocations, thread pools, autotuning
 
 

@@ -22,6 +22,7 @@ from moewright.spec.run import HostTime, RankPace, RunRecord
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.advise import Known, fixes_for
 from moewright.tune.steps import median_phases, median_step_s, settled
+from moewright.tune.traces.classes import CAUSES, OUR_GROUPS
 from moewright.tune.walls import MEMORY_SHARE, WAITS_FOR, ordered
 from moewright.tune.waterfall import NAMES, closed, ideal_note, ideal_s
 
@@ -30,15 +31,6 @@ _SAID = 0.03  # of the step: smaller causes go unsaid
 _REPLAYED = 0.10
 _SLOW_RATE = 0.33  # of the best rate of the curve: a call is too small
 _CROWDED = 0.10
-
-_GROUPS: Mapping[str, Cause] = {
-    **dict.fromkeys(("tp", "etp", "tp_cp"), Cause.TP),
-    **dict.fromkeys(("cp", "cp_a2a", "cp_kv"), Cause.CP),
-    **dict.fromkeys(("ep", "etp_ep"), Cause.EP),
-    "pp": Cause.PP,
-    **dict.fromkeys(("dp", "dp_cp", "edp", "tp_cp_dp", "world"), Cause.DP),
-    **dict.fromkeys(("shard", "edp_shard", "copies", "tp_copies", "edp_copies"), Cause.DP),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +91,7 @@ def pace_of(record: RunRecord) -> Pace:
     of_cause: dict[Cause, float] = defaultdict(float)
     for group, seconds in seen.links.items():
         drains = group == "world" and record.plan.layout.pp > 1  # who has done its last row waits for the others' last
-        cause = Cause.CP if group == "tp_cp" and record.plan.layout.tp == 1 else _GROUPS[group]
+        cause = Cause.CP if group == "tp_cp" and record.plan.layout.tp == 1 else CAUSES[OUR_GROUPS[group]]
         of_cause[Cause.PP if drains else cause] += seconds
     timed = host.running_s > 0 and (bool(seen.links) or record.plan.layout.world_size == 1)
     if timed and step_s:  # loading stands in line for a core as all else does

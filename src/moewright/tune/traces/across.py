@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moewright.rules.grid import GROUPS, group_ranks
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 from moewright.tune.traces.breakdown import Breakdown
@@ -44,7 +45,10 @@ def across(captures: Sequence[Capture], parts: Sequence[Breakdown], layout: Layo
     for capture in captures:
         kernels = capture.kernels
         for place, (channel, classed) in enumerate(zip(capture.channels, classify(capture, layout), strict=True)):
-            key = (channel.group, channel.ranks, channel.op, channel.size)
+            ranks = channel.ranks
+            if channel.group in GROUPS and layout is not None and capture.rank < layout.world_size:
+                ranks = group_ranks(layout, channel.group, capture.rank)
+            key = (channel.group, ranks, channel.op, channel.size)
             if not channel.ranks and not channel.group:
                 continue
             mine = kernels.channel == place

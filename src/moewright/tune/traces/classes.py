@@ -5,12 +5,15 @@ where neither is written down, by the kind of collective, its group and its size
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 import numpy as np
 
 from moewright.rules.grid import group_ranks
+from moewright.spec.finding import Cause
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 from moewright.spec.plan import TimePart
@@ -30,6 +33,29 @@ class CommClass(StrEnum):
     def part(self) -> TimePart | None:
         """The planner's name for it."""
         return None if self is CommClass.OTHER else TimePart(f"{self.value.casefold()}_comm")
+
+
+CAUSES: Mapping[CommClass, Cause] = MappingProxyType(
+    {
+        CommClass.TP: Cause.TP,
+        CommClass.CP: Cause.CP,
+        CommClass.EP: Cause.EP,
+        CommClass.PP: Cause.PP,
+        CommClass.DP: Cause.DP,
+        CommClass.OTHER: Cause.STRAGGLER,
+    }
+)
+# Groups as the engine names them (rules.grid).
+OUR_GROUPS: Mapping[str, CommClass] = MappingProxyType(
+    {
+        **dict.fromkeys(("tp", "etp", "tp_cp"), CommClass.TP),
+        **dict.fromkeys(("cp", "cp_a2a", "cp_kv"), CommClass.CP),
+        **dict.fromkeys(("ep", "etp_ep"), CommClass.EP),
+        "pp": CommClass.PP,
+        **dict.fromkeys(("dp", "dp_cp", "edp", "tp_cp_dp", "world"), CommClass.DP),
+        **dict.fromkeys(("shard", "edp_shard", "copies", "tp_copies", "edp_copies"), CommClass.DP),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +98,8 @@ def _classed(capture: Capture, place: int, layout: Layout | None) -> Classed:
     if channel.library:
         found = CommClass.TP if channel.library == "userbuffers" else CommClass.EP
         return Classed(comm=found, how=f"kernels of {channel.library}")
+    if channel.group in OUR_GROUPS:
+        return Classed(comm=OUR_GROUPS[channel.group], how=f"the engine's {channel.group} group")
     by_layout = _by_layout(capture, channel, layout) if layout is not None else None
     if by_layout is not None:
         return by_layout

@@ -11,39 +11,29 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from math import prod
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from moewright.spec.errors import BadInput, Reason
 from moewright.tune.traces.capture import Capture, Channel, Columns, Routed, Work, library_of, op_of
-from moewright.tune.traces.spans import Spans, union, without
+from moewright.tune.traces.host_events import (
+    RUNTIME,
+    Host,
+    between,
+    host_of,
+    inside,
+    payload_of,
+    rank_of,
+    ranks_of,
+    spans_of,
+    timed,
+    whole,
+)
+from moewright.tune.traces.host_only import host_captures
 
-US = 1e-6
 _DEVICE = {"kernel": None, "gpu_memcpy": Work.COPY, "gpu_memset": Work.COPY, "memcpy": Work.COPY, "memset": Work.COPY}
-_RUNTIME = ("cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "privateuse1_runtime")
-_HOST = ("cpu_op", "operator", "user_annotation", "python_function", "cpu_instant_event")
-_SYNCS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "cudaMemcpy", "hipMemcpy")
-_LOADING = re.compile(r"dataloader|get_batch|batch[-_ ]generator|next_batch|data_iterator", re.IGNORECASE)
-_COLLECTING = re.compile(r"garbage|gc[._ ]?collect|python gc", re.IGNORECASE)
-_STEP = re.compile(r"^ProfilerStep#\d+")
-_NAMED_STEP = re.compile(r"^Optimizer\.step#")
-_CHECKPOINT = "CheckpointFunctionBackward"
-_EVALUATE = "autograd::engine::evaluate_function: "
-_PRODUCTS = {  # places of the two factors
-    "aten::mm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::bmm": (0, 1),
-    "aten::baddbmm": (1, 2),
-    "aten::_scaled_mm": (0, 1),
-}
-_GROUPED = ("aten::_grouped_mm", "aten::grouped_mm", "aten::_scaled_grouped_mm")
 
 
 def read_traces(path: Path) -> tuple[Capture, ...]:
@@ -94,42 +84,37 @@ def _closed(text: str) -> str:
     return text[: text.rfind("},") + 1] + "]" + ("}" if text.lstrip().startswith("{") else "")
 
 
-@dataclass(kw_only=True, slots=True)
-class _Host:
-    """What the host did, found in one pass over the events."""
-
-    launches: dict[Any, float] = field(default_factory=dict)  # correlation -> seconds
-    syncs: list[tuple[float, float]] = field(default_factory=list)
-    loading: list[tuple[float, float]] = field(default_factory=list)
-    collecting: list[tuple[float, float]] = field(default_factory=list)
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    optimizer: list[tuple[float, float]] = field(default_factory=list)
-    replays: list[tuple[float, float]] = field(default_factory=list)
-    backwards: list[tuple[float, float]] = field(default_factory=list)
-    products: dict[Any, float] = field(default_factory=dict)  # external id -> FLOPs
-    grouped: list[tuple[float, int]] = field(default_factory=list)  # rows of a call, experts
-
-
 def captures_of(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
-    """One Capture for each device that ran kernels. Raises BadInput when none did."""
+    """One Capture for each device that ran kernels; for each process where all was computed on the CPU. Raises BadInput
+    when the host's side of a device is all there is.
+    """
     events = data if isinstance(data, list) else data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list):
         rule = "is not a trace: it has no traceEvents"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="the .json of torch.profiler"))
-    whole = [event for event in map(_timed, events) if event is not None]
-    host = _host(whole)
+    whole_ones = [event for event in map(timed, events) if event is not None]
+    host = host_of(whole_ones)
     devices: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in whole:
+    for event in whole_ones:
         if event["cat"] in _DEVICE:
             devices[str(event["args"].get("device", event.get("pid", 0)))].append(event)
+    about = data if isinstance(data, dict) else {}
+    if not devices and not _beside_device(whole_ones, about):
+        yield from host_captures(whole_ones, events, about, path, place)
+        return
     if not devices:
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
         raise BadInput(
             Reason(field=str(path), rule=rule, nearest="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]")
         )
-    about = data if isinstance(data, dict) else {}
     for number, found in sorted(devices.items()):
         yield _capture(found, host, about, path, place, number, _memory(events, number))
+
+
+def _beside_device(events: list[dict[str, Any]], about: Mapping[str, Any]) -> bool:
+    """Whether the trace is of a program that used a device, recorded or not; or of none that computed at all."""
+    launched = any(event["cat"] in RUNTIME or event["name"].startswith("nccl:") for event in events)
+    return launched or bool(about.get("deviceProperties")) or not any(event["cat"] == "cpu_op" for event in events)
 
 
 def _memory(events: list[Any], number: str) -> tuple[int, int]:
@@ -141,82 +126,14 @@ def _memory(events: list[Any], number: str) -> tuple[int, int]:
     ]
     ours = [args for args in reports if args.get("Device Type") == 1 and str(args.get("Device Id", number)) == number]
     allocated, reserved = (
-        max((_whole(args.get(key)) for args in ours), default=0) for key in ("Total Allocated", "Total Reserved")
+        max((whole(args.get(key)) for args in ours), default=0) for key in ("Total Allocated", "Total Reserved")
     )
     return allocated, reserved
 
 
-def _timed(event: Any) -> dict[str, Any] | None:
-    """A complete event with numbers for its times, its category in lower case; None for any other."""
-    if not isinstance(event, dict) or event.get("ph", "X") != "X":
-        return None
-    try:
-        start, length = float(event["ts"]) * US, float(event.get("dur") or 0) * US
-    except (KeyError, TypeError, ValueError):
-        return None
-    if start != start or length != length:
-        return None
-    args = event.get("args")
-    return {
-        **event,
-        "name": str(event.get("name", "")),
-        "cat": str(event.get("cat", "")).casefold(),
-        "args": args if isinstance(args, dict) else {},
-        "start": start,
-        "end": start + max(0.0, length),
-    }
-
-
-def _host(events: Iterable[Mapping[str, Any]]) -> _Host:
-    host = _Host()
-    for event in events:
-        name, cat, args, span = event["name"], event["cat"], event["args"], (event["start"], event["end"])
-        if cat in _RUNTIME:
-            if "correlation" in args:
-                host.launches[args["correlation"]] = span[0]
-            if "Synchronize" in name or name in _SYNCS:
-                host.syncs.append(span)
-        elif cat in _HOST:
-            if name in _SYNCS:
-                host.syncs.append(span)
-            if _LOADING.search(name) and cat != "python_function":
-                host.loading.append(span)
-            elif _COLLECTING.search(name):
-                host.collecting.append(span)
-            elif _STEP.match(name):
-                host.steps.append(span)
-            elif _NAMED_STEP.match(name):
-                host.optimizer.append(span)
-            elif _CHECKPOINT in name:
-                host.replays.append(span)
-            elif name.startswith(_EVALUATE):
-                host.backwards.append(span)
-            elif name in _PRODUCTS or name in _GROUPED:
-                _shape(host, name, args)
-    return host
-
-
-def _shape(host: _Host, name: str, args: Mapping[str, Any]) -> None:
-    """FLOPs of a matrix product from the sizes of its operands, where they were recorded."""
-    sizes: Any = args.get("Input Dims") or args.get("Input dims")
-    key = args.get("External id", args.get("external id"))
-    try:
-        if name in _GROUPED:
-            left, right = sizes[0], sizes[1]
-            rows, experts = prod(left[:-1]), right[0] if len(right) == 3 else 0
-            if len(right) == 3 and rows and experts:
-                host.products[key] = 2.0 * rows * left[-1] * right[-1]
-                host.grouped.append((float(rows), int(experts)))
-            return
-        left, right = (sizes[place] for place in _PRODUCTS[name])
-        host.products[key] = 2.0 * prod(left) * right[-1]
-    except (TypeError, IndexError, KeyError):
-        return
-
-
 def _capture(
     events: list[dict[str, Any]],
-    host: _Host,
+    host: Host,
     about: Mapping[str, Any],
     path: Path,
     place: int,
@@ -224,7 +141,7 @@ def _capture(
     memory: tuple[int, int],
 ) -> Capture:
     columns = Columns()
-    replays = without(_spans(host.replays), _spans(host.backwards))
+    replays = host.replayed
     used: set[Any] = set()
     for event in events:
         name, args = event["name"], event["args"]
@@ -232,7 +149,7 @@ def _capture(
         stream = str(args.get("stream", event.get("tid", 0)))
         channel, payload = -1, 0.0
         if work is Work.COMMUNICATION:
-            channel, payload = columns.channel(_channel(name, args, stream)), _payload(args)
+            channel, payload = columns.channel(_channel(name, args, stream)), payload_of(args)
         launched = host.launches.get(args.get("correlation"), float("nan"))
         key = args.get("External id", args.get("external id"))
         counts = work in (Work.GEMM, Work.GROUPED_GEMM) and key in host.products and key not in used
@@ -248,28 +165,28 @@ def _capture(
             channel=channel,
             payload=payload,
             flops=host.products[key] if counts else 0.0,
-            replayed=_inside(replays, launched),
+            replayed=inside(replays, launched),
         )
     device = _device(about, number)
-    steps = host.steps or _between(host.optimizer)
+    steps = host.steps or between(host.optimizer)
     routed = None
     if host.grouped:
         rows, experts = zip(*host.grouped, strict=True)
         routed = Routed(rows=fmean(rows), experts=round(fmean(experts)))
     return Capture(
         source=path.name,
-        rank=_rank(about, path, place),
+        rank=rank_of(about, path, place),
         device=str(device.get("name", "")),
-        memory_bytes=_whole(device.get("totalGlobalMem")),
+        memory_bytes=whole(device.get("totalGlobalMem")),
         allocated_bytes=memory[0],
         reserved_bytes=memory[1],
         kernels=columns.kernels(),
         streams=columns.streams,
         channels=columns.channels,
         steps=tuple(sorted(steps)),
-        syncs=_spans(host.syncs),
-        loading=_spans(host.loading),
-        collecting=_spans(host.collecting),
+        syncs=spans_of(host.syncs),
+        loading=spans_of(host.loading),
+        collecting=spans_of(host.collecting),
         routed=routed,
     )
 
@@ -280,60 +197,14 @@ def _channel(name: str, args: Mapping[str, Any], stream: str) -> Channel:
         op=(op_of(said) if said and said != "coalesced" else None) or op_of(name),
         group=str(args.get("Process Group Name") or ""),
         description=str(args.get("Process Group Description") or ""),
-        ranks=_ranks(args.get("Process Group Ranks")),
-        size=_whole(args.get("Group size")),
+        ranks=ranks_of(args.get("Process Group Ranks")),
+        size=whole(args.get("Group size")),
         stream=stream,
         library=library_of(name),
         kernel=name,
     )
 
 
-_NBYTES = {"char": 1, "byte": 1, "bool": 1, "bfloat16": 2, "half": 2, "short": 2, "double": 8, "long": 8}
-
-
-def _payload(args: Mapping[str, Any]) -> float:
-    """Bytes that the rank hands in. Types go by their names in c10: Float, BFloat16, Half, Byte, Float8_e4m3fn."""
-    dtype = str(args.get("dtype") or "").casefold()
-    size = 1 if dtype.startswith("float8") else _NBYTES.get(dtype, 4)
-    return float(size * _whole(args.get("In msg nelems")))
-
-
-def _ranks(value: Any) -> tuple[int, ...]:
-    """Ranks as a list or as its text; a long one is printed with its middle left out, which says nothing."""
-    text = str(value or "")
-    return () if "..." in text else tuple(int(number) for number in re.findall(r"\d+", text))
-
-
-def _whole(value: Any) -> int:
-    try:
-        return int(value or 0)
-    except (TypeError, ValueError):
-        return 0
-
-
-def _rank(about: Mapping[str, Any], path: Path, place: int) -> int:
-    said = about.get("distributedInfo")
-    if isinstance(said, dict) and isinstance(said.get("rank"), int):
-        return int(said["rank"])
-    named = re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE)
-    return int(named[1]) if named else place
-
-
 def _device(about: Mapping[str, Any], number: str) -> Mapping[str, Any]:
     listed = [each for each in about.get("deviceProperties") or [] if isinstance(each, dict)]
     return next((each for each in listed if str(each.get("id")) == number), listed[0] if listed else {})
-
-
-def _between(ends: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Steps from one optimizer's end to the next; the first optimizer's step is not whole."""
-    marks = sorted(end for _, end in ends)
-    return list(pairwise(marks))
-
-
-def _spans(found: list[tuple[float, float]]) -> Spans:
-    return union(np.array(found, dtype=np.float64).reshape(-1, 2))
-
-
-def _inside(spans: Spans, moment: float) -> bool:
-    at = int(np.searchsorted(spans[:, 0], moment, side="right")) - 1 if len(spans) else -1
-    return at >= 0 and moment <= float(spans[at, 1])

@@ -16,7 +16,7 @@ from moewright.tune.advise import Known, fixes_for
 from moewright.tune.traces.across import Across
 from moewright.tune.traces.breakdown import Breakdown, Idle
 from moewright.tune.traces.capture import Work
-from moewright.tune.traces.classes import CommClass
+from moewright.tune.traces.classes import CAUSES, CommClass
 from moewright.tune.walls import MEMORY_SHARE, RESERVED_OVER, ordered
 from moewright.tune.waterfall import EFFICIENCY, closed, ideal_note, ideal_s, peak_flops
 
@@ -25,14 +25,6 @@ _REPLAYED = 0.10
 _LOW_RATE = 0.55  # of the peak, which large products of current devices pass
 _FEW_ROWS = 256  # rows an expert below which a grouped product is far from its best rate (docs/formulas.md 11)
 
-_CLASSES: Mapping[CommClass, Cause] = {
-    CommClass.TP: Cause.TP,
-    CommClass.CP: Cause.CP,
-    CommClass.EP: Cause.EP,
-    CommClass.PP: Cause.PP,
-    CommClass.DP: Cause.DP,
-    CommClass.OTHER: Cause.STRAGGLER,
-}
 _IDLES: Mapping[Idle, Cause] = {
     Idle.DATA: Cause.DATA,
     Idle.COLLECTING: Cause.COLLECTING,
@@ -103,23 +95,28 @@ def _communication(parts: Sequence[Breakdown], beside: Across | None, step: floa
     late = sum(waiting.values())
     for comm in CommClass:
         ours = [each for part in parts for each in part.comms if each.comm is comm]
-        exposed = sum(each.exposed_s for each in ours) / len(parts)
+        shown = sum(each.exposed_s for each in ours) / len(parts)
+        waits = min(shown, waiting.get(comm, 0.0))
+        exposed = shown - waits  # with all ranks there
         if exposed < _SAID * step:
             continue
         busy, calls = sum(each.busy_s for each in ours) / len(parts), sum(each.calls for each in ours) / len(parts)
         how = "; ".join(dict.fromkeys(text for each in ours for text in each.how))
         evidence = [
-            f"{show_seconds(exposed)} a step exposed of {show_seconds(busy)} in {calls:.0f} calls (measured, unions)",
+            f"{show_seconds(shown)} a step exposed of {show_seconds(busy)} in {calls:.0f} calls (measured, unions)",
             f"told as {comm} by: {how}",
         ]
-        if waiting.get(comm):
-            evidence.append(f"{show_seconds(waiting[comm])} of it is waiting for the last rank (measured across ranks)")
+        if waits:
+            evidence.append(f"{show_seconds(waits)} of it, left out here, is waiting for the last rank (measured)")
         title = f"{comm} communication is exposed for {exposed / step:.0%} of the step"
-        yield _finding(Wall.COMMUNICATION, _CLASSES[comm], title, exposed / step, *evidence)
-    if beside and late > max(_SAID * step, 0.5 * sum(part.exposed_s for part in parts) / len(parts)):
+        yield _finding(Wall.COMMUNICATION, CAUSES[comm], title, exposed / step, *evidence)
+    if beside and late > _SAID * step:
         worst = beside.slowest_rank
         skew = f"rank {worst} computes longest, {beside.compute_max_over_mean:.2f} x the mean (measured)"
-        uneven = waiting.get(CommClass.EP, 0.0) > 0.5 * late
+        idle = [part.idle_s for part in parts]
+        uneven = (
+            waiting.get(CommClass.EP, 0.0) > 0.5 * late > max(idle) - fmean(idle)
+        )  # a rank that idles is no hot one
         wall, cause = (Wall.COMPUTE, Cause.IMBALANCE) if uneven else (Wall.COMMUNICATION, Cause.STRAGGLER)
         title = f"Ranks wait {late / step:.0%} of the step for each other"
         yield _finding(wall, cause, title, min(1.0, late / step), skew)
