@@ -242,9 +242,8 @@ def test_the_wall_that_was_planted_is_named_first(
 TRACED = ("slow_ep", "slow_dp", "stall_forward", "starved_ep")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.sweep if name != "slow_ep" else ()) for name in TRACED]
-)
+@pytest.mark.sweep  # a trace does not tell time without a core: on idle cores only
+@pytest.mark.parametrize("name", TRACED)
 def test_a_trace_of_a_run_names_the_wall_of_its_record(
     name: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,13 @@ _Key = tuple[str, tuple[int, ...], Collective | None, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """Seconds a step that the average rank spends inside collectives of one class before the last rank comes."""
+    """Seconds a step that the average rank spends inside collectives of one class before the last rank comes: mean over
+    the steps, and their median, which one step that something else held up is not in.
+    """
 
     comm: CommClass
     seconds: float
+    typical_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +57,20 @@ def across(captures: Sequence[Capture], parts: Sequence[Breakdown], layout: Layo
             mine = kernels.channel == place
             lengths[key].append(kernels.end_s[mine] - kernels.start_s[mine])
             classes[key] = classed.comm
-    found: dict[CommClass, float] = defaultdict(float)
     steps = max(1, *(part.steps for part in parts))
+    found: dict[CommClass, Floats] = defaultdict(lambda: np.zeros(steps))
     for key, members in lengths.items():
         if len(members) > 1 and len({len(member) for member in members}) == 1:
             table = np.stack(members)
-            found[classes[key]] += float((table - table.min(0)).sum()) / len(captures) / steps
+            late = (table - table.min(0)).sum(0) / len(captures)
+            whole = len(late) % steps == 0  # as many calls in each step, so that they can be told apart
+            found[classes[key]] += late.reshape(steps, -1).sum(1) if whole else late.sum() / steps
     return Across(
         compute_max_over_mean=float(works.max() / works.mean()) if works.mean() > 0 else 1.0,
         slowest_rank=parts[int(works.argmax())].rank,
-        waiting=tuple(Waiting(comm=comm, seconds=seconds) for comm, seconds in found.items() if seconds > 0),
+        waiting=tuple(
+            Waiting(comm=comm, seconds=float(late.mean()), typical_s=float(np.median(late)))
+            for comm, late in found.items()
+            if late.sum() > 0
+        ),
     )

@@ -92,7 +92,8 @@ def _memory(parts: Sequence[Breakdown]) -> Iterator[Finding]:
 
 def _communication(parts: Sequence[Breakdown], beside: Across | None, step: float) -> Iterator[Finding]:
     waiting = {each.comm: each.seconds for each in beside.waiting} if beside else {}
-    late = sum(waiting.values())
+    typical = {each.comm: each.typical_s for each in beside.waiting} if beside else {}
+    late = sum(typical.values())
     for comm in CommClass:
         ours = [each for part in parts for each in part.comms if each.comm is comm]
         shown = sum(each.exposed_s for each in ours) / len(parts)
@@ -113,10 +114,8 @@ def _communication(parts: Sequence[Breakdown], beside: Across | None, step: floa
     if beside and late > _SAID * step:
         worst = beside.slowest_rank
         skew = f"rank {worst} computes longest, {beside.compute_max_over_mean:.2f} x the mean (measured)"
-        idle = [part.idle_s for part in parts]
-        uneven = (
-            waiting.get(CommClass.EP, 0.0) > 0.5 * late > max(idle) - fmean(idle)
-        )  # a rank that idles is no hot one
+        excess_s = (beside.compute_max_over_mean - 1) * fmean(part.compute_s for part in parts)
+        uneven = typical.get(CommClass.EP, 0.0) > 0.5 * late and excess_s > 0.5 * late  # else it was late otherwise
         wall, cause = (Wall.COMPUTE, Cause.IMBALANCE) if uneven else (Wall.COMMUNICATION, Cause.STRAGGLER)
         title = f"Ranks wait {late / step:.0%} of the step for each other"
         yield _finding(wall, cause, title, min(1.0, late / step), skew)
