@@ -92,9 +92,9 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             ),
             moe=replace(_moe(8, 2, expert_bias=True), router=RouterSpec(top_k=2, logit_bias=True)),
         ),
-        # No experts, one key head, biases, tied, an odd vocabulary.
+        # No experts, one key head, biases, tied, an odd vocabulary, a token more predicted ahead.
         "dense": replace(
-            DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True,
+            DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True, mtp_layers=1,
             attention=replace(_gqa(4, 1, QkNorm.PER_HEAD), qkv_bias=True, out_bias=True),
         ),
     }
@@ -148,6 +148,8 @@ CORNERS = (
     _corner("CP by more heads than keys", "qwen", 4, "cp4,ep4,mbs2,cp_comm=a2a"),
     _corner("sinks round a ring", "deep", 4, "cp2,tp2,ep2,mbs2"),
     _corner("windows by heads, biases over ETP", "oss", 4, "cp2,cp_comm=a2a,tp2,ep2,etp2,mbs2"),
+    _corner("windows round a ring", "oss", 4, "cp4,ep2,mbs4"),
+    _corner("windows over gathered keys, in documents", "oss", 4, "cp4,cp_comm=allgather,ep2,mbs4", Documents.BOUNDED),
     _corner("more ranks than key heads, biases", "oss", 4, "tp4,ep4,mbs4,recompute=core_attn+moe_act"),
     _corner("room in shards and beside them", "oss", 4, "ep4,zero3,mbs1"),
     _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
@@ -158,6 +160,9 @@ CORNERS = (
     _corner("depths over a ring, in documents", "ahead", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
     _corner("depths in a V, replayed in part", "ahead", 4, "pp2,ep2,schedule=zbv,mbs2,recompute=moe+core_attn"),
     _corner("a checkpoint a depth", "ahead", 2, "ep2,mbs4,recompute=uniform2", Documents.BOUNDED),
+    _corner("depths before the stage of the loss", "ahead", 4, "pp4,mbs2,layout='Ett|tt|mm|L'"),
+    _corner("depths and loss on the ranks of a V", "ahead", 2, "pp2,schedule=zbv,mbs2,layout='E|tt|ttmm|L'"),
+    _corner("a tied table on three ranks, TP without SP", "dense", 6, "pp3,tp2,sp=false,mbs4,layout='Ett|ttm|L'"),
     _corner("a rank without a valid token", "qwen", 8, "ep8,mbs1"),
     _corner("a rank without a valid token, dense", "dense", 8, "mbs1"),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
@@ -310,7 +315,11 @@ def _stages(dice: random.Random, model: ModelSpec, count: int) -> str:
     """Layers spread over stages at random, some of them empty."""
     cuts = sorted(dice.choices(range(model.layers + 1), k=count - 1))
     parts = ["t" * (high - low) for low, high in zip((0, *cuts), (*cuts, model.layers), strict=True)]
-    return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "m" * model.mtp_layers + "L"))
+    if model.mtp_layers and dice.random() < 0.5:  # in the stage before the loss, which then stands alone
+        parts[-2:] = [parts[-2] + parts[-1] + "m" * model.mtp_layers, ""]
+    else:
+        parts[-1] += "m" * model.mtp_layers
+    return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "L"))
 
 
 def _choices(case: Case) -> Iterator[tuple[str, str]]:

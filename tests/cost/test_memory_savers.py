@@ -8,14 +8,17 @@ import pytest
 
 from moewright.codec import layout_text, parse_layout
 from moewright.cost.estimate import estimate
+from moewright.cost.states import bucket_sets, copied_bytes
 from moewright.intake import catalogue
+from moewright.rules.inventory import count
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Recompute
 from moewright.spec.ledger import Component, Module
 from moewright.spec.plan import Estimate
 from moewright.spec.units import GIB, MIB
-from moewright.spec.workload import Dtype, OptimizerSpec, Workload
+from moewright.spec.workload import Dtype, OptimizerSpec, SaveMode, Workload
 
 QWEN = catalogue.model("Qwen3-235B-A22B")
 WORK = Workload(seq_len=4096, global_batch=2048)
@@ -90,6 +93,25 @@ def test_a_part_of_the_optimizer_on_the_host(share: float) -> None:
     parts = Component.MASTER, Component.MOMENTS
     assert held(after, *parts) == pytest.approx((1 - share) * held(before, *parts), abs=64)
     assert held(after, Component.GRADIENTS) == held(before, Component.GRADIENTS)
+    assert held(after, Component.HOST) == pytest.approx(share * held(before, *parts), abs=64)
+
+
+def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:
+    """12 bytes a parameter over all ranks, whoever holds copies; on a CPU the copy is in the memory that runs full."""
+    tiny = replace(catalogue.model("Qwen3-30B-A3B"), layers=6, moe_layers=(True,) * 6, tie_embeddings=True)
+    spec = replace(WORK.checkpoint, mode=SaveMode.ASYNC)
+    work, beside = (replace(WORK, global_batch=64, checkpoint=one) for one in (WORK.checkpoint, spec))
+    for text in ("tp2,ep4,pp2", "ep2,pp2,zero0"):
+        layout = parse_layout(text, world_size=16)
+        copied = [copied_bytes(beside, layout, bucket_sets(tiny, beside, layout, rank)) for rank in range(16)]
+        assert sum(copied) == pytest.approx(12 * count(tiny).total, rel=1e-3)  # buckets are padded
+    on_gpu = catalogue.hardware("16xH800")
+    cpu = replace(on_gpu, device=replace(on_gpu.device, kind=DeviceKind.CPU))
+    for hardware, more in ((on_gpu, 0), (cpu, copied[0])):
+        without, found = (estimate(tiny, one, hardware, layout) for one in (work, beside))
+        grown = found.ledgers[0].device_bytes - without.ledgers[0].device_bytes
+        assert grown == pytest.approx(more, rel=0.05)  # an allowance is a share of what is allocated
+        assert held(found, Component.HOST) == (0 if more else copied[0])
 
 
 @pytest.mark.parametrize(

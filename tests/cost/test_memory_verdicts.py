@@ -48,7 +48,7 @@ def of(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
 
 def allocated_bytes(found: Estimate) -> int:
     beyond = (Component.FRAGMENTATION, Component.COMMUNICATION)
-    return sum(row.bytes for row in found.ledgers[found.peak_rank].memory if row.component not in beyond)
+    return sum(row.bytes for row in found.ledgers[found.peak_rank].on_device if row.component not in beyond)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]},gbs{case[1]}")

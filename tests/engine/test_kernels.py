@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moewright.engine.books import Books
-from moewright.engine.kernels import grouped_matmul, matmul
+from moewright.engine.kernels import attention, attention_backward, grouped_matmul, matmul
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.functions import SumSlots
 from moewright.spec.ledger import FlopOp
@@ -78,3 +78,30 @@ def test_slots_without_a_row_add_nothing() -> None:
     torch.testing.assert_close(out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1])))
     (back,) = torch.autograd.grad(out, rows, torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
     assert back[:, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "causal"),
+    [(300, 300, 50, True), (400, 400, 130, True), (70, 260, 150, False), (200, 90, 210, False)],
+)
+def test_a_window_in_blocks_is_that_window(queries: int, keys: int, window: int, causal: bool) -> None:
+    """More queries than a block has; every query attends a key; each pair is booked once, one's own half."""
+    make = torch.Generator().manual_seed(queries)
+    inputs = [torch.randn(2, n, h, d, generator=make) for n, h, d in ((queries, 4, 16), (keys, 2, 16), (keys, 2, 12))]
+    q, k, v = (x.double().requires_grad_() for x in inputs)
+    place, other = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    seen = (other > place - window) & ((other <= place) if causal else True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4
+    scores = scores.masked_fill(~seen, float("-inf"))
+    wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(2, 2))
+    grad = torch.randn(wanted.shape, generator=make)
+    books = Books()
+    with books.counting():
+        out, rest = attention(*inputs, causal=causal, window=window)
+        found = attention_backward(grad, *inputs, out, rest, causal=causal, window=window)
+    torch.testing.assert_close(out.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rest[0].double(), scores.logsumexp(-1).detach(), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, (q, k, v), grad.double()), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    pairs = 2 * int(seen.sum()) - (queries if causal else 0)
+    assert sum(books.flops.values()) == 3 * pairs * 2 * 4 * (16 + 12)

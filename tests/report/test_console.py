@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.report.console import console_for, held, print_estimate, print_plans, show_flops
+from moewright.report.console import console_for, print_estimate, print_plans, show_flops
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
@@ -83,7 +83,7 @@ def test_estimate_tables_add_up(out):
     assert max(map(len, lines)) <= 120
     assert any("verdict   fits: peak 338 MiB of 4 GiB on pipeline rank 0" in line for line in lines)
     (experts,) = [line.split() for line in lines if line.startswith(" total")]
-    assert float(experts[-1]) == pytest.approx(held(ledger(0)) / 2**20, abs=0.01)
+    assert float(experts[-1]) == pytest.approx(ledger(0).device_bytes / 2**20, abs=0.01)
     assert sum(map(float, experts[1:-1])) == pytest.approx(float(experts[-1]), abs=0.05)
     (activations,) = [line.split() for line in lines if line.startswith(" activations")]
     assert activations[1:] == ["2.00", "31.00", "3.00", "84.00", "26.00", "9.00", "155.00"]

@@ -105,6 +105,7 @@ def _share(
         head=any(chunk.loss for chunk in chunks),
         mtp=sum(layer > model.layers for layer in mine),
         attended=rows.attended or expected,
+        near=rows.near,
         mtp_rows=rows.of({layer for layer in mine if layer > model.layers}),
     )
 

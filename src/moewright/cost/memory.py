@@ -13,7 +13,7 @@ from moewright.cost.replicas import replica_rows
 from moewright.cost.saved import Extras, saved_rows
 from moewright.cost.sizes import Sizes
 from moewright.cost.stage import Routed, is_moe
-from moewright.cost.states import BucketSet, state_rows
+from moewright.cost.states import BucketSet, copied_bytes, state_rows
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout, Overlap
@@ -36,7 +36,8 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
-        return sum(row.bytes for row in self.rows)
+        """Of the device."""
+        return sum(row.bytes for row in self.rows if row.component is not Component.HOST)
 
 
 def enough_micro_batches(layout: Layout, micro_batches: int) -> int:
@@ -62,7 +63,9 @@ def held(
     """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
     model, layout = size.model, size.layout
     beside = extras(workload, constants, size, chunks)
-    states = [row for row in state_rows(workload, layout, sets) if row.component is not Component.HOST]
+    states, copied = list(state_rows(workload, layout, sets)), copied_bytes(workload, layout, sets)
+    away = [row for row in states if row.component is Component.HOST]
+    states = [row for row in states if row.component is not Component.HOST]
     states += replica_rows(model, workload, layout, chunks[0].pp_rank)
     inputs: float | None = None
     if workload.precision.narrow:
@@ -74,6 +77,10 @@ def held(
     ]
     resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
     resident += gathered_bytes(model, workload, layout, chunks[0].pp_rank)
+    if size.fused:
+        away.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
+    else:
+        resident += copied  # a CPU's memory is the host's
     total = sum(row.bytes for row in allocated) + resident
     device = beyond(constants, total, groups=communicators(layout), buffers=dispatcher_bytes(size))
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
@@ -85,7 +92,7 @@ def held(
     )
     allocated += [MemoryRow(component=c, module=Module.OTHER, bytes=nbytes) for c, nbytes in allowances if nbytes]
     return Held(
-        rows=tuple(sorted(allocated, key=lambda row: (row.component, row.module))),
+        rows=tuple(sorted((*allocated, *(r for r in away if r.bytes)), key=lambda row: (row.component, row.module))),
         spread_bytes=device.spread,
     )
 

@@ -259,6 +259,9 @@ def _chunk_bytes(
     inputs: float | None,
 ) -> ByModule:
     sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
+    if chunk.mtp and not chunk.loss:  # no final norm beside it keeps the hidden state that the first depth norms
+        hidden = routing.micro_batch_tokens(workload, layout) * model.hidden_size
+        sums[Module.MTP] = recompute.activation_bytes(workload) * hidden
     kinds: dict[tuple[object, ...], dict[Module, int]] = {}
     for place, (layer, load) in enumerate(zip(chunk_layers(model, chunk), loads, strict=True)):
         mtp = layer > model.layers

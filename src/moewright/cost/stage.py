@@ -8,11 +8,12 @@ from itertools import groupby
 from typing import TypeVar
 
 from moewright.rules import grid, placement, recompute, routing, stages
+from moewright.rules.context import attended, held
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Documents, Workload
 
 Part = TypeVar("Part")
 
@@ -42,7 +43,8 @@ class Routed:
     """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the balanced count.
 
     `sent_here` of the rows come over the rank's own EP group; the ranks of its ETP group share theirs, the largest part
-    being `widest`. `attended`: what documents left of its attention in the step, where they do (Selection).
+    being `widest`. `attended`: what documents left of its attention in the step, where they do (Selection);
+    `near`: of that of layers with a sliding window, 0 where it is not known.
     """
 
     layers: tuple[int, ...]
@@ -52,6 +54,7 @@ class Routed:
     widest: tuple[tuple[int, ...], ...]
     moves: tuple[tuple[routing.Moved, ...], ...]
     attended: int = 0
+    near: int = 0
 
     def moved(self, micro_batch: int, layer: int) -> routing.Moved | None:
         """What the dispatch moves; None for a layer without experts."""
@@ -131,8 +134,7 @@ def routed(
         whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
         moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
         found = Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
-        attended = selection.attended[rank] if selection and selection.attended else 0
-        return replace(found, attended=attended)
+        return _attending(found, model, workload, layout, rank, selection)
     _check(model, layout, micro_batches, selection)
     routed_layers = model.routed_layers
     slots = {i: placement.slots_of(model, workload, layout, i) for i in layers}
@@ -146,7 +148,7 @@ def routed(
         )
         for sources in (_sources(layout, peer, selection) for peer in grid.group_ranks(layout, "etp", rank))
     ]
-    return Routed(
+    found = Routed(
         layers=layers,
         even=even,
         rows=_over(sum, parts),
@@ -156,8 +158,22 @@ def routed(
             tuple(_moved(layout, rank, selection, micro_batch, routed_layers.index(i)) for i in layers)
             for micro_batch in range(micro_batches)
         ),
-        attended=selection.attended[rank] if selection.attended else 0,
     )
+    return _attending(found, model, workload, layout, rank, selection)
+
+
+def _attending(
+    found: Routed, model: ModelSpec, workload: Workload, layout: Layout, rank: int, selection: Selection | None
+) -> Routed:
+    """With the pairs that its attention works on: recorded where documents decide them, else those of its positions."""
+    if selection and selection.attended:
+        near = selection.near[rank] if selection.near else 0
+        return replace(found, attended=selection.attended[rank], near=near)
+    if not model.window or workload.data.documents is not Documents.JOINED:
+        return found
+    among, length = grid.group_ranks(layout, "cp_kv", rank), workload.seq_len
+    pairs = attended((length,), length, held(length, len(among), among.index(rank)), model.window)
+    return replace(found, near=len(found.rows) * layout.mbs * pairs)
 
 
 def _moved(layout: Layout, rank: int, selection: Selection, micro_batch: int, layer: int) -> routing.Moved:

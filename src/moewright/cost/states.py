@@ -12,7 +12,7 @@ from moewright.rules.recompute import activation_bytes
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Workload
+from moewright.spec.workload import SaveMode, Workload
 
 MASTER_BYTES = 4
 _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
@@ -22,12 +22,12 @@ _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 class BucketSet:
     """The buckets of a rank's parameters that one group reduces, and the slice of them that is the rank's.
 
-    `group_size`: ranks that share their states, all of the group unless sharding is hybrid. `on_both_ends`: the first
-    and the last pipeline rank then sum their slices.
+    `group_size`: ranks that share their states, all of the group unless sharding is hybrid. `holders`: pipeline
+    ranks that then sum their slices.
     """
 
     group: str
-    on_both_ends: bool
+    holders: tuple[int, ...]
     group_size: int
     shards: int
     index: int
@@ -41,9 +41,7 @@ class BucketSet:
 
 
 def bucket_sets(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
-    """By the group that reduces them (rules.shards), in that order, what both ends of the pipeline hold apart; a set
-    without parameters is left out.
-    """
+    """By the group that reduces them (rules.shards), in that order, what several pipeline ranks hold apart."""
     held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
     return _sets(held, model, workload, layout, rank)
 
@@ -61,22 +59,22 @@ def _sets(
     found = []
     for group in shards.GRADIENT_GROUPS:
         members = [param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group]
-        for both in (False, True):
-            params = [param for param in members if shards.on_both_ends(param.name, model, layout) == both]
-            if params:
-                found.append(_bucket_set(params, workload, layout, rank, group, on_both_ends=both))
+        by_holders = [(shards.holders(param.name, model, layout), param) for param in members]
+        for key in sorted({key for key, _ in by_holders}):
+            params = [param for own, param in by_holders if own == key]
+            found.append(_bucket_set(params, workload, layout, rank, group, holders=key))
     return tuple(found)
 
 
 def _bucket_set(
-    params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str, *, on_both_ends: bool
+    params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str, *, holders: tuple[int, ...]
 ) -> BucketSet:
     over = fully.states_group(layout, group)
     size = grid.group_size(layout, over)
     count = size if layout.zero else 1
     return BucketSet(
         group=group,
-        on_both_ends=on_both_ends,
+        holders=holders,
         group_size=size,
         shards=count,
         index=grid.group_ranks(layout, over, rank).index(rank) if layout.zero else 0,
@@ -152,6 +150,16 @@ def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) ->
         for (component, module), nbytes in sorted(sums.items())
         if nbytes
     )
+
+
+def copied_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
+    """What a rank keeps in host memory, from the first save on, for checkpoints that are written beside training: a
+    copy of its part of master weights and moments, of which those that hold the same share the work.
+    """
+    if workload.checkpoint.mode is SaveMode.SYNC:
+        return 0
+    elements = sum(one.numel // (grid.group_size(layout, one.group) * max(1, len(one.holders))) for one in sets)
+    return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
 
 
 def _overlaps(bucket_set: BucketSet, *, whole: bool) -> Iterator[tuple[Module, int]]:

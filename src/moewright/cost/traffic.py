@@ -237,7 +237,7 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
         if layout.shard:
             copies = fully.spread(layout, held.group).copies
             yield Collective.ALL_REDUCE, copies, grad * held.numel // held.shards, count
-        if held.on_both_ends:
+        if held.holders:
             yield Collective.ALL_REDUCE, "pp", reductions * grad * held.numel // held.shards, reductions * count
         if layout.zero:
             yield Collective.ALL_GATHER, group, gathers * c * held.numel // held.shards, gathers * count
@@ -293,7 +293,9 @@ def _tensor(
     if not layout.sp:
         summed = widths[Collective.REDUCE_SCATTER]
         yield Collective.ALL_REDUCE, "tp", micro_batches * sum(summed) * c * T, micro_batches * len(summed)
-        widths = {Collective.ALL_GATHER: [], Collective.REDUCE_SCATTER: []}
+        # All ranks need all columns of an MTP projection: they gather them; of their gradients each keeps its part.
+        columns = sum(chunk.mtp for chunk in chunks) * (1 + attention_again) * [model.hidden_size]
+        widths, traded = {Collective.ALL_GATHER: columns, Collective.REDUCE_SCATTER: []}, 0
     if model.attention.kind is AttentionKind.GQA and layout.tp > model.attention.kv_heads:
         keys_and_values = attentions * [2 * model.attention.kv_width]
         widths[Collective.ALL_GATHER] += (1 + attention_again) * keys_and_values

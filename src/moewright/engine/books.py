@@ -51,16 +51,15 @@ def _bmm(args: _Args, named: _Named) -> int:
 
 
 def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
-    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half of them, or of
-    that the part inside the window of a mask.
+    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half of them, or those
+    that a mask leaves.
     """
     q, v = args[0], args[2]
     batch, heads, rows, dim = q.shape
     columns = getattr(v, "true_width", v.shape[3])
     twice = (1 if causal else 2) * int(rows) * int(v.shape[2])
     if named.get("attn_mask") is not None:
-        window = named["attn_mask"].window
-        twice = window * (2 * int(rows) - window)
+        twice = named["attn_mask"].twice_pairs
     return twice * int(batch) * int(heads) * (int(dim) + int(columns))
 
 
@@ -78,15 +77,18 @@ def _attention_backward(args: _Args, named: _Named) -> int:
 
 
 def _attention_of_runs(q: Any, v: Any, starts: Any, seen: Any, named: _Named, *, causal: bool) -> int:
-    """All pairs of each run of queries with its run of keys, the causal half of them, or of that a window's part:
+    """All pairs of each run of queries with its run of keys, the causal half of them, or of either a window's part:
     q [T,heads,Dq], v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
     """
     columns = getattr(v, "true_width", v.shape[2])
     lengths, others = starts.diff().long(), seen.diff().long()
+    twice = (1 if causal else 2) * lengths * others
     left = named.get("window_size_left")
-    widths = others if left is None else (2 * others - left - 1).where(others > left + 1, others)
-    lengths = lengths if left is None else lengths.clamp(max=left + 1)
-    return (1 if causal else 2) * int((lengths * widths).sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
+    if left is not None:  # of the last query so many keys are too far, of each before it one less
+        far = (others - left - 1).clamp(min=0)
+        rows = torch.minimum(far, lengths)
+        twice = twice - 2 * rows * far + rows * (rows - 1)
+    return int(twice.sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
 
 
 def _attention_of_runs_forward(args: _Args, named: _Named) -> int:

@@ -22,6 +22,7 @@ from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.engine.step import Batches, Trainee
 from moewright.rules.grid import axis_size
 from moewright.rules.routing import LIBRARIES, micro_batch_tokens
+from moewright.rules.shards import shared_tables
 from moewright.rules.stages import chunks
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -64,7 +65,7 @@ def trainee(
 ) -> Trainee:
     """This rank's mesh, part of the model with its `initial` weights, and optimizer."""
     books = Books(blocking=device.type == "cpu")
-    mesh = build_mesh(layout, rank, books)
+    mesh = build_mesh(layout, rank, books, shared_tables(model, layout).values())
     run = Runtime(
         model=model,
         workload=workload,

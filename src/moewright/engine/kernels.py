@@ -14,6 +14,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.bands import blocks
+
 _aten = torch.ops.aten
 _WORTH_A_KERNEL = 1 << 22  # multiplications
 # x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
@@ -160,8 +162,9 @@ def attention_of_runs(
             out[part] = made[0]
         return out.view(shape), (lse,)
     longest, furthest = max(runs.lengths), max(seen.lengths)
+    sides = _sides(window, causal=others is None)
     out, lse, seed, offset, _ = _aten._flash_attention_forward(
-        q, k, _as_wide(v, q), runs.starts, seen.starts, longest, furthest, 0.0, others is None, False, **_sides(window)
+        q, k, _as_wide(v, q), runs.starts, seen.starts, longest, furthest, 0.0, others is None, False, **sides
     )
     return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
 
@@ -195,9 +198,10 @@ def attention_of_runs_backward(
         lse, seed, offset = rest
         longest, furthest = max(runs.lengths), max(seen.lengths)
         wide, causal = (_as_wide(x, q) for x in (v, out)), others is None
+        sides = _sides(window, causal=causal)
         starts, ends = (runs.starts, seen.starts), (longest, furthest)
         dq, dk, dv = _aten._flash_attention_backward(
-            _as_wide(grad, q), q, k, *wide, lse[0], *starts, *ends, 0.0, causal, seed, offset, **_sides(window)
+            _as_wide(grad, q), q, k, *wide, lse[0], *starts, *ends, 0.0, causal, seed, offset, **sides
         )
         grads = (dq, dk, dv[..., : v.shape[-1]])
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (q_BSHD, k_BSGD, v_BSGD), strict=True))
@@ -211,17 +215,15 @@ def attention(
 
     The first of the latter is the natural-log sum of exponentials [B,H,S] in fp32; CUDA adds its random state. Without
     `causal` every query attends every key, and there may be more keys than queries, or fewer. With a `window` a query
-    attends the last so many keys up to its own: a CPU computes all pairs, and masks them.
+    attends of these the last so many up to its own place, which is the last key's for the last query.
     """
     if window and q_BSHD.device.type != "cpu":  # the kernel of runs has windows; the log-sum is as there
-        return attention_of_runs(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), window=window)
+        others = None if causal else _rows(k_BSGD)
+        return attention_of_runs(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), others, window=window)
     q, k, v = (_widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     width = v.shape[-1]
     if q.device.type == "cpu":
-        mask = _mask(q, window)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, _as_wide(v, q), 0.0, causal and mask is None, attn_mask=mask
-        )
+        out, lse = _forward_on_cpu(q, k, _as_wide(v, q), causal, window)
         return out[..., :width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
@@ -230,9 +232,57 @@ def attention(
     return out[..., :width].transpose(1, 2).contiguous(), (lse, seed, offset)
 
 
-def _sides(window: int) -> dict[str, int]:
-    """How far from a query's own place its keys lie, as the kernel of runs wants it."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+def _forward_on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum of [B,heads,S,D]."""
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    if not window:
+        out, lse = kernel(q, k, v, 0.0, causal)
+        return out, lse
+    parts = []
+    for block in blocks(q.shape[2], k.shape[2], window, causal=causal):
+        keys, values = (_cut(x, block.keys) for x in (k, v))
+        parts.append(kernel(_cut(q, block.queries), keys, values, 0.0, False, attn_mask=block.mask(q)))
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _backward_on_cpu(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    window: int,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v [B,heads,S,D]."""
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if not window:
+        return tuple(kernel(grad, q, k, v, out, lse, 0.0, causal))
+    of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    for block in blocks(q.shape[2], k.shape[2], window, causal=causal):
+        asking, given, made = (_cut(x, block.queries) for x in (q, grad, out))
+        keys, values = (_cut(x, block.keys) for x in (k, v))
+        seen = lse[:, :, block.queries].contiguous()
+        found = kernel(given, asking, keys, values, made, seen, 0.0, False, attn_mask=block.mask(q))
+        for sums, places, part in zip((of_q, of_k, of_v), (block.queries, *2 * (block.keys,)), found, strict=True):
+            sums[:, :, places] += part
+    return of_q, of_k, of_v
+
+
+def _cut(x: torch.Tensor, places: slice) -> torch.Tensor:
+    """Places of [B,heads,S,D], and what is known of how wide it truly is."""
+    part = x[:, :, places]
+    if hasattr(x, "true_width"):
+        part.true_width = x.true_width  # type: ignore[attr-defined]
+    return part
+
+
+def _sides(window: int, *, causal: bool) -> dict[str, int]:
+    """How far from a query's own place its keys lie, as the kernel of runs wants it: -1 is any distance."""
+    return {"window_size_left": window - 1, "window_size_right": 0 if causal else -1} if window else {}
 
 
 def _rows(x_BSHD: torch.Tensor) -> Runs:
@@ -240,19 +290,6 @@ def _rows(x_BSHD: torch.Tensor) -> Runs:
     count, length = x_BSHD.shape[:2]
     starts = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=x_BSHD.device)
     return Runs(lengths=(length,) * count, starts=starts)
-
-
-def _mask(q_BHSD: torch.Tensor, window: int) -> torch.Tensor | None:
-    """What is added to scores [S,S]: 0 for the last `window` keys up to a query's own; None where those are all.
-    `window` tells whoever counts the FLOPs, who may see no values.
-    """
-    if window <= 0 or window >= q_BHSD.shape[2]:
-        return None
-    ones = q_BHSD.new_ones(q_BHSD.shape[2], q_BHSD.shape[2], dtype=torch.bool)
-    hidden = ones.triu(1) | ones.tril(-window)
-    mask = torch.zeros_like(hidden, dtype=q_BHSD.dtype).masked_fill_(hidden, float("-inf"))
-    mask.window = window  # type: ignore[attr-defined]
-    return mask
 
 
 def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -281,16 +318,15 @@ def attention_backward(
     and the log-sum in `rest` are over all of them, and so the gradients are these keys' part.
     """
     if window and q_BSHD.device.type != "cpu":
-        rows = _rows(q_BSHD)
-        return attention_of_runs_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, rest, rows, window=window)
+        rows, others = _rows(q_BSHD), None if causal else _rows(k_BSGD)
+        return attention_of_runs_backward(
+            grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, rest, rows, others, window=window
+        )
     grad, q, k, v, out = (_widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
     width = v.shape[-1]
     grad, v, out = (_as_wide(x, q) for x in (grad, v, out))
     if q.device.type == "cpu":
-        lse, mask = rest[0], _mask(q, window)
-        got = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=mask
-        )
+        got = _backward_on_cpu(grad, q, k, v, out, rest[0], causal, window)
     else:
         lse, seed, offset = rest
         heads, share = k.shape[1], q.shape[1] // k.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,15 +18,15 @@ class Mesh:
     """This rank's place in both grids. `groups` are in the order of rules.grid.GROUPS.
 
     `upstream` is the pipeline group once more, for messages to lower ranks: on NCCL what a pair of ranks exchanges over
-    one group runs in order, whichever way it goes, so each way has a group of its own. `ends` are the first and the
-    last rank of the pipeline where this rank is one of them; both hold a tied embedding.
+    one group runs in order, whichever way it goes, so each way has a group of its own. `shared`: this rank among
+    those of its pipeline that hold a table in common, by their pipeline ranks.
     """
 
     layout: Layout
     rank: int
     groups: tuple[Group, ...]
     upstream: Group
-    ends: Group
+    shared: Mapping[tuple[int, ...], Group]
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
@@ -38,8 +39,10 @@ class Mesh:
         return coordinate(self.layout, self.rank, axis)
 
 
-def build_mesh(layout: Layout, rank: int, books: Books) -> Mesh:
-    """Make every group of more than one rank; names over the same ranks share one process group."""
+def build_mesh(layout: Layout, rank: int, books: Books, tables: Collection[tuple[int, ...]] = ()) -> Mesh:
+    """Make every group of more than one rank; names over the same ranks share one process group. `tables`: pipeline
+    ranks that hold some table in common (rules.shards).
+    """
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
@@ -57,7 +60,9 @@ def build_mesh(layout: Layout, rank: int, books: Books) -> Mesh:
         handle=new_handles(pipelines, rank) if layout.pp > 1 else None,
         books=books,
     )
-    pairs = tuple((ranks[0], ranks[-1]) if layout.pp > 1 else ranks for ranks in pipelines)
-    pair = (pipeline[0], pipeline[-1])
-    ends = group("pp", pair if rank in pair and layout.pp > 1 else (rank,), pairs)
-    return Mesh(layout=layout, rank=rank, groups=tuple(groups), upstream=upstream, ends=ends)
+    shared = {}
+    for holders in sorted(set(tables)):
+        among = tuple(tuple(ranks[holder] for holder in holders) for ranks in pipelines)
+        mine = next((ranks for ranks in among if rank in ranks), (rank,))
+        shared[holders] = group("pp", mine, among)  # made by all ranks, also those that are in none
+    return Mesh(layout=layout, rank=rank, groups=tuple(groups), upstream=upstream, shared=shared)

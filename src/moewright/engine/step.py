@@ -136,7 +136,8 @@ class StepResult:
     skipped: bool
     stop: bool  # some rank was asked to stop
     own_nll: float  # of this rank's own targets, summed
-    attended: int  # of this rank as in Selection; 0 where documents do not bound attention
+    attended: int  # of this rank as in Selection, and `near`; 0 where documents do not bound attention
+    near: int
     counts: torch.Tensor
     loads: torch.Tensor
     router_losses: torch.Tensor
@@ -154,6 +155,7 @@ class Gradients:
     stop: bool
     own_nll: float
     attended: int
+    near: int
     counts: torch.Tensor
     router_losses: torch.Tensor  # on the CPU
 
@@ -201,6 +203,7 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
         stop=found.stop,
         own_nll=found.own_nll,
         attended=found.attended,
+        near=found.near,
         counts=counts,
         loads=loads,
         router_losses=found.router_losses,
@@ -237,6 +240,7 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         stop=stops > 0,
         own_nll=sums.nll,
         attended=sum(_attended(run, one.runs) for one in batches if one.runs),
+        near=sum(_attended(run, one.runs, run.model.window) for one in batches if one.runs and run.model.window),
         counts=sums.counts,
         router_losses=router_losses,
     )
@@ -285,10 +289,10 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, *, 
     train(run, batches, forward=forward, backward=backward, weights=weights)
 
 
-def _attended(run: Runtime, runs: Runs) -> int:
+def _attended(run: Runtime, runs: Runs, window: int = 0) -> int:
     """As in StepResult, of one micro-batch."""
     group, length = run.mesh.group("cp_kv"), run.workload.seq_len
-    return attended(runs.lengths, length, held(length, group.size, group.index))
+    return attended(runs.lengths, length, held(length, group.size, group.index), window)
 
 
 def _first_sequence(run: Runtime, step: int, micro_batch: int) -> int:

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 
-from moewright.rules.context import factors
 from moewright.rules.legality import illegal
 from moewright.rules.routing import LIBRARIES
-from moewright.rules.stages import chunks, stage_reasons
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Layout, Overlap
+from moewright.spec.layout import CapacityFill, Dispatcher, Layout, Overlap
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
-from moewright.spec.workload import Documents, Dtype, Workload
+from moewright.spec.workload import Dtype, Workload
 
 _PACKAGES: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
     {Dispatcher.DEEPEP: ("deep_ep",), Dispatcher.HYBRIDEP: ("deep_ep", "hybrid_ep_cpp")}
@@ -102,9 +100,6 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if attention.kind is AttentionKind.MLA and layout.tp > 1 and not layout.sp:
         rule = "the engine runs latent attention over tp with sequence parallelism alone"
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
-    yield from _windowed(layout, model, workload)
-    if model.mtp_layers:
-        yield from _beside_mtp(layout, model)
     if model.moe is None or layout.etp == 1:
         return
     if model.moe.expert_bias and model.hidden_size % layout.etp:
@@ -114,30 +109,6 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if model.moe.ffn_size // layout.etp % step:
         rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
-
-
-def _windowed(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
-    """What sliding windows do not go with: keys that travel in blocks, and bounds of documents."""
-    spec = model.attention
-    if not spec.window_every or spec.sliding_window >= workload.seq_len:
-        return
-    if factors(layout)[1] > 1:
-        rule = f"the engine keeps the keys of a sliding window ({spec.sliding_window} tokens) on one rank"
-        yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
-    if workload.data.documents is not Documents.JOINED:
-        rule = "the engine runs sliding windows over joined documents"
-        yield Reason(field="data.documents", value=workload.data.documents, rule=rule, nearest=Documents.JOINED)
-
-
-def _beside_mtp(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
-    """What MTP depths do not go with: they stand with the loss."""
-    if layout.tp > 1 and not layout.sp:
-        rule = "the engine cuts the MTP projection with sequence parallelism alone"
-        yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
-    legal = not stage_reasons(model, layout)
-    if legal and not all(chunk.loss for chunk in chunks(model, layout) if chunk.mtp):
-        rule = "the engine runs MTP depths in the stage of the loss"
-        yield Reason(field="layout.layout", value=layout.stages, rule=rule, nearest="m before L in the last stage")
 
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:

@@ -324,6 +324,7 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
         copies=_tuples(of_source[..., experts : experts + ranks].tolist()) if copied else (),
         nodes=_tuples(of_source[..., experts + ranks :].tolist()) if nodes_of(run.mesh.layout) else (),
         attended=tuple(collectives.gather_json(result.attended)) if bounded else (),
+        near=tuple(collectives.gather_json(result.near)) if bounded and run.model.window else (),
     )
     notes: tuple[str, ...] = ()
     precision = run.workload.precision

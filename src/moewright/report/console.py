@@ -73,7 +73,7 @@ def print_estimate(console: Console, plan: Plan) -> None:
     console.print(_verdict(estimate))
     console.print(_memory(next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank)))
     if len(estimate.ledgers) > 1:
-        peaks = "  ".join(f"{ledger.pp_rank}: {show_bytes(held(ledger))}" for ledger in estimate.ledgers)
+        peaks = "  ".join(f"{ledger.pp_rank}: {show_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers)
         console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
     console.print(_time(console, estimate))
     console.print(
@@ -82,11 +82,6 @@ def print_estimate(console: Console, plan: Plan) -> None:
         f"{estimate.tflops_per_device:.4g} TFLOP/s/device, MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}\n"
     )
     console.print(_assumptions(estimate.assumptions))
-
-
-def held(ledger: Ledger) -> int:
-    """Bytes of all memory rows of a ledger that lie on the device."""
-    return sum(row.bytes for row in ledger.memory if row.component is not Component.HOST)
 
 
 def show_rate(value: float) -> str:
@@ -202,7 +197,7 @@ def room_for_load(estimate: Estimate) -> str:
 def _memory(ledger: Ledger) -> Table:
     cells = {(row.component, row.module): row.bytes for row in ledger.memory}
     modules = [module for module in Module if any(cells.get((component, module)) for component in Component)]
-    unit, scale = ("GiB", GIB) if held(ledger) >= GIB else ("MiB", MIB)
+    unit, scale = ("GiB", GIB) if ledger.device_bytes >= GIB else ("MiB", MIB)
     table = new_table(
         "component",
         *(module.value.replace("_", "\n") for module in modules),
@@ -218,7 +213,7 @@ def _memory(ledger: Ledger) -> Table:
     table.add_section()
     here = [component for component in Component if component is not Component.HOST]
     columns = (sum(cells.get((component, module), 0) for component in here) for module in modules)
-    whole = Text(f"{held(ledger) / scale:.2f}", style="bold")
+    whole = Text(f"{ledger.device_bytes / scale:.2f}", style="bold")
     table.add_row("total", *(f"{size / scale:.2f}" for size in columns), whole)
     return table
 

@@ -39,9 +39,10 @@ def factors(layout: Layout) -> tuple[int, int]:
     return 1, cp
 
 
-def attended(lengths: Iterable[int], seq_len: int, parts: Sequence[range]) -> int:
+def attended(lengths: Iterable[int], seq_len: int, parts: Sequence[range], window: int = 0) -> int:
     """Twice the causal pairs of the queries at the positions `parts` of every sequence with the keys of their own
-    documents, whose `lengths` follow each other and none of which goes over the end of a sequence.
+    documents, whose `lengths` follow each other and none of which goes over the end of a sequence; with the last
+    `window` of them where one is given.
 
     A query i places into its document attends i + 1 keys, its own half: the first n of them n^2 / 2.
     """
@@ -51,5 +52,12 @@ def attended(lengths: Iterable[int], seq_len: int, parts: Sequence[range]) -> in
         for part in parts:
             low, high = max(part.start, first), min(part.stop, first + stop - start)
             if low < high:
-                pairs += (high - first) ** 2 - (low - first) ** 2
+                pairs += _first(high - first, window) - _first(low - first, window)
     return pairs
+
+
+def _first(queries: int, window: int) -> int:
+    """Twice the pairs of the first queries of a document."""
+    if not window or queries <= window:
+        return queries**2
+    return window**2 + (queries - window) * (2 * window - 1)

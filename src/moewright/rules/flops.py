@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.rules.context import factors
+from moewright.rules.context import attended, factors
 from moewright.rules.shards import even_part
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
@@ -40,7 +40,8 @@ class Share:
     `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer. `routed_rows`: rows through
     its local experts, summed over the MoE layers of the share (MTP depths included). `mtp`: MTP depths. `attended`:
     twice the causal pairs of its tokens' queries (of all tokens of the ranks that exchange heads) with the keys that
-    documents leave them, over all heads; 0 where whole sequences attend.
+    documents leave them, over all heads; 0 where whole sequences attend. `near`: the same of layers with a sliding
+    window; 0 where it is that of whole sequences, or not known.
     """
 
     layers: tuple[int, ...]
@@ -49,6 +50,7 @@ class Share:
     head: bool
     mtp: int = 0
     attended: int = 0
+    near: int = 0
     mtp_rows: int = 0  # of the routed rows those of MTP depths
 
 
@@ -103,13 +105,12 @@ def summed(work: Iterable[Work]) -> tuple[FlopRow, ...]:
 def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
     """Forward FLOPs of scores and values over all heads: 2 heads (d_qk + d_v) per attended (query, key) pair.
 
-    Full causal attention attends seq_len / 2 keys a query; a window w attends (w - w^2 / (2 seq_len)) of them.
+    Full causal attention attends seq_len / 2 keys a query; with a window w a query attends its last w, its own half
+    (rules.context).
     """
     spec = model.attention
     # Twice the attended pairs of one sequence, so that the arithmetic stays in integers.
-    pairs = seq_len * seq_len
-    if is_windowed(model, layer) and spec.sliding_window < seq_len:
-        pairs = spec.sliding_window * (2 * seq_len - spec.sliding_window)
+    pairs = attended((seq_len,), seq_len, (range(seq_len),), model.window_of(layer))
     return tokens * spec.heads * (spec.head_dim + spec.v_head_dim) * pairs // seq_len
 
 
@@ -165,6 +166,8 @@ def _layer(
     if share.attended:
         inside = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
         core = min(core, inside) if is_windowed(model, layer) else inside
+    if share.near and is_windowed(model, layer):
+        core = share.near * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
     yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
     if not moe or model.moe is None:
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp

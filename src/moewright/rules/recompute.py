@@ -263,7 +263,7 @@ def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
 
 def _mtp_inputs(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     """The embedding that its norm takes, and the outputs of both norms side by side, the input of the projection. The
-    hidden state is kept by the final norm before it.
+    hidden state is kept by the final norm before it, or by the stage if that is another's (cost.saved).
     """
     yield _row(Module.MTP, "embedding", size.c * size.t * size.h)
     yield _row(Module.MTP, "joined", 2 * size.c * size.t * size.h)

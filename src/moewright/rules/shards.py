@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 from moewright.rules import grid, stages
 from moewright.rules.inventory import EMBEDDING_LAYER, Param, parameters
@@ -11,6 +13,7 @@ from moewright.spec.model import ModelSpec
 
 # Groups whose ranks hold a parameter in copies, and therefore sum its gradients and share its optimizer state.
 GRADIENT_GROUPS = ("dp_cp", "tp_cp_dp", "edp")
+_TABLES = ("embedding.weight", "head.weight")
 
 
 def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
@@ -24,15 +27,26 @@ def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
     return "dp_cp" if layout.tp == 1 or "tp" in axes else "tp_cp_dp"
 
 
-def on_both_ends(name: str, model: ModelSpec, layout: Layout) -> bool:
-    """Whether the first and the last pipeline rank both hold a parameter: an embedding that is tied to the head or
-    that MTP depths beside it use.
+def holders(name: str, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """The pipeline ranks that hold a parameter, ascending, where more than one does; () elsewhere.
 
-    It has buckets of its own, cut alike on both, and each shard is summed over the two after the data-parallel sum: so
-    both make the same update, bit for bit.
+    Those are an embedding that is tied to the head or that MTP depths use, and a head that depths of another stage
+    than the loss use. Such a table has buckets of its own, cut alike on all its holders, and each shard is summed over
+    them after the data-parallel sum: so all make the same update, bit for bit.
     """
-    twice = model.tie_embeddings or model.mtp_layers > 0
-    return twice and name == "embedding.weight" and layout.pp > 1 and not layout.schedule.v_shaped
+    return shared_tables(model, layout).get(name, ()) if layout.pp > 1 and name in _TABLES else ()
+
+
+@lru_cache(maxsize=4)  # asked for each parameter of one layout
+def shared_tables(model: ModelSpec, layout: Layout) -> Mapping[str, tuple[int, ...]]:
+    """The parameters that several pipeline ranks hold, and these ranks."""
+    chunks = stages.chunks(model, layout)
+    embeds = {
+        chunk.pp_rank for chunk in chunks if chunk.embedding or chunk.mtp or (model.tie_embeddings and chunk.loss)
+    }
+    heads = {chunk.pp_rank for chunk in chunks if chunk.loss or chunk.mtp} if not model.tie_embeddings else set()
+    found = {name: tuple(sorted(ranks)) for name, ranks in zip(_TABLES, (embeds, heads), strict=True)}
+    return MappingProxyType({name: ranks for name, ranks in found.items() if len(ranks) > 1})
 
 
 def even_part(extent: int, parts: int) -> int:

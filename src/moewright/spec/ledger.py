@@ -31,7 +31,7 @@ class Component(StrEnum):
     TRANSIENT = "transient"  # the largest short-lived working set of backward
     COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
     FRAGMENTATION = "fragmentation"
-    HOST = "host"  # in host memory: offloaded optimizer state; no part of a device's peak
+    HOST = "host"  # in host memory: offloaded optimizer state, the copy for checkpoints; no part of a device's peak
 
 
 class FlopOp(StrEnum):
@@ -99,6 +99,15 @@ class Ledger:
     in_flight: int = 0
     notes: tuple[str, ...] = ()  # differences of this device that the other side cannot know
 
+    @property
+    def on_device(self) -> tuple[MemoryRow, ...]:
+        """What is held of the device's memory."""
+        return tuple(row for row in self.memory if row.component is not Component.HOST)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(row.bytes for row in self.on_device)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
@@ -108,7 +117,7 @@ class Selection:
     that crossed, each once a rank; () otherwise. Where they cross to a node first, nodes[...][...][source_rank][node]
     counts them, each once a node; () otherwise. Where documents bound attention, attended[rank] is twice the causal
     pairs of queries and keys that attend each other in the step, of all heads: the queries of the rank's tokens, or of
-    all that it shares heads with; () otherwise.
+    all that it shares heads with; () otherwise. near[rank]: the same of layers with a sliding window, if any.
     """
 
     step: int
@@ -116,3 +125,4 @@ class Selection:
     copies: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     nodes: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     attended: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()

@@ -150,6 +150,11 @@ class ModelSpec:
         depths = range(self.layers + 1, self.layers + 1 + self.mtp_layers) if self.moe_layers[-1] else ()
         return (*(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe), *depths)
 
+    @property
+    def window(self) -> int:
+        """That of the layers which have one; 0 where none has."""
+        return self.attention.sliding_window if self.attention.window_every else 0
+
     def window_of(self, layer: int) -> int:
         """The latest tokens that a query of the layer attends, itself included; 0: all. MTP depths attend all."""
         spec = self.attention

@@ -16,7 +16,7 @@ from moewright.rules.legality import micro_batches
 from moewright.rules.placement import rank_load_factor
 from moewright.spec.finding import Basis, Cause, Drop, Finding, Wall, Waterfall
 from moewright.spec.hardware import Op
-from moewright.spec.ledger import Component, Ledger, Phase
+from moewright.spec.ledger import Phase
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import HostTime, RankPace, RunRecord
 from moewright.spec.units import show_bytes, show_seconds
@@ -309,7 +309,7 @@ def _of_best(plan: Plan, op: Op, x: float) -> float:
 def _memory(record: RunRecord) -> Iterator[Finding]:
     """The fullest rank: what it counted, plus what only the prediction knows (transients, allowances)."""
     found = record.plan.estimate
-    counted = max((_held(ledger) for ledger in record.ledgers), default=0)
+    counted = max((ledger.device_bytes for ledger in record.ledgers), default=0)
     peak = max(counted, found.peak_bytes)
     if peak <= MEMORY_SHARE * found.capacity_bytes:
         return
@@ -322,10 +322,6 @@ def _memory(record: RunRecord) -> Iterator[Finding]:
         f"counted on the fullest rank {show_bytes(counted)} of states and saved activations",
         f"largest: {found.largest}",
     )
-
-
-def _held(ledger: Ledger) -> int:
-    return sum(row.bytes for row in ledger.memory if row.component is not Component.HOST)
 
 
 def _imbalance(record: RunRecord, pace: Pace) -> Iterator[Finding]:

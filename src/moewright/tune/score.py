@@ -148,7 +148,7 @@ def predicted_peak(row: Measured, found: Estimate) -> float:
     elif kind is not PeakKind.DEVICE:
         beyond = _BEYOND_ALLOCATED
     ledger = found.ledgers[-1 if kind is PeakKind.LAST_RANK else found.peak_rank]
-    return sum(one.bytes for one in ledger.memory if one.component not in beyond) / row.peak.unit_bytes
+    return sum(one.bytes for one in ledger.on_device if one.component not in beyond) / row.peak.unit_bytes
 
 
 def _summary(table: Table, predicted: dict[str, ScoredRow]) -> Summary:

@@ -202,7 +202,7 @@ def figures_of(found: Estimate) -> Figures:
 
 def memory_of(found: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Bytes of the fullest pipeline rank by component, then by module."""
-    rows = found.ledgers[found.peak_rank].memory
+    rows = found.ledgers[found.peak_rank].on_device
     for name in ("component", "module"):
         held: dict[str, int] = {}
         for row in rows:

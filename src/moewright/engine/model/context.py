@@ -23,15 +23,16 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.layout import CpComm
 
 
-def meetings(run: Runtime, runs: Runs | None) -> Meetings:
+def meetings(run: Runtime, runs: Runs | None, window: int = 0) -> Meetings:
     """What the queries of a micro-batch that consists of `runs` meet on this rank: its own tokens, then those of the
     other ranks in the order in which they come round the ring, or of all lower and of all higher ranks where keys are
-    gathered. None where none is met.
+    gathered.
     """
     group, gathers = run.mesh.group("cp_kv"), _gathers(run)
     here, size = group.index, group.size
     together = size if gathers else 1
-    host = Host(length=run.workload.seq_len, ranks=size, here=here, together=together, runs=runs)
+    window = window if size > 1 else 0  # else CausalAttention's
+    host = Host(length=run.workload.seq_len, ranks=size, here=here, together=together, runs=runs, window=window)
     if gathers:
         return (host.own(), host.others(range(here)), host.others(range(here + 1, size)))
     coming = ((here - step) % size for step in range(1, size))
@@ -54,14 +55,13 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V].
 
-    `sinks`: of all heads of the ranks that exchange them. A `window` is for keys that do not travel (engine.support).
+    `sinks`: of all heads of the ranks that exchange them. `met` knows of the `window` where keys travel.
     """
     group, apart = run.mesh.group("cp_kv"), run.mesh.group("cp_a2a")
     if sinks is not None:
         sinks = sinks.unflatten(0, (apart.size, -1))[apart.index]
     if group.size == 1:
-        assert met[0] is not None  # every token meets itself
-        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met[0].runs, window, run.books)
+        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met[0][0].runs, window, run.books)
     kind = GatheredAttention if _gathers(run) else RingAttention
     return kind.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met, group, run.books)
 
@@ -103,13 +103,19 @@ class _Forward:
         self._out, self._lse = torch.empty(0), torch.empty(0)
         self._random: Rest = ()
 
-    def meet(self, kv: torch.Tensor, meeting: Meeting | None) -> None:
-        if meeting is None:
-            return
-        out, (lse, *random) = meeting.attend(self._q, lined(kv, self._met))
-        if meeting.causal:
-            self._out, self._lse, self._random = out.float(), lse, tuple(random)
-            return
+    def meet(self, kv: torch.Tensor, block: tuple[Meeting, ...]) -> None:
+        for meeting in block:
+            self._merge(meeting, *meeting.attend(self._q, lined(kv, self._met)))
+
+    def _merge(self, meeting: Meeting, out: torch.Tensor, rest: Rest) -> None:
+        lse, *random = rest
+        if not self._lse.numel():
+            self._random = tuple(random)
+            if out.shape[1] == self._q.shape[1]:  # all queries meet their own tokens at once
+                self._out, self._lse = out.float(), lse
+                return
+            self._out = out.new_zeros((*self._q.shape[:3], out.shape[3]), dtype=torch.float32)
+            self._lse = lse.new_full((*lse.shape[:2], self._q.shape[1]), float("-inf"))
         seen, sofar = picked(self._lse, meeting.queries, 2), picked(self._out, meeting.queries)
         both = torch.logaddexp(seen, lse)
         old, new = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (seen, lse))
@@ -132,18 +138,18 @@ class _Backward:
         self._lse, *self._random = rest
         self._grad_q = torch.zeros_like(self._q, dtype=torch.float32)
 
-    def meet(self, kv: torch.Tensor, meeting: Meeting | None) -> torch.Tensor | None:
-        """This rank's part of the gradient of the keys and values that it meets."""
-        if meeting is None:
-            return None
-        kv = lined(kv, self._met)
-        grad_q, part = meeting.backward(self._grad, self._q, kv, self._out, self._lse, tuple(self._random))
-        add(self._grad_q, meeting.queries, grad_q)
-        return part
+    def meet(self, kv: torch.Tensor, block: tuple[Meeting, ...]) -> list[torch.Tensor]:
+        """This rank's part of the gradient of the keys and values of a block, for each meeting."""
+        kv, parts = lined(kv, self._met), []
+        for meeting in block:
+            grad_q, part = meeting.backward(self._grad, self._q, kv, self._out, self._lse, tuple(self._random))
+            add(self._grad_q, meeting.queries, grad_q)
+            parts.append(part)
+        return parts
 
-    def add(self, sums: torch.Tensor, meeting: Meeting | None, part: torch.Tensor | None) -> None:
+    def add(self, sums: torch.Tensor, block: tuple[Meeting, ...], parts: list[torch.Tensor]) -> None:
         """Add what `meet` gave to the sums of all of a block."""
-        if meeting is not None and part is not None:
+        for meeting, part in zip(block, parts, strict=True):
             add(lined(sums, self._met), meeting.keys, part)
 
     def result(self, grad_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,8 +179,8 @@ class RingAttention(Booked):
         Booked.remember(ctx, books)
         ctx.group, ctx.met = group, met
         found = _Forward(q, met)
-        for meeting, kv in _round(torch.cat((k, v), -1), met, group):
-            found.meet(kv, meeting)
+        for block, kv in _round(torch.cat((k, v), -1), met, group):
+            found.meet(kv, block)
         out, rest = beside_sinks(*found.result(), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
@@ -188,21 +194,21 @@ class RingAttention(Booked):
         with ctx.books.within(ctx.where):
             kv = torch.cat((k, v), -1)
             sums = torch.zeros_like(kv, dtype=torch.float32)
-            for meeting, block in _round(kv, ctx.met, ctx.group):
-                part = found.meet(block, meeting)
+            for block, visitor in _round(kv, ctx.met, ctx.group):
+                parts = found.meet(visitor, block)
                 if following is not None:
                     sums = following.wait()
-                found.add(sums, meeting, part)
+                found.add(sums, block, parts)
                 following = Shift(sums, ctx.group)
             assert following is not None  # a ring has ranks
             return *found.result(following.wait()), of_sinks, None, None, None
 
 
-def _round(kv: torch.Tensor, met: Meetings, group: Group) -> Iterator[tuple[Meeting | None, torch.Tensor]]:
+def _round(kv: torch.Tensor, met: Meetings, group: Group) -> Iterator[tuple[tuple[Meeting, ...], torch.Tensor]]:
     """The blocks of all ranks as they come by, the own one first, the next one asked for before this one is used."""
-    for step, meeting in enumerate(met, 1):
+    for step, block in enumerate(met, 1):
         coming = Shift(kv, group) if step < group.size else None
-        yield meeting, kv
+        yield block, kv
         if coming is not None:
             kv = coming.wait()
 
@@ -225,9 +231,9 @@ class GatheredAttention(Booked):
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.group, ctx.met = group, met
-        found, blocks = _Forward(q, met), _gathered(torch.cat((k, v), -1), group)
-        for meeting in met:
-            found.meet(blocks, meeting)
+        found, gathered = _Forward(q, met), _gathered(torch.cat((k, v), -1), group)
+        for block in met:
+            found.meet(gathered, block)
         out, rest = beside_sinks(*found.result(), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
@@ -238,10 +244,10 @@ class GatheredAttention(Booked):
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
         of_sinks = sinks_gradient(grad, out, rest[0], sinks)
         with ctx.books.within(ctx.where):
-            blocks = _gathered(torch.cat((k, v), -1), ctx.group)
-            sums = torch.zeros_like(blocks, dtype=torch.float32)
-            for meeting in ctx.met:
-                found.add(sums, meeting, found.meet(blocks, meeting))
+            gathered = _gathered(torch.cat((k, v), -1), ctx.group)
+            sums = torch.zeros_like(gathered, dtype=torch.float32)
+            for block in ctx.met:
+                found.add(sums, block, found.meet(gathered, block))
             by_rank = sums.unflatten(1, (ctx.group.size, -1)).transpose(0, 1).flatten(0, 1)
             return *found.result(scatter_sum(by_rank, ctx.group)), of_sinks, None, None, None
 

@@ -96,14 +96,15 @@ class Norm(Weight):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """How the tokens of a micro-batch lie: `count` sequences, one after the other; what each attends; the rotation of
-    each, cos and sin [S, D/2] or [count, S, D/2] fp32.
+    """How the tokens of a micro-batch lie: `count` sequences, one after the other; what each attends, and in layers
+    with a sliding window what is `near`; the rotation of each, cos and sin [S, D/2] or [count, S, D/2] fp32.
 
     `first` is the number of the first sequence over all of training; None in evaluation.
     """
 
     count: int
     met: Meetings
+    near: Meetings
     cos: torch.Tensor
     sin: torch.Tensor
     first: int | None
@@ -128,16 +129,21 @@ class RotaryTable:
         angles = torch.outer(places.double(), turning)
         self.cos = (angles.cos() * factor).to(run.device, torch.float32)
         self.sin = (angles.sin() * factor).to(run.device, torch.float32)
-        self._whole = meetings(run, None)
+        self._window = run.model.window if run.model.window < run.workload.seq_len else 0
+        self._whole = self._meetings(None)
 
     def sequences(self, count: int, runs: Runs | None, first: int | None) -> Sequences:
         """Those of a micro-batch of `count` sequences that consist of `runs`."""
-        met = self._whole if runs is None else meetings(self._run, runs)
+        met, near = self._whole if runs is None else self._meetings(runs)
         if runs is None or not self._restarted:
-            return Sequences(count=count, met=met, cos=self.cos, sin=self.sin, first=first)
+            return Sequences(count=count, met=met, near=near, cos=self.cos, sin=self.sin, first=first)
         places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
         places = places[:, self._run.positions].to(self.cos.device)
-        return Sequences(count=count, met=met, cos=self.cos[places], sin=self.sin[places], first=first)
+        return Sequences(count=count, met=met, near=near, cos=self.cos[places], sin=self.sin[places], first=first)
+
+    def _meetings(self, runs: Runs | None) -> tuple[Meetings, Meetings]:
+        met = meetings(self._run, runs)
+        return met, meetings(self._run, runs, self._window) if self._window else met
 
 
 Core = Callable[..., tuple[torch.Tensor]]
@@ -202,7 +208,9 @@ class Attention(nn.Module):
             k_BSGD = batch.rotated(k.reshape(batch.count, q_BSHD.shape[1], -1, spec.head_dim))
             v_BSGD = v.view(batch.count, q_BSHD.shape[1], -1, spec.v_head_dim)
             heads = tuple(to_heads(run, x) for x in (q_BSHD, k_BSGD, v_BSGD))
-            out = core_and_output(run, partial(self._core, batch.met), heads, self.o.weight)
+            out = core_and_output(
+                run, partial(self._core, batch.near if self._window else batch.met), heads, self.o.weight
+            )
             return self.o.biased(out, sharers_of(run))
 
     def _core(

@@ -5,13 +5,15 @@ of their late ones; the late chunk alone sees the keys of higher ranks, all of t
 those queries the first ones meet of those keys the last ones, as far as the document that both are of reaches. So every
 meeting but that of a rank's own tokens is of all its queries with all its keys.
 
+Under a sliding window each chunk of queries meets each chunk of keys apart, of both what is near enough.
+
 Places count tokens as they lie on a rank: its part of each sequence, row after row.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -36,6 +38,7 @@ class Meeting:
 
     Where documents bound attention, all rows lie in one, and each of `runs` of these queries attends the one of the
     runs of these keys, `others`, that is in its place, or else itself. Without them rows are alike and meet at once.
+    `window` as in kernels.attention.
     """
 
     queries: Places
@@ -43,13 +46,14 @@ class Meeting:
     runs: Runs | None
     others: Runs | None
     causal: bool
+    window: int = 0
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, Rest]:
         """kernels.attention, of those of all queries and of all keys beside their values that meet."""
         k, v = _apart(picked(kv, self.keys), q)
         if self.runs is None:
-            return attention(picked(q, self.queries), k, v, causal=self.causal)
-        return attention_of_runs(picked(q, self.queries), k, v, self.runs, self.others)
+            return attention(picked(q, self.queries), k, v, causal=self.causal, window=self.window)
+        return attention_of_runs(picked(q, self.queries), k, v, self.runs, self.others, window=self.window)
 
     def backward(
         self,
@@ -65,19 +69,19 @@ class Meeting:
         k, v = _apart(picked(kv, self.keys), q)
         rest = (picked(lse, self.queries, 2).contiguous(), *random)
         if self.runs is None:
-            grad_q, *grad_kv = attention_backward(grad, q, k, v, out, rest, causal=self.causal)
+            grad_q, *grad_kv = attention_backward(grad, q, k, v, out, rest, causal=self.causal, window=self.window)
         else:
-            grad_q, *grad_kv = attention_of_runs_backward(grad, q, k, v, out, rest, self.runs, self.others)
+            runs, others = self.runs, self.others
+            grad_q, *grad_kv = attention_of_runs_backward(grad, q, k, v, out, rest, runs, others, window=self.window)
         return grad_q, torch.cat(grad_kv, -1)
 
 
-Meetings = tuple[Meeting | None, ...]  # None where no query meets any key
+Meetings = tuple[tuple[Meeting, ...], ...]  # with each block of keys, the own one first; () where none of it is met
 
 
 def lined(x: torch.Tensor, met: Meetings) -> torch.Tensor:
     """All rows in one where documents bound attention: [B,S,...] -> [1,B*S,...]."""
-    assert met[0] is not None  # every token meets itself
-    return x if met[0].runs is None else x.flatten(0, 1)[None]
+    return x if met[0][0].runs is None else x.flatten(0, 1)[None]
 
 
 def _apart(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,18 +111,74 @@ class Host:
     """Makes the meetings of rank `here` of `ranks` over one micro-batch of sequences of `length`.
 
     `runs` are those of its documents, None where they do not bound attention. `together`: how many ranks' keys are here
-    at one time, one block beside the other in each row.
+    at one time, one block beside the other in each row. `window`: 0 where every earlier key is attended.
     """
 
-    def __init__(self, *, length: int, ranks: int, here: int, together: int, runs: Runs | None) -> None:
+    def __init__(
+        self, *, length: int, ranks: int, here: int, together: int, runs: Runs | None, window: int = 0
+    ) -> None:
         self._held = [held(length, ranks, rank) for rank in range(ranks)]
         self._here, self._together, self._length, self._runs = here, together, length, runs
-        self._size = length // ranks
+        self._size, self._window = length // ranks, window
         self._bounds = (0, length) if runs is None else tuple(accumulate(runs.lengths, initial=0))
         self._rows = range(self._bounds[-1] // length)
 
-    def own(self) -> Meeting:
+    def own(self) -> tuple[Meeting, ...]:
         """Of the rank's own tokens."""
+        if not self._window:
+            return (self._own(),)
+        if self._runs is not None:
+            return self._own(), *self._near(range(self._here, self._here + 1))
+        starts = accumulate(map(len, self._held[self._here]), initial=0)
+        block = self._here * self._size if self._together > 1 else 0
+        chunks = [
+            Meeting(
+                queries=(range(start, start + len(part)),),
+                keys=(range(block + start, block + start + len(part)),),
+                runs=None,
+                others=None,
+                causal=True,
+                window=self._window,
+            )
+            for start, part in zip(starts, self._held[self._here], strict=False)
+        ]
+        return *chunks, *self._near(range(self._here, self._here + 1))
+
+    def others(self, sources: range) -> tuple[Meeting, ...]:
+        """With the tokens of `sources`, all lower ranks or all higher ones."""
+        if self._window:
+            return tuple(self._near(sources))
+        whole = self._others(sources)
+        return () if whole is None else (whole,)
+
+    def _near(self, sources: range) -> Iterator[Meeting]:
+        """A chunk of queries with an earlier chunk of keys each, where the window reaches over, inside a document."""
+        for row in self._rows if self._runs is not None else range(1):
+            for asking, first, mine in self._chunks(self._here, row * self._size):
+                place = bisect_right(self._bounds, row * self._length + first)
+                low, high = (bound - row * self._length for bound in self._bounds[place - 1 : place + 1])
+                for block, source in enumerate(sources, sources.start if self._together > 1 else 0):
+                    for asked, start, theirs in self._chunks(source, (row * self._together + block) * self._size):
+                        end = start + len(theirs)
+                        stop = min(first + len(mine), high, end - 1 + self._window)
+                        begin = max(start, low, first - self._window + 1)
+                        if end <= first < stop and begin < end:
+                            yield Meeting(
+                                queries=(range(asking, asking + stop - first),),
+                                keys=(range(asked + begin - start, asked + end - start),),
+                                runs=None,
+                                others=None,
+                                causal=False,
+                                window=self._window - (stop - end),
+                            )
+
+    def _chunks(self, rank: int, place: int) -> Iterator[tuple[int, int, range]]:
+        """Of a rank's chunks, which lie from `place` on, the place, the first position and all positions."""
+        for part in self._held[rank]:
+            yield place, part.start, part
+            place += len(part)
+
+    def _own(self) -> Meeting:
         lengths, last = list[int](), 0
         for row in self._rows:
             for part in self._held[self._here]:
@@ -126,7 +186,7 @@ class Host:
                 place = bisect_right(self._bounds, start)
                 while start < stop:
                     end = min(self._bounds[place], stop)
-                    if place == last:  # the late chunk goes on with the document of the early one
+                    if place == last and not self._window:  # the late chunk goes on with the early one's document
                         lengths[-1] += end - start
                     else:
                         lengths.append(end - start)
@@ -139,10 +199,11 @@ class Host:
             runs=self._cut(lengths),
             others=None,
             causal=True,
+            window=self._window,
         )
 
-    def others(self, sources: range) -> Meeting | None:
-        """With the tokens of `sources`, all lower ranks or all higher ones; None where no query meets any of them."""
+    def _others(self, sources: range) -> Meeting | None:
+        """None where no query meets any of them."""
         queries, keys, asking, asked = list[range](), list[range](), list[int](), list[int]()
         for row in self._rows if sources else ():
             mine = self._held[self._here]

@@ -7,12 +7,12 @@ Shapes: t of the T tokens of the TP group are this rank's between blocks; B sequ
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from moewright.engine.collectives import all_to_all
+from moewright.engine.collectives import Group, all_to_all, gather
 from moewright.engine.keep import Decided, replayed
 from moewright.engine.model.layers import Norm, Sequences, Weight
 from moewright.engine.model.linears import ColumnLinear
@@ -21,6 +21,19 @@ from moewright.spec.ledger import Module
 
 if TYPE_CHECKING:
     from moewright.engine.model.transformer import Layer
+
+
+class _JoinColumns(torch.autograd.Function):
+    """Each rank's columns [T,h] -> all of them [T,H], the same on every rank, as is the gradient that comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, columns_Th: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return gather(columns_Th, group).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_TH.chunk(ctx.group.size, 1)[ctx.group.index].contiguous(), None
 
 
 class Depth(nn.Module):
@@ -59,11 +72,15 @@ class Depth(nn.Module):
         return out
 
     def _projected(self, joined_tH2: torch.Tensor) -> torch.Tensor:
-        """[t,2H] -> [t,H]. Each rank makes its columns for all tokens; the ranks then trade columns for tokens."""
+        """[t,2H] -> [t,H]. Each rank makes its columns for all tokens; the ranks then trade columns for tokens, or, as
+        all need all tokens without sequence parallelism, gather them.
+        """
         tp = self._run.mesh.group("tp")
         (columns,) = ColumnLinear.apply(joined_tH2, self._run.mesh.tensor, self._run.books, self.proj.weight)
         if tp.size == 1:
             return columns
+        if not self._run.mesh.tensor.sequence:
+            return _JoinColumns.apply(columns, tp)
         tokens = len(joined_tH2)
         traded = all_to_all(columns, tp, send=[tokens] * tp.size, receive=[tokens] * tp.size)
         return traded.view(tp.size, tokens, -1).transpose(0, 1).flatten(1)

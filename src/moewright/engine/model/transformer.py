@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(run) if embeds else None
         self.layers = nn.ModuleDict({str(i): Layer(run, i) for chunk in chunks for i in chunk.layers})
         self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True) if last else None
-        self.head = Head(run) if last and not tied else None
+        self.head = Head(run) if (last or any(chunk.mtp for chunk in chunks)) and not tied else None
         depths = [number for chunk in chunks for number in chunk_layers(run.model, chunk)[len(chunk.layers) :]]
         self._depths = tuple(Depth(run, Layer(run, number)) for number in depths)
         self.mtp = nn.ModuleDict({str(place): depth for place, depth in enumerate(self._depths)})

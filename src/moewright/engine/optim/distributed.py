@@ -22,7 +22,7 @@ from moewright.engine.optim.scaling import LossScale
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.rules.fully import cuts
-from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, on_both_ends
+from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holders
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 
@@ -51,11 +51,10 @@ class DistributedOptimizer:
         self.buckets: list[FlatBucket] = []
         for group in GRADIENT_GROUPS:
             members = [slot for slot, of in groups if of.name == group and not cuts(layout, group)]
-            for both in (False, True):
-                some = [slot for slot in members if on_both_ends(slot.name, run.model, layout) == both]
-                twin = run.mesh.ends if both else None
-                if some:
-                    self.buckets += build_buckets(run, some, run.mesh.group(group), twin, initial)
+            by_holders = [(holders(slot.name, run.model, layout), slot) for slot in members]
+            for key in sorted({key for key, _ in by_holders}):
+                some = [slot for own, slot in by_holders if own == key]
+                self.buckets += build_buckets(run, some, run.mesh.group(group), run.mesh.shared.get(key), initial)
         self._replicas = [each.replicas for each in model.modules() if isinstance(each, Experts) and each.replicas]
         for each in self._replicas:
             each.fetch()
@@ -131,8 +130,8 @@ class DistributedOptimizer:
         self._arrivals.finish()
         self._shards = [self._reductions[index].land() for index in range(len(self.buckets))]
         for bucket, shard in zip(self.buckets, self._shards, strict=True):
-            if bucket.twin is not None:
-                all_reduce(shard, bucket.twin)
+            if bucket.holders is not None:
+                all_reduce(shard, bucket.holders)
         own = sum(
             _squared_norm(shard) / bucket.replicas for bucket, shard in zip(self.buckets, self._shards, strict=True)
         )

@@ -41,11 +41,11 @@ class Part:
 class FlatBucket:
     """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it shares the state.
 
-    `twin`: the two pipeline ranks that hold the bucket, where there are two (a tied embedding).
+    `holders`: the pipeline ranks that hold the bucket, where there are several (rules.shards).
     """
 
     group: Group
-    twin: Group | None
+    holders: Group | None
     sharded: bool
     on_host: bool  # master and moments live in host memory, and are updated there
     weights: torch.Tensor
@@ -59,7 +59,7 @@ class FlatBucket:
     @property
     def replicas(self) -> int:
         """Ranks of the world that hold this rank's shard of the gradients."""
-        return (1 if self.sharded else self.group.size) * (self.twin.size if self.twin else 1)
+        return (1 if self.sharded else self.group.size) * (self.holders.size if self.holders else 1)
 
     def reduce(self) -> Flight:
         """Start to sum the gradients over the group; it brings this rank's shard of them."""
@@ -119,7 +119,7 @@ def build_buckets(
     run: Runtime,
     slots: Sequence[Slot],
     group: Group,
-    twin: Group | None,
+    holders: Group | None,
     initial: Callable[[Slot], torch.Tensor],
 ) -> list[FlatBucket]:
     """Lay parameters out in reverse registration order, about the order in which backward finishes them."""
@@ -155,7 +155,7 @@ def build_buckets(
         buckets.append(
             FlatBucket(
                 group=group,
-                twin=twin,
+                holders=holders,
                 sharded=sharded,
                 on_host=on_host,
                 weights=weights,

@@ -34,7 +34,7 @@ Weights = Callable[[Key], None]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Live:
     """A chunk between its forward and its backward. The tensors that it handed on are not held, only their place in the
-    graph; `loss` comes last among the roots. A chunk without layers has no roots: gradients pass through it.
+    graph; `loss` comes last among the roots. A chunk that does nothing has no roots: gradients pass through it.
     """
 
     entry: torch.Tensor | None
@@ -75,7 +75,12 @@ def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: 
 
 
 def _live(entry: torch.Tensor | None, made: Made) -> _Live:
-    if made.hidden is not None and made.hidden is entry:
-        return _Live(entry=None, hands_on=False, roots=())
-    roots = tuple(get_gradient_edge(root) for root in (made.hidden, made.loss) if root is not None)
-    return _Live(entry=entry, hands_on=made.hidden is not None, roots=roots)
+    hidden = made.hidden
+    if hidden is not None and hidden is entry:
+        if made.loss is None:
+            return _Live(entry=None, hands_on=False, roots=())
+        hidden = entry.view_as(
+            entry
+        )  # MTP depths alone: a place in the graph where the gradient that comes back enters
+    roots = tuple(get_gradient_edge(root) for root in (hidden, made.loss) if root is not None)
+    return _Live(entry=entry, hands_on=hidden is not None, roots=roots)
