@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
+from moewright.cli.tune import read_tuning, run_trial
 from moewright.codec import read_json
+from moewright.engine.model.transformer import Transformer
 from moewright.intake.hf_write import config_of
 from moewright.spec.plan import Plan
 from moewright.tune.contract import Contract, Label
 from moewright.tune.journal import read_journal
-from moewright.tune.trials import Length
+from moewright.tune.prices import Prices
+from moewright.tune.trials import Ask, Length
+from moewright.tune.turns import trial_workload
 from tiny_jobs import MODEL, corpus
 
 pytestmark = pytest.mark.spawn
@@ -84,6 +88,25 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     assert (out / "report.md").read_text() == report
     assert main([*verb, "--set", "train.seq_len=16"]) == 2
     assert "another contract: its seq_len is 32, not 16" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "memory"), ("broke", "other")],
+)
+def test_a_rank_without_memory_is_told_from_one_that_breaks(
+    error: str, failure: str, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError(error)
+
+    asked = read_tuning(job, on="", predict=False, overrides=())
+    plan = Prices(asked.space).plan(asked.space.start, trial_workload(asked.space.workload, Length.SCREEN))
+    monkeypatch.setattr(Transformer, "forward", fails)
+    outcome = run_trial(tmp_path, Ask(point=asked.space.start, length=Length.SCREEN, repeat=1, plan=plan))
+    assert outcome.failure == failure
+    assert error in outcome.said
+    assert outcome.step_s == 0
 
 
 def test_predictions_run_nothing_and_say_so(job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

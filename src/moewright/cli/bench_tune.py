@@ -100,8 +100,8 @@ def bench_tune(
 
 def _run(space: Space, run_one: RunOne, point: Point, repeat: int) -> Outcome:
     from moewright.search.search import plan_of
-    from moewright.tune.procedure import trial_workload
     from moewright.tune.trials import Ask, Length
+    from moewright.tune.turns import trial_workload
 
     workload = point.on(trial_workload(space.workload, Length.SCREEN))
     plan = plan_of(space.model, workload, space.hardware, point.layout)

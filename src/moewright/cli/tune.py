@@ -111,9 +111,9 @@ def read_tuning(job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]
 
     asked = read_job(job, overrides)
     with as_written(job_field(job)):
+        data, torch = ("", "") if predict else _runnable(asked)
         hardware = _hardware(asked, on=on, predict=predict)
         asked = replace(asked, nproc=hardware.count, workload=with_measured_documents(asked.workload))
-        data, torch = ("", "") if predict else _runnable(asked)
         layout = parse_layout(asked.layout_text, world_size=hardware.count)
         allowed = partial(unsupported_layout, model=asked.model, workload=asked.workload)
         space = Space(

@@ -12,7 +12,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import RouterForce, Workload
-from moewright.tune.points import Point, point_of
+from moewright.tune.points import Point
 from moewright.tune.trials import SCREEN_STEPS, UNSETTLED, VALIDATE_STEPS, WINDOW
 
 CONTRACT_FILE = "contract.json"
@@ -64,7 +64,8 @@ def contract_of(
     """`versions` are those of moewright and torch; "" for torch where nothing runs."""
     forced = workload.router.force is not RouterForce.NONE
     routing = f"forced, {workload.router.force}" if forced else "chosen by the router"
-    plain = point_of(start.layout, Workload(seq_len=1, global_batch=1)).on(workload)
+    places = replace(workload.data, train="", heldout="", tokenizer="")  # `data` tells what lies there
+    plain = replace(Point(layout=start.layout).on(workload), data=places)
     window = (
         f"median of {SCREEN_STEPS} steps after {UNSETTLED}; to accept, the last {WINDOW} of {VALIDATE_STEPS}"
         if label is not Label.PREDICTED
@@ -84,7 +85,7 @@ def contract_of(
         precision=workload.precision,
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
-        workload=fingerprint(replace(plain, data=workload.data)),
+        workload=fingerprint(plain),
         window=window,
         start=start,
         axes=axes,

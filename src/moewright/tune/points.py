@@ -95,7 +95,7 @@ class Space:
         for axis in self.axes or usual_axes(self.model, self.workload, self.hardware):
             for value in axis.values:
                 other = moved(point, axis.key, value)
-                if other not in seen and not self.reasons(other):
+                if other not in seen and not _like(other, point, axis.key) and not self.reasons(other):
                     seen.add(other)
                     yield f"{axis.key}={value}", other
 

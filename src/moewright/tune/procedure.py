@@ -10,54 +10,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import exp, log
-from statistics import fmean
 
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis
 from moewright.spec.plan import Verdict
-from moewright.spec.workload import CheckpointSpec, ProfileSpec, Workload
 from moewright.tune.decisions import Decision, Phase, Profile, Result, Rules, Ruling, Watch
 from moewright.tune.fixes import REMEDIES, Job
-from moewright.tune.paired import Interval, Noise, interval, noise_of
+from moewright.tune.paired import Interval, interval
 from moewright.tune.points import Point, Space
-from moewright.tune.prices import Prices, Taught
-from moewright.tune.trials import UNSETTLED, Ask, Failure, Found, Length, Outcome, RunOne
+from moewright.tune.prices import Prices
+from moewright.tune.trials import Failure, Found, Length, Outcome, RunOne
+from moewright.tune.turns import BudgetSpentError, Turns
 
 _FINDINGS = 4  # whose fixes are tried
 _TOTAL_PAIRS = 2
 _FIRSTS = 5  # points of the planner's that are tried for a start that does not run
 
 
-class _BudgetSpentError(Exception):
-    """No time is left for another trial."""
-
-
-def trial_workload(workload: Workload, length: Length) -> Workload:
-    """The job for a trial: the same steps, only fewer; the schedule of the learning rate stays that of the job."""
-    optimizer = replace(workload.optimizer, decay_steps=workload.optimizer.decay_steps or workload.steps)
-    return replace(
-        workload,
-        steps=length.steps,
-        optimizer=optimizer,
-        eval_every_steps=0,
-        eval_batches=1,
-        router_log_every_steps=1,
-        ledger_step=UNSETTLED - 1,
-        profile=ProfileSpec(),
-        checkpoint=CheckpointSpec(),
-    )
-
-
 class Tuning:
     """One tuning under way. `budget_s` of 0 is none; `watch` sees the result after every decision."""
 
     def __init__(self, space: Space, run_one: RunOne, *, rules: Rules, budget_s: float, watch: Watch) -> None:
-        self._space, self._run_one, self._rules, self._budget_s, self._watch = space, run_one, rules, budget_s, watch
+        self._space, self._rules, self._budget_s, self._watch = space, rules, budget_s, watch
         self.prices = Prices(space)
-        self._outcomes: dict[Point, list[Outcome]] = {}
-        self._order: list[Point] = []  # of the runs
-        self._failed: set[Point] = set()
-        self._memory_bytes = float("inf")  # predicted peak of the smallest layout that ran out of memory
+        self._turns = Turns(space, self.prices, run_one, rules=rules, budget_s=budget_s)
         self._decisions: list[Decision] = []
         self._profiles: list[Profile] = []
         self._stops: list[tuple[Phase, str]] = []
@@ -65,7 +41,6 @@ class Tuning:
         self._validated: Outcome | None = None
         self._winner: Point | None = None
         self._total: Interval | None = None
-        self._spent_s, self._runs = 0.0, 0
 
     def run(self) -> Result:
         """All phases. What runs is validated even when the budget is spent."""
@@ -74,7 +49,7 @@ class Tuning:
             if self._best:
                 self._scale()
                 self._retune()
-        except _BudgetSpentError:
+        except BudgetSpentError:
             done = {phase for phase, _ in self._stops}
             here = next(phase for phase in Phase if phase not in done)
             self._stop(here, f"the budget of {self._budget_s / 60:g} min is spent, up to what validation takes")
@@ -95,10 +70,10 @@ class Tuning:
             winner=self._winner or (self._best[0] if self._best else None),
             validated=self._validated,
             total=self._total,
-            noise=self._noise(),
-            runs=self._runs,
-            spent_s=self._spent_s,
-            points=len(self._outcomes),
+            noise=self._turns.noise(),
+            runs=self._turns.runs,
+            spent_s=self._turns.spent_s,
+            points=len(self._turns.points),
         )
 
     def _fit(self) -> None:
@@ -118,11 +93,11 @@ class Tuning:
         if pruned := self._pruned(point):
             self._decide(Phase.FIT, point, why, Ruling.PRUNED, said=pruned)
             return False
-        outcome = self._once(point)
-        with suppress(_BudgetSpentError):  # one run is a start
+        outcome = self._turns.once(point)
+        with suppress(BudgetSpentError):  # one run is a start
             for _ in range(self._rules.repeats - 1):
                 if outcome.failure is Failure.NONE:
-                    outcome = self._once(point)
+                    outcome = self._turns.once(point)
         if outcome.failure is not Failure.NONE:
             self._decide(Phase.FIT, point, why, Ruling.FAILED, said=outcome.said)
             return False
@@ -176,19 +151,14 @@ class Tuning:
         if ahead >= allowed:
             off = f", the planner is off by {exp(allowed) - 1:.0%} here" if allowed else ""
             return f"predicted {exp(ahead) - 1:+.1%}{off}"
-        least = max(self._rules.min_gain, self._noise().sd)
-        for other in self._outcomes:
+        least = max(self._rules.min_gain, self._turns.noise().sd)
+        for other in self._turns.points:
             beside = replace(other, layout=self._best[0].layout)
-            if other.layout == point.layout and self._mean_s(other) and self._mean_s(beside):
-                ratio = self._mean_s(other) / self._mean_s(beside)
+            if other.layout == point.layout and self._turns.mean_s(other) and self._turns.mean_s(beside):
+                ratio = self._turns.mean_s(other) / self._turns.mean_s(beside)
                 if log(ratio) > least:
                     return f"the same change measured {ratio - 1:+.1%} beside other choices than the layout's"
         return ""
-
-    def _mean_s(self, point: Point) -> float:
-        """Geometric mean of a point's runs; 0 where none has a figure."""
-        seen = [one.step_s for one in self._outcomes.get(point, []) if one.step_s]
-        return exp(fmean(map(log, seen))) if seen else 0.0
 
     def _moves(self) -> Iterator[tuple[str, Point]]:
         """Changes of one variable that nothing was decided of yet, in the order of trying."""
@@ -207,12 +177,12 @@ class Tuning:
             yield f"one variable: {why}", point
 
     def _findings(self) -> tuple[Found, ...]:
-        return self._outcomes[self._best[0]][-1].findings
+        return self._turns.last_good(self._best[0]).findings
 
     def _validate(self) -> None:
         """The winner in a long run; where it fails, the incumbent before it."""
         for point in self._best:
-            outcome = self._ask(point, Length.VALIDATE)
+            outcome = self._turns.ask(point, Length.VALIDATE)
             bad = [check for check in outcome.checks if not check.passed]
             said = outcome.said or "; ".join(f"{check.name}: {check.said}" for check in bad or outcome.checks)
             good = outcome.failure is Failure.NONE and not bad
@@ -233,12 +203,12 @@ class Tuning:
         if self._winner is None or self._winner == self._best[-1]:
             return
         start, ratios = self._best[-1], []
-        with suppress(_BudgetSpentError):
+        with suppress(BudgetSpentError):
             for number in range(_TOTAL_PAIRS):
-                ratio = self._pair(self._winner, start, number)
+                ratio = self._turns.pair(self._winner, start, number)
                 ratios += [] if ratio is None else [ratio]
         if ratios:
-            self._total = interval(ratios, self._noise(), looks=1)
+            self._total = interval(ratios, self._turns.noise(), looks=1)
 
     def _contest(self, phase: Phase, point: Point, why: str) -> Decision:
         """Candidate against incumbent, pair by pair, until the interval decides."""
@@ -248,11 +218,11 @@ class Tuning:
         ratios: list[float] = []
         ruling, found = Ruling.NO_GAIN, None
         while len(ratios) < self._rules.max_pairs:
-            ratio = self._pair(point, self._best[0], len(ratios))
+            ratio = self._turns.pair(point, self._best[0], len(ratios))
             if ratio is None:
-                return self._decide(phase, point, why, Ruling.FAILED, said=self._outcomes[point][-1].said)
+                return self._decide(phase, point, why, Ruling.FAILED, said=self._turns.last(point).said)
             ratios.append(ratio)
-            found = interval(ratios, self._noise(), looks=self._rules.max_pairs)
+            found = interval(ratios, self._turns.noise(), looks=self._rules.max_pairs)
             if found.high < 0 and found.gain >= self._rules.min_gain / 2:
                 ruling = Ruling.KEPT
                 break
@@ -264,56 +234,9 @@ class Tuning:
             self._keep(point)
         return decision
 
-    def _pair(self, point: Point, incumbent: Point, number: int) -> float | None:
-        """log(candidate / incumbent) of two runs in a row; the turns change from pair to pair, and an incumbent's run
-        that has just been made is taken. None when the candidate fails.
-        """
-        if number == 0 and self._order[-1] == incumbent:
-            beside = self._outcomes[incumbent][-1]
-            mine = self._once(point)
-        elif number % 2:
-            beside = self._once(incumbent)
-            mine = self._once(point)
-        else:
-            mine = self._once(point)
-            if mine.failure is not Failure.NONE:
-                return None
-            beside = self._once(incumbent)
-        if Failure.NONE is not mine.failure:
-            return None
-        if beside.failure is not Failure.NONE:  # it has run before: a fault of the moment
-            beside = next(one for one in reversed(self._outcomes[incumbent]) if one.failure is Failure.NONE)
-        return log(mine.step_s / beside.step_s)
-
-    def _once(self, point: Point) -> Outcome:
-        if self._budget_s and self._runs and self._spent_s + self._reserve_s() > self._budget_s:
-            raise _BudgetSpentError
-        return self._ask(point, Length.SCREEN)
-
-    def _reserve_s(self) -> float:
-        """What the next trial and a validation take, by the runs so far."""
-        screen = self._spent_s / self._runs
-        return screen * (1 + Length.VALIDATE.steps / Length.SCREEN.steps)
-
-    def _ask(self, point: Point, length: Length) -> Outcome:
-        known = self._outcomes.setdefault(point, []) if length is Length.SCREEN else []
-        plan = self.prices.plan(point, trial_workload(self._space.workload, length))
-        outcome = self._run_one(Ask(point=point, length=length, repeat=len(known) + 1, plan=plan))
-        self._runs += 1
-        self._spent_s += outcome.spent_s
-        if length is Length.VALIDATE:
-            return outcome
-        known.append(outcome)
-        self._order.append(point)
-        if outcome.failure is not Failure.NONE:
-            self._failed.add(point)
-            if outcome.failure is Failure.MEMORY:
-                self._memory_bytes = min(self._memory_bytes, plan.estimate.peak_bytes)
-        return outcome
-
     def _keep(self, point: Point) -> None:
         self._best.insert(0, point)
-        self._profiles.append(Profile(point=point, outcome=self._outcomes[point][-1]))
+        self._profiles.append(Profile(point=point, outcome=self._turns.last_good(point)))
         self._watch(self.result())
 
     def _pruned(self, point: Point) -> str:
@@ -324,21 +247,17 @@ class Tuning:
             return str(error)
         if found.verdict is Verdict.OOM:
             return "predicted not to fit"
-        if found.peak_bytes >= self._memory_bytes:
+        if found.peak_bytes >= self._turns.memory_bytes:
             return "needs at least the memory of a layout that ran out of it"
         return ""
 
     @property
     def _tried(self) -> set[Point]:
-        return {decision.point for decision in self._decisions} | self._failed
+        return {decision.point for decision in self._decisions} | self._turns.failed
 
     def _ahead(self, point: Point) -> float:
         """Predicted log ratio to the incumbent."""
         return log(self.prices.step_s(point) / self.prices.step_s(self._best[0]))
-
-    def _noise(self) -> Noise:
-        sequences = [[log(one.step_s) for one in found if one.step_s] for found in self._outcomes.values()]
-        return noise_of(sequences, prior_sd=self._rules.prior_sd, prior_freedom=self._rules.prior_freedom)
 
     def _facts(self, point: Point) -> tuple[float, float, int]:
         """Predicted seconds, ratio to the incumbent and peak, by the constants of now."""
@@ -362,7 +281,7 @@ class Tuning:
     ) -> Decision:
         """Write down what became of a point, and learn from its runs."""
         step_s, ratio, peak = facts or self._facts(point)
-        mean_s = self._mean_s(point)
+        mean_s = self._turns.mean_s(point)
         decision = Decision(
             phase=phase,
             point=point,
@@ -374,20 +293,12 @@ class Tuning:
             said=said,
             step_s=mean_s,
             interval=found,
-            runs=len(self._outcomes.get(point, [])),
+            runs=self._turns.count(point),
             error=self.prices.error,
         )
         self._decisions.append(decision)
         if mean_s and phase is not Phase.VALIDATE and self._rules.basis is Basis.MEASURED:
-            self.prices.learn(
-                Taught(
-                    point=one,
-                    step_s=self._mean_s(one),
-                    load_factor=next(run.load_factor for run in runs if run.step_s),
-                )
-                for one, runs in self._outcomes.items()
-                if self._mean_s(one)
-            )
+            self.prices.learn(self._turns.taught())
         self._watch(self.result())
         return decision
 
