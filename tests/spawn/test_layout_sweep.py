@@ -15,8 +15,8 @@ from layout_space import CORNERS, SHAPES, Case, job, rotated, sweep
 
 pytestmark = pytest.mark.spawn
 
-_CORE = 8
-_ROTATED = 5
+_CORE = 5
+_ROTATED = 3
 
 
 def cases() -> list[object]:
