@@ -126,6 +126,24 @@ def test_deduplication_pays_between_nodes() -> None:
     assert fast == pytest.approx(inside + between, rel=0.01)
 
 
+def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
+    """Those of the fabric cost what the fabric does; more of them than it has send more copies over the network."""
+    dedup = parse_layout("ep32,pp8,dispatcher=dedup", world_size=256)
+    one = links(h800())
+
+    def seconds(node: int) -> float:
+        layout = replace(dedup, ep_node=node)
+        return one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
+
+    assert grid.on_fabric(dedup, 8).ep_node == 8
+    assert seconds(8) == seconds(0) < seconds(4) < seconds(2)
+    inside = parse_layout("ep8,dispatcher=dedup", world_size=8)
+    near = [
+        one.dispatch_s(replace(inside, ep_node=node), tokens=2048, top_k=8, row_bytes=8192, load=1.0) for node in (0, 4)
+    ]
+    assert near[0] < near[1] < 2 * near[0]  # a detour, at the speed of the domain
+
+
 def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
     near, both = Span(size=4, inside=4, domains=1), Span(size=16, inside=8, domains=2)
     fast, slow = (links(h800()).seconds(Collective.P2P, where, 1e9) for where in (near, both))

@@ -9,6 +9,7 @@ from test_megatron_catalogue import plan_of
 from moewright.codec import parse_layout
 from moewright.export.torchtitan import torchtitan
 from moewright.spec.errors import BadInput
+from moewright.spec.layout import ExpertPlacement
 from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, LossSpec, OptimizerSpec, RampSpec, Workload
 from sample_run import plan as cpu_plan
 
@@ -105,6 +106,10 @@ def test_what_else_a_job_says():
     assert (found["training"]["steps"], found["debug"]["seed"]) == (900, 3)
 
 
+def placed(plan):
+    return replace(plan, layout=replace(plan.layout, expert_placement=ExpertPlacement.BALANCED))
+
+
 REFUSED = [
     (planned("ep8", name="mistralai/Mixtral-8x7B-v0.1"), "model.name", "Qwen/Qwen3-30B-A3B"),
     (planned("tp2"), "layout.zero", "3"),
@@ -118,6 +123,7 @@ REFUSED = [
     (planned("zero3,tp2,overlap=tp"), "layout.overlap", "none"),
     (planned("zero3,graphs=attn"), "layout.graphs", "none"),
     (planned("zero3,ep8,dispatcher=dedup", name=QWEN), "layout.dispatcher", "alltoall"),
+    (placed(planned("zero3,ep8", name=QWEN)), "layout.expert_placement", "contiguous"),
     (planned("zero3,ep8,capacity=1", name=QWEN), "layout.capacity", "0"),
     (planned("zero3,tp4,ep2", name=QWEN), "layout.ep", "4"),
     (planned("zero3,tp4,ep2,etp2", name=QWEN), "layout.etp", "1"),

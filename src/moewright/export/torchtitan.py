@@ -15,7 +15,7 @@ from moewright.codec import layout_text
 from moewright.rules.stages import chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Overlap, Recompute, Schedule
+from moewright.spec.layout import CpComm, Dispatcher, ExpertPlacement, Layout, Overlap, Recompute, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Assignment, Documents, Dtype, RouterForce, SaveMode, Workload
@@ -185,6 +185,9 @@ def _shards(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
         return
     if layout.dispatcher not in _BACKENDS:
         yield _no("layout.dispatcher", layout.dispatcher, "dispatches all-to-all or by DeepEP", Dispatcher.ALL_TO_ALL)
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
+        rule = "keeps experts in blocks by number"
+        yield _no("layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS)
     if layout.capacity:
         yield _no("layout.capacity", layout.capacity, "drops no rows", 0)
     if layout.ep == 1:
