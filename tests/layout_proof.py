@@ -26,10 +26,10 @@ import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
 from moewright.engine import collectives
+from moewright.engine.attention import Runs
 from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Piece
-from moewright.engine.kernels import Runs
 from moewright.engine.launch import launch
 from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moewright.engine.attention import Runs
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group
-from moewright.engine.kernels import Runs
 from moewright.engine.model.context import GatheredAttention, RingAttention
 from moewright.engine.model.functions import CausalAttention
 from moewright.engine.model.meeting import Host

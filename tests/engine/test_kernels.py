@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moewright.engine.attention import attention, attention_backward
 from moewright.engine.books import Books
-from moewright.engine.kernels import attention, attention_backward, grouped_matmul, matmul
+from moewright.engine.kernels import grouped_matmul, matmul
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.functions import SumSlots
 from moewright.spec.ledger import FlopOp

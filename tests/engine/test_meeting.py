@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moewright.engine.kernels import Runs
+from moewright.engine.attention import Runs
 from moewright.engine.model.meeting import Host, Meeting
 from moewright.rules.context import attended, held
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from moewright.engine import kernels
+from moewright.engine.attention import attention, attention_backward
 from moewright.rules.legality import divisors
 from moewright.spec.hardware import Collective, DeviceKind, Op
 from moewright.spec.units import KIB, MIB
@@ -184,13 +185,13 @@ def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, in
 
     def forward(place: Place) -> Call:
         q, k, v = inputs(place.device)
-        return lambda: kernels.attention(q, k, v)
+        return lambda: attention(q, k, v)
 
     def backward(place: Place) -> Call:
         q, k, v = inputs(place.device)
-        out, rest = kernels.attention(q, k, v)
+        out, rest = attention(q, k, v)
         grad = torch.randn_like(out)
-        return lambda: kernels.attention_backward(grad, q, k, v, out, rest)
+        return lambda: attention_backward(grad, q, k, v, out, rest)
 
     flops = 2 * batch * heads * seq_len * seq_len * width
     return (

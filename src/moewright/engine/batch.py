@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from moewright.engine.kernels import Runs
+from moewright.engine.attention import Runs
 from moewright.engine.runtime import Runtime
 
 NO_TARGET = -1

@@ -11,6 +11,7 @@ from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.books import Books
 from moewright.engine.dispatch.fused import prove
 from moewright.engine.dispatch.libraries import Library, opened
+from moewright.engine.feed import Batches
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh, build_mesh
 from moewright.engine.model.layers import Slot
@@ -19,7 +20,7 @@ from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.rank import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.engine.step import Batches, Trainee
+from moewright.engine.step import Trainee
 from moewright.rules.grid import axis_size
 from moewright.rules.routing import LIBRARIES, micro_batch_tokens
 from moewright.rules.shards import shared_tables

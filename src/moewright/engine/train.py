@@ -33,6 +33,7 @@ from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import Order, sampler_of, whole_batches
 from moewright.engine.env import shared_settings, torchrun
 from moewright.engine.faults import look_into
+from moewright.engine.feed import Data
 from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
 from moewright.engine.model.transformer import initial_value
@@ -52,7 +53,7 @@ from moewright.engine.record import (
     write_paces,
 )
 from moewright.engine.start import identity_of, restore, steps_done
-from moewright.engine.step import Data, StepResult, Trainee, heldout_loss, train_step
+from moewright.engine.step import StepResult, Trainee, heldout_loss, train_step
 from moewright.engine.support import refuse_unrunnable
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.inventory import count

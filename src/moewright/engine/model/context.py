@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from moewright.engine.attention import Runs
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, Shift, all_to_all, gather, scatter_sum
-from moewright.engine.kernels import Runs
 from moewright.engine.model.functions import Booked, CausalAttention, beside_sinks, sinks_gradient
 from moewright.engine.model.meeting import Host, Meeting, Meetings, Rest, add, lined, picked, put
 from moewright.engine.runtime import Runtime

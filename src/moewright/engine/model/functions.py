@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
-from moewright.engine.books import Books
-from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
-from moewright.engine.kernels import (
+from moewright.engine.attention import (
     Runs,
     attention,
     attention_backward,
     attention_of_runs,
     attention_of_runs_backward,
 )
+from moewright.engine.books import Books
+from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
 
 
 class Booked(torch.autograd.Function):

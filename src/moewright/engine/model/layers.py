@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from moewright.engine.attention import Runs
 from moewright.engine.collectives import Group
 from moewright.engine.keep import replayed
-from moewright.engine.kernels import Runs
 from moewright.engine.model import vocabulary
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.biases import AddBias

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import torch
 
-from moewright.engine.kernels import (
+from moewright.engine.attention import (
     Runs,
     attention,
     attention_backward,
