@@ -149,6 +149,21 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{expert}: is of F64; checkpoints hold fp32" in refused()
     change(expert, before[:, :3].contiguous())
     assert f"{expert}: has shape [32, 3]" in refused()
+    change(expert, before.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(float("nan"))))
+    assert f"{expert}: holds values that are not finite" in refused("spoiled")
+    file = tmp_path / "hf" / data["weight_map"][expert]
+    whole = file.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    header[expert]["data_offsets"] = next(at["data_offsets"] for name, at in header.items() if name != expert)
+    text = json.dumps(header).encode()
+    for forged in (
+        (1 << 60).to_bytes(8, "little") + whole[8:],
+        len(text).to_bytes(8, "little") + text + whole[8 + size :],
+    ):
+        file.write_bytes(forged)
+        assert f"{file}: is no safetensors file" in refused()
+    file.write_bytes(whole)
     change(expert, before)
     moved = {**data, "weight_map": {**data["weight_map"], gate: data["weight_map"][expert]}}
     index.write_text(json.dumps(moved))

@@ -102,8 +102,12 @@ class HfReader:
         return self.part(name, (slice(None),) * len(self._folder.tensors[name].shape))
 
     def part(self, name: str, box: Box) -> torch.Tensor:
+        """Raises BadInput where a value is not finite: training from it would only end later."""
         stored = self._folder.tensors[name]
-        return unpacked(name, stored, box, self._raw) if stored.dtype in PACKED else self._raw(name, box)
+        part = unpacked(name, stored, box, self._raw) if stored.dtype in PACKED else self._raw(name, box)
+        if not part.isfinite().all():
+            raise misplaced(self._folder.path, name, f"holds values that are not finite, in {stored.file}")
+        return part
 
     def _raw(self, name: str, box: Box) -> torch.Tensor:
         part: torch.Tensor = self._at(self._folder.places[name]).get_slice(name)[box]
