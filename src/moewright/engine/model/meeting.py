@@ -38,7 +38,7 @@ class Meeting:
 
     Where documents bound attention, all rows lie in one, and each of `runs` of these queries attends the one of the
     runs of these keys, `others`, that is in its place, or else itself. Without them rows are alike and meet at once.
-    `window` as in kernels.attention.
+    `window` as in engine.attention.
     """
 
     queries: Places
@@ -49,7 +49,7 @@ class Meeting:
     window: int = 0
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, Rest]:
-        """kernels.attention, of those of all queries and of all keys beside their values that meet."""
+        """engine.attention, of those of all queries and of all keys beside their values that meet."""
         k, v = _apart(picked(kv, self.keys), q)
         if self.runs is None:
             return attention(picked(q, self.queries), k, v, causal=self.causal, window=self.window)
