@@ -58,7 +58,7 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    verb = ["tune", str(job), "--out", str(out), "--budget-minutes", "0.15"]  # it bounds the test, not what it holds
+    verb = ["tune", str(job), "--out", str(out), "--budget-minutes", "0.1"]  # it bounds the test, not what it holds
     assert main(verb) == 0
     said = capfd.readouterr().out
     assert "fit:" in said

@@ -35,12 +35,13 @@ class Ruling(StrEnum):
 class Rules:
     """How gain is told from noise, and when to stop.
 
-    A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain` faster; so many
-    candidates in a row without gain end a phase.
+    A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain` faster, or is not
+    even ahead after `futile_pairs`; so many candidates in a row without gain end a phase.
     """
 
     repeats: int = 3  # of the start, to see how far runs of one layout differ
     max_pairs: int = 5
+    futile_pairs: int = 3
     min_gain: float = 0.02
     patience: int = 3  # of scale; retune goes on for twice as many
     prior_sd: float = 0.07  # of the log ratio of two runs: each differs by 5 %, as repeats do (tune.fit.NOISE)

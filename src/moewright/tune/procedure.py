@@ -229,6 +229,8 @@ class Tuning:
             if found.low > log(1 - self._rules.min_gain):
                 ruling = Ruling.SLOWER if found.low > 0 else Ruling.NO_GAIN
                 break
+            if found.mean >= 0 and len(ratios) >= self._rules.futile_pairs:
+                break
         decision = self._decide(phase, point, why, ruling, found=found, facts=before)
         if ruling is Ruling.KEPT:
             self._keep(point)
