@@ -186,7 +186,7 @@ REFUSED = [
     ("--seed many", "must be a whole number", ""),
     ("--moe-router-topk $K", "takes the value of K", "K=... before this command"),
     ("--optimizer dist_muon", "its states cannot be planned here", "adam"),
-    ("--moe-latent-size 512", "experts in a latent space cannot be planned here", ""),
+    ("--yaml-cfg sizes.yaml", "options in a YAML file cannot be planned here", ""),
     ("--rampup-batch-size 64 64 1000 --train-iters 100", "--train-iters excludes it", "--train-samples"),
     ("--fp16", "excludes --bf16", "--bf16 alone"),
     ("--no-such-thing 3 4", "is no option of Megatron-LM", ""),

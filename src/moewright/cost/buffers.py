@@ -28,7 +28,7 @@ def dispatcher_bytes(size: Sizes) -> int:
     group going to one rank, once each way (assumed: its buffers are not documented). All-to-all and all-gather keep
     nothing.
     """
-    layout, token = size.layout, size.c * size.model.hidden_size
+    layout, token = size.layout, size.c * size.model.expert_width
     if size.model.moe is None or layout.ep == 1:
         return 0
     if layout.dispatcher is Dispatcher.HYBRIDEP:

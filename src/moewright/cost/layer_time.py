@@ -138,7 +138,7 @@ def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
         return 0.0, 0.0
     k, even = model.moe.router.top_k, size.t * model.moe.router.top_k
     load = size.R / (even * layout.etp) if even else 1.0
-    one = links.dispatch_s(layout, tokens=size.t, top_k=k, row_bytes=size.c * model.hidden_size, load=load)
+    one = links.dispatch_s(layout, tokens=size.t, top_k=k, row_bytes=size.c * model.expert_width, load=load)
     forward = backward = 2 * one
     if layout.dispatcher is Dispatcher.ALL_TO_ALL:
         where = links.span(layout, "ep")
@@ -146,7 +146,7 @@ def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
         forward += links.seconds(Collective.ALL_TO_ALL, where, _INT64_BYTES * model.moe.experts) + probs
         backward += probs
     if layout.etp > 1:
-        gathered = routing.gathered_rows(size.workload, layout, size.R) * size.c * model.hidden_size
+        gathered = routing.gathered_rows(size.workload, layout, size.R) * size.c * model.expert_width
         etp = links.seconds(Collective.REDUCE_SCATTER, links.span(layout, "etp"), gathered)
         forward, backward = forward + 2 * etp, backward + 2 * etp
     return forward, backward

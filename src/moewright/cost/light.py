@@ -133,12 +133,12 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
 
 
 def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
-    spec, h, layout = size.model.moe, size.model.hidden_size, size.layout
+    spec, h, layout = size.model.moe, size.model.expert_width, size.layout
     assert spec is not None
     if size.narrow:
         yield _quantise(size, "experts.quantise", size.R * (h + spec.ffn_size / layout.etp), MOE)
         if spec.shared_ffn_size:
-            shared = size.t * h + size.T * spec.shared_ffn_size / layout.tp
+            shared = size.t * size.model.hidden_size + size.T * spec.shared_ffn_size / layout.tp
             yield _quantise(size, "shared.quantise", shared, Recompute.SHARED_EXPERTS, MOE)
     yield _activation(size, "experts.activation", size.R * spec.ffn_size / layout.etp, Recompute.MOE_ACT, MOE)
     if spec.shared_ffn_size:

@@ -180,9 +180,9 @@ def layer_gradients(size: Sizes, layer: int) -> int:
     wide = 3 if model.gated else 2
     gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe(model, layer) and model.moe is not None:
-        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.hidden_size)
+        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
         if layout.etp > 1:
-            gradients += size.c * model.hidden_size * routing.gathered_rows(size.workload, layout, size.R)
+            gradients += size.c * model.expert_width * routing.gathered_rows(size.workload, layout, size.R)
     else:
         gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
     return gradients + gathered + (_waiting(size) if Overlap.WGRAD in layout.overlap else 0)
@@ -224,7 +224,10 @@ def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:
     if any(not is_moe(model, layer) for layer in layers):
         widths.add(model.dense_ffn_size // layout.tp)
     if model.moe is not None and any(is_moe(model, layer) for layer in layers):
-        widths |= {model.moe.ffn_size // layout.etp, model.moe.shared_ffn_size // layout.tp}
+        widths.add(model.moe.shared_ffn_size // layout.tp)
+        width, inner = model.moe.ffn_size // layout.etp, model.expert_width
+        shapes |= {(wide * width, inner), (inner, width)}
+        shapes |= {(inner, h), (h, inner)} if model.moe.latent_size else set()
     for width in widths:
         shapes |= {(wide * width, h), (h, width)}
     return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)

@@ -106,7 +106,7 @@ def _mlp_gemms(size: Sizes, name: str, ffn: int) -> Iterator[OpRow]:
 
 
 def _moe_gemms(size: Sizes) -> Iterator[OpRow]:
-    """Router and shared expert."""
+    """Router, projections into the experts' space and back, and shared expert."""
     spec = size.model.moe
     if spec is None:
         return
@@ -121,6 +121,10 @@ def _moe_gemms(size: Sizes) -> Iterator[OpRow]:
         replay=(FULL, MOE),
         share=size.router_share,
     )
+    if spec.latent_size:
+        h, inner = size.model.hidden_size, spec.latent_size
+        yield gemm("latent.down", size, size.t, inner, h, TimePart.DENSE, MOE)
+        yield gemm("latent.up", size, size.t, h, inner, TimePart.DENSE, MOE)
     if spec.shared_ffn_size:
         yield from _mlp_gemms(size, "shared", spec.shared_ffn_size)
 
@@ -129,7 +133,7 @@ def _expert_gemms(size: Sizes) -> Iterator[OpRow]:
     spec = size.model.moe
     if spec is None:
         return
-    h, wide = size.model.hidden_size, 2 if size.model.gated else 1
+    h, wide = size.model.expert_width, 2 if size.model.gated else 1
     per_expert = size.R * size.layout.ep / spec.experts
     for name, n in (("gate_up", wide), ("down", 1)):
         work = 2.0 * size.R * n * spec.ffn_size / size.layout.etp * h
@@ -142,7 +146,7 @@ def expert_numel(model: ModelSpec, layout: Layout) -> int:
     if model.moe is None:
         return 0
     matrices = 3 if model.gated else 2
-    return matrices * model.hidden_size * model.moe.ffn_size * model.moe.experts // (layout.ep * layout.etp)
+    return matrices * model.expert_width * model.moe.ffn_size * model.moe.experts // (layout.ep * layout.etp)
 
 
 def _weight_reads(size: Sizes, moe: bool) -> Iterator[OpRow]:
@@ -175,6 +179,7 @@ def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
     if not moe:
         numel += matrices * size.model.hidden_size * size.model.dense_ffn_size // size.layout.tp
     elif size.model.moe is not None:
-        numel += size.model.hidden_size * size.model.moe.experts + expert_numel(size.model, size.layout)
+        latent = 2 * size.model.moe.latent_size
+        numel += size.model.hidden_size * (size.model.moe.experts + latent) + expert_numel(size.model, size.layout)
         numel += matrices * size.model.hidden_size * size.model.moe.shared_ffn_size // size.layout.tp
     yield moved("gradient_sum", size, summed_bytes(size) * numel, calls=2)

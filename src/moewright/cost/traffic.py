@@ -121,9 +121,9 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     passes, forwards = len(rows.rows) * len(rows.layers), 1 + _replayed(layout, Recompute.MOE)
     slots = len(rows.rows) * sum(placement.slot_count(model, workload, layout, layer) for layer in rows.layers)
     if layout.dispatcher is Dispatcher.ALL_GATHER:
-        yield from _gathered(model.moe, workload, layout, model.hidden_size, passes, forwards)
+        yield from _gathered(model.moe, workload, layout, model.expert_width, passes, forwards)
         return
-    c, h = activation_bytes(workload), model.hidden_size
+    c, h = activation_bytes(workload), model.expert_width
     moves = [(moved, times) for of_batch, times in runs(rows.moves) for moved in of_batch]
     if layout.dispatcher in routing.LIBRARIES:
         yield from _left_to_a_library(model.moe, workload, layout, c * h, moves, forwards, passes)

@@ -102,8 +102,10 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
     if model.moe is None or layout.etp == 1:
         return
-    if model.moe.expert_bias and model.hidden_size % layout.etp:
-        rule = f"must divide hidden_size={model.hidden_size}, over which the experts' biases are cut"
+    if model.moe.expert_bias and model.expert_width % layout.etp:
+        rule = (
+            f"must divide the {model.expert_width} rows of an expert's output, over which the experts' biases are cut"
+        )
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
     step = _GROUPED_ROW_BYTES // workload.precision.nbytes
     if model.moe.ffn_size // layout.etp % step:

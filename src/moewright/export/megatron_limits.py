@@ -23,6 +23,7 @@ def refusals(plan: Plan) -> tuple[Reason, ...]:
         *_attention(plan.model.attention, plan.model.position),
         *_router(plan.model),
         *_layout(plan.layout, plan.workload),
+        *_latent(plan),
         *_precision(plan),
         *_training(plan.workload, plan.layout),
     )
@@ -98,6 +99,12 @@ def _router(model: ModelSpec) -> Iterator[Reason]:
     elif not router.renormalize and router.top_k > 1:
         rule = f"always renormalises {router.score} scores of more than one expert"
         yield _no("model.moe.router.renormalize", False, rule, True)
+
+
+def _latent(plan: Plan) -> Iterator[Reason]:
+    if plan.model.moe and plan.model.moe.latent_size and Overlap.SHARED in plan.layout.overlap:
+        rule = "trains experts in a latent space without shared experts beside their exchange"
+        yield _no("layout.overlap", Overlap.SHARED, rule, "none")
 
 
 def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:

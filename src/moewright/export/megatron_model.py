@@ -114,6 +114,8 @@ def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield from _balance(moe.router, workload)
     if moe.shared_ffn_size:
         yield "--moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
+    if moe.latent_size:
+        yield "--moe-latent-size", str(moe.latent_size)
     if moe.shared_gate:
         yield ("--moe-shared-expert-gate",)
     if workload.precision is Dtype.BF16 or workload.precision.narrow:

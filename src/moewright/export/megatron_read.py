@@ -30,7 +30,6 @@ _POSITIONS = {
 }
 _MLA_ORIGINAL, _LLAMA3_ORIGINAL = 4096, 8192  # positions that its latent attention and its llama3 scaling are fixed to
 _NOT_PLANNED = {
-    "--moe-latent-size": "experts in a latent space",
     "--hybrid-layer-pattern": "layers that are no attention",
     "--hybrid-override-pattern": "layers that are no attention",
     "--is-hybrid-model": "layers that are no attention",
@@ -321,4 +320,5 @@ def _moe(given: Given, ffn: int, biased: bool) -> MoeSpec:
         shared_ffn_size=given.whole("--moe-shared-expert-intermediate-size"),
         shared_gate=given.has("--moe-shared-expert-gate"),
         expert_bias=biased,
+        latent_size=given.whole("--moe-latent-size"),
     )

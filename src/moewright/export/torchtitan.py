@@ -157,6 +157,8 @@ def _refusals(plan: Plan) -> Iterator[Reason]:
         yield _no("model.name", model.name, "has no flavour of this model", "Qwen/Qwen3-30B-A3B")
         return
     family = FLAVOURS[model.name][0]
+    if model.moe and model.moe.latent_size:
+        yield _no("model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0)
     if model.mtp_layers:
         yield _no("model.mtp_layers", model.mtp_layers, "predicts one token ahead", 0)
     for field, value in (("pp", layout.pp), ("cp", layout.cp)):

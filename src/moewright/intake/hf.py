@@ -8,7 +8,7 @@ that asks for other mathematics (another scorer, activation, mixer, a soft cap) 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,7 @@ from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
     ModelSpec,
+    MoeSpec,
     NormKind,
     PositionKind,
     RopeSpec,
@@ -182,6 +183,7 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
     experts = build(fields, layers) if build else None
     moe_layers = experts.layers if experts else (False,) * layers
     dense = not all(moe_layers)
+    spec = _in_latent(fields, experts.spec, hidden) if experts and any(moe_layers) else None
     # Families without dense layers call the width of an expert intermediate_size.
     width = fields.whole("intermediate_size", low=1, high=MAX_FFN, default=None if dense else 1)
     mtp = 0
@@ -197,7 +199,7 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
         vocab_size=fields.whole("vocab_size", low=1, high=MAX_VOCAB),
         attention=attention,
         dense_ffn_size=width if dense else 0,
-        moe=experts.spec if experts and any(moe_layers) else None,
+        moe=spec,
         moe_layers=moe_layers,
         mlp_bias=fields.flag("mlp_bias", default=False),
         norm_eps=fields.number("rms_norm_eps", low=0, high=1, default=1e-6),
@@ -206,6 +208,12 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
         mtp_layers=mtp,
         initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
     )
+
+
+def _in_latent(fields: Fields, spec: MoeSpec, hidden: int) -> MoeSpec:
+    """Experts in a latent space, by the name that Nemotron 3's config gives it; no family here has it of its own."""
+    size = fields.whole("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
+    return replace(spec, latent_size=size)
 
 
 def _gpt2(fields: Fields, name: str) -> ModelSpec:

@@ -33,6 +33,9 @@ def config_of(model: ModelSpec) -> dict[str, Any]:
     if model.family not in _ARCHITECTURES:
         rule = f"has no HF form; families: {', '.join(_ARCHITECTURES)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
+    if model.moe and model.moe.latent_size:
+        rule = "has no HF form: transformers has no such experts in this family"
+        raise BadInput(Reason(field="model.moe_latent_size", value=str(model.moe.latent_size), rule=rule, nearest="0"))
     head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
     if model.family == "gpt2":
         return head | _gpt2(model)

@@ -147,7 +147,7 @@ def forward_work(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
     yield Work(op=FlopOp.GEMM, module=Module.HEAD, flops=head)
     if model.moe and share.routed_rows:
         matrices = 3 if model.gated else 2
-        per_row = 2 * matrices * h * model.moe.ffn_size // layout.etp
+        per_row = 2 * matrices * model.expert_width * model.moe.ffn_size // layout.etp
         grouped, experts = FlopOp.GROUPED_GEMM, Module.EXPERTS
         yield Work(op=grouped, module=experts, flops=(share.routed_rows - share.mtp_rows) * per_row)
         yield Work(op=grouped, module=experts, flops=share.mtp_rows * per_row, depth=True)
@@ -173,6 +173,7 @@ def _layer(
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp
         return
     yield FlopOp.GEMM, Module.ROUTER, 2 * own * h * model.moe.experts
+    yield FlopOp.GEMM, Module.EXPERTS, 2 * own * 2 * h * model.moe.latent_size
     gate = 2 * own * h if model.moe.shared_gate else 0
     yield (
         FlopOp.GEMM,

@@ -203,15 +203,18 @@ def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     if spec.router.logit_bias:
         yield _tensor(f"{prefix}router.bias", (experts,), Module.ROUTER, layer)
     name, lead = ("gate_up", (experts, 2)) if model.gated else ("up", (experts,))
-    rows = (("ep", 0), ("etp", len(lead)))
-    yield _tensor(f"{prefix}experts.{name}.weight", (*lead, f, h), Module.EXPERTS, layer, rows, expert=True)
+    rows, inner = (("ep", 0), ("etp", len(lead))), model.expert_width
+    if spec.latent_size:
+        yield _tensor(f"{prefix}latent.down.weight", (inner, h), Module.EXPERTS, layer)
+        yield _tensor(f"{prefix}latent.up.weight", (h, inner), Module.EXPERTS, layer)
+    yield _tensor(f"{prefix}experts.{name}.weight", (*lead, f, inner), Module.EXPERTS, layer, rows, expert=True)
     if spec.expert_bias:
         yield _tensor(f"{prefix}experts.{name}.bias", (*lead, f), Module.EXPERTS, layer, rows, expert=True)
     columns = (("ep", 0), ("etp", 2))
-    yield _tensor(f"{prefix}experts.down.weight", (experts, h, f), Module.EXPERTS, layer, columns, expert=True)
+    yield _tensor(f"{prefix}experts.down.weight", (experts, inner, f), Module.EXPERTS, layer, columns, expert=True)
     if spec.expert_bias:
         biases = (("ep", 0), ("etp", 1))  # each adds its part to the sum, all of which they then share
-        yield _tensor(f"{prefix}experts.down.bias", (experts, h), Module.EXPERTS, layer, biases, expert=True)
+        yield _tensor(f"{prefix}experts.down.bias", (experts, inner), Module.EXPERTS, layer, biases, expert=True)
     if spec.shared_ffn_size:
         yield from _mlp(model, f"{prefix}shared.", layer, Module.SHARED_EXPERTS, spec.shared_ffn_size, bias=False)
         if spec.shared_gate:

@@ -198,7 +198,8 @@ def _moe(
     moe = Recompute.MOE
     yield _row(Module.ROUTER, "post_norm_out", c * t * size.h, Recompute.LAYERNORM)
     yield from _router(model.moe, workload, t)
-    yield _row(Module.EXPERTS, "permuted", c * R * size.h, moe)
+    yield _row(Module.EXPERTS, "permuted", c * R * model.expert_width, moe)
+    yield _row(Module.EXPERTS, "latent_out", c * t * model.moe.latent_size, moe)
     yield _row(Module.EXPERTS, "fc1", c * R * wide * f // etp, moe)
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)

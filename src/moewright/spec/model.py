@@ -119,6 +119,7 @@ class MoeSpec:
     shared_ffn_size: int = 0  # total over all shared experts
     shared_gate: bool = False
     expert_bias: bool = False  # biases on the expert linears (gpt-oss)
+    latent_size: int = 0  # routed experts work in so narrow a space, projected into before dispatch; 0: hidden_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +144,11 @@ class ModelSpec:
     tie_embeddings: bool = False
     mtp_layers: int = 0
     initializer_range: float = 0.02
+
+    @property
+    def expert_width(self) -> int:
+        """Width of a row that travels to an expert and comes back."""
+        return (self.moe.latent_size if self.moe else 0) or self.hidden_size
 
     @property
     def routed_layers(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Experts(nn.Module):
         self._own = experts // ep.size
         contiguous = slots == tuple(range(experts))
         held = () if contiguous else tuple(of_rank(slots, ep.size, ep.index)[: self._own])
-        hidden = run.model.hidden_size
+        hidden = run.model.expert_width
         self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held)
         self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
         self._activate = activation_of(run.model)

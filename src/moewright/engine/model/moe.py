@@ -110,6 +110,26 @@ class Slots:
         return torch.cat((rows.new_zeros(self._experts).scatter_add_(0, self._expert, rows), copies))
 
 
+class Latent(torch.nn.Module):
+    """The projections into the space that the routed experts work in, and back: [T,H] -> [T,L] -> [T,H], each rank its
+    own tokens.
+    """
+
+    ledger_module = Module.EXPERTS
+
+    def __init__(self, run: Runtime, spec: MoeSpec) -> None:
+        super().__init__()
+        self._books = run.books
+        self.down = Weight(run, spec.latent_size, run.model.hidden_size)
+        self.up = Weight(run, run.model.hidden_size, spec.latent_size)
+
+    def narrowed(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return GateLinear.apply(x_TH, self.down.weight, self._books)
+
+    def widened(self, x_TL: torch.Tensor) -> torch.Tensor:
+        return GateLinear.apply(x_TL, self.up.weight, self._books)
+
+
 class Moe(torch.nn.Module):
     """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent (see the seam)."""
 
@@ -122,6 +142,7 @@ class Moe(torch.nn.Module):
         self.router = Router(run, spec.experts, number)
         slots = slots_of(run.model, run.workload, run.mesh.layout, number)
         self._slots = None if slots == tuple(range(spec.experts)) else Slots(run, slots, spec.experts)
+        self.latent = Latent(run, spec) if spec.latent_size else None
         self.experts = Experts(run, spec.experts, spec.ffn_size, slots)
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
         self._dispatcher = _dispatcher(run, spec, len(slots))
@@ -167,12 +188,14 @@ class Moe(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`beside` runs while rows go to their experts, and while they return."""
         there, back = (beside.first, beside.second) if beside else (None, None)
-        way = self._dispatcher
-        routed, route = way.preprocess(x_TH, experts_Tk, weights_Tk)
+        way, latent = self._dispatcher, self.latent
+        rows = x_TH if latent is None else latent.narrowed(x_TH)
+        routed, route = way.preprocess(rows, experts_Tk, weights_Tk)
         routed = way.postprocess(way.dispatch(routed, route, there), route)
         rows = self.experts(routed.rows, routed.weights, route.ends)
         rows = way.combine(way.combine_preprocess(rows, route), route, back)
-        return way.combine_postprocess(rows, route), route.sent
+        out = way.combine_postprocess(rows, route)
+        return (out if latent is None else latent.widened(out)), route.sent
 
 
 def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> seam.Dispatcher:

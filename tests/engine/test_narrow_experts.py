@@ -1,0 +1,100 @@
+"""Experts in a latent space against the plain formula: y = up(sum of p_e expert_e(down x)) + shared(x)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moewright.engine.books import Books
+from moewright.engine.keep import Keeper
+from moewright.engine.mesh import build_mesh
+from moewright.engine.model.moe import Moe
+from moewright.engine.runtime import Runtime
+from moewright.intake import hf, hf_write
+from moewright.rules.flops import model_flops_per_token
+from moewright.rules.inventory import count
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Layout
+from moewright.spec.workload import DataSpec
+from tiny_jobs import MODEL, workload
+
+assert MODEL.moe is not None
+NARROW = replace(MODEL, moe=replace(MODEL.moe, latent_size=12, shared_ffn_size=16))
+
+
+def layer() -> Moe:
+    """One process, weights drawn wide."""
+    books = Books()
+    run = Runtime(
+        model=NARROW,
+        workload=workload(DataSpec()),
+        mesh=build_mesh(Layout(world_size=1), 0, books),
+        books=books,
+        keeper=Keeper(books, at_work=False),
+        device=torch.device("cpu"),
+    )
+    made, draws = Moe(run, 2), torch.Generator().manual_seed(0)
+    for module in made.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(0.5 * torch.randn(parameter.shape, generator=draws)))
+    return made
+
+
+def silu_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return (torch.nn.functional.silu(x @ gate_up[0].T) * (x @ gate_up[1].T)) @ down.T
+
+
+def test_a_layer_equals_the_plain_formula() -> None:
+    moe = layer()
+    assert moe.latent is not None
+    assert moe.shared is not None
+    x = torch.randn(32, NARROW.hidden_size, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    out, _, _ = moe(x, None, 0)
+    probs = torch.softmax(x @ moe.router.weight.T, -1)
+    best, chosen = probs.topk(MODEL.moe.router.top_k, -1)  # type: ignore[union-attr]
+    best = best / best.sum(-1, keepdim=True)
+    narrow = x @ moe.latent.down.weight.T
+    each = [
+        silu_mlp(narrow, moe.experts.gate_up.weight[e], moe.experts.down.weight[e])
+        for e in range(MODEL.moe.experts)  # type: ignore[union-attr]
+    ]
+    mixed = sum(best[:, slot, None] * torch.stack(each)[chosen[:, slot], torch.arange(32)] for slot in range(2))
+    shared = silu_mlp(x, moe.shared.gate_up.weight, moe.shared.down.weight)
+    wanted = mixed @ moe.latent.up.weight.T + shared
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    weights = [moe.latent.down.weight, moe.latent.up.weight, moe.experts.gate_up.weight, moe.router.weight]
+    for ours, plain in zip(
+        torch.autograd.grad(out.square().sum(), weights, retain_graph=True),
+        torch.autograd.grad(wanted.square().sum(), weights),
+        strict=True,
+    ):
+        assert (ours - plain).norm() <= 3e-5 * plain.norm()
+
+
+def test_what_a_narrower_space_takes() -> None:
+    """Two projections [12,32] more a layer with experts, and experts of 12 columns instead of 32."""
+    plain = replace(NARROW, moe=replace(NARROW.moe, latent_size=0))  # type: ignore[type-var]
+    moe, layers, h = plain.moe, sum(plain.moe_layers), plain.hidden_size
+    assert moe is not None
+    fewer = 3 * moe.ffn_size * (h - 12)
+    projections = 2 * 12 * h
+    assert count(NARROW).total - count(plain).total == layers * (projections - moe.experts * fewer)
+    flops = model_flops_per_token(NARROW, 64) - model_flops_per_token(plain, 64)
+    assert flops == 6 * layers * (projections - moe.router.top_k * fewer)
+
+
+def test_a_config_says_it_and_none_is_written() -> None:
+    table = {
+        "model_type": "deepseek_v3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "intermediate_size": 64, "vocab_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "moe_latent_size": 12,
+    }  # fmt: skip
+    model = hf.spec_of(table, where="job.toml: model", name="narrow")
+    assert model.expert_width == 12
+    with pytest.raises(BadInput, match="has no HF form"):
+        hf_write.config_of(model)
+    with pytest.raises(BadInput, match="moe_latent_size=33"):
+        hf.spec_of({**table, "moe_latent_size": 33}, where="job.toml: model", name="wide")
