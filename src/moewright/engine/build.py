@@ -85,7 +85,7 @@ def trainee(
 def _library(model: ModelSpec, workload: Workload, mesh: Mesh, device: torch.device) -> Library:
     """The library that the layout names, set up and proven. Raises BadInput when it is not fit for use here."""
     assert model.moe is not None  # rules.exclusions
-    layout, group, experts, hidden = mesh.layout, mesh.group("ep"), model.moe.experts, model.hidden_size
+    layout, group, experts, hidden = mesh.layout, mesh.group("ep"), model.moe.experts, model.expert_width
     library = opened(
         layout.dispatcher,
         group,
