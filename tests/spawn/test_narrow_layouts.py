@@ -16,7 +16,7 @@ LAYOUTS = (
     "tp2,ep2,etp2,mbs2",
     "cp2,tp2,ep4,mbs2",
     "ep4,mbs2,dispatcher=dedup,recompute=moe",
-    "pp2,etp2,mbs2,dispatcher=allgather",
+    "pp2,etp2,mbs2,dispatcher=allgather,layout='Ett|tL'",
     "dp4,ep2,mbs2,overlap=shared,recompute=layernorm+moe_act,offload=expert_fc1",
     "ep2,zero3,mbs2",
 )
