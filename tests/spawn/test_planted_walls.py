@@ -72,11 +72,6 @@ def slow_group(*names: str) -> Plant:
     return plant
 
 
-def slow_exchange(patch: pytest.MonkeyPatch) -> None:
-    real = dist.all_to_all_single
-    patch.setattr(dist, "all_to_all_single", late(real, SLOW_S))
-
-
 def late(real: Callable[..., Any], seconds: float, rank: int = -1) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         if rank < 0 or (dist.is_initialized() and dist.get_rank() == rank):
@@ -127,8 +122,8 @@ SKEW = (*LONG, ("router", RouterTraining(force=RouterForce.SKEWED, force_std=30.
 FORWARD = (transformer.Transformer, "forward")
 LOADER = (step.Data, "micro_batch")
 CASES = (
-    Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_exchange),
-    Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_exchange, layout="ep2,mbs2"),
+    Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_group("ep")),
+    Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,mbs2"),
     Case(
         name="slow_ep_allgather", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,dispatcher=allgather"
     ),
@@ -146,7 +141,7 @@ CASES = (
         plant=slow_group("cp", "cp_kv"),
         layout="cp2,cp_comm=allgather",
     ),
-    Case(name="slow_cp_heads", wall=COMM, cause=Cause.CP, plant=slow_exchange, layout="cp2,cp_comm=a2a"),
+    Case(name="slow_cp_heads", wall=COMM, cause=Cause.CP, plant=slow_group("cp", "cp_a2a"), layout="cp2,cp_comm=a2a"),
     Case(name="slow_pp", wall=COMM, cause=Cause.PP, plant=slow_group("pp"), layout="pp2,layout='Ett|tL'"),
     Case(name="bubble_pp2", wall=COMM, cause=Cause.PP, layout="pp2,mbs8,layout='Et|tL'", model=WIDE, work=LONG),
     Case(name="bubble_pp2_m2", wall=COMM, cause=Cause.PP, layout="pp2,mbs4,layout='Et|tL'", model=WIDE, work=LONG),
