@@ -30,6 +30,7 @@ from moewright.engine.attention import Runs
 from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import Piece
+from moewright.engine.fused import plain
 from moewright.engine.launch import launch
 from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of
@@ -43,7 +44,7 @@ from moewright.engine.verify import FixedBatches, _outputs, rows_here
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Documents, Dtype, LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import Documents, Dtype, FusedKernels, LossSpec, OptimizerSpec, Workload
 from moewright.tune.compare import Section, Status, compare
 
 BATCH, LENGTH, STEPS = 8, 16, 8
@@ -134,7 +135,7 @@ def batches(model: ModelSpec) -> FixedBatches:
 
 def prove(plan: Plan, folder: Path) -> None:
     """Assert that a plan's layout computes what one process computes, and that its ledger is the predicted one."""
-    one = reference(plan.model, plan.workload, plan.layout.mbs)
+    one = reference(plan.model, replace(plan.workload, fused_kernels=FusedKernels.AUTO), plan.layout.mbs)
     plan = replace(plan, workload=replace(plan.workload, seed=one.seed))
     ranks = run(plan, folder)
     assert_tensors(assemble(ranks), one.tensors)
@@ -318,7 +319,7 @@ def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
 def _watch_margins() -> list[float]:
     """The least margin of every choice of experts from now on, in this process."""
     margins: list[float] = []
-    choose = router.choose
+    choose = plain.choose
 
     @torch.no_grad()
     def watched(scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -333,7 +334,7 @@ def _watch_margins() -> list[float]:
         margins.append(_gap(wanted, spec.top_k))
         return chosen
 
-    router.choose = watched
+    plain.choose = watched
     return margins
 
 

@@ -11,6 +11,7 @@ from moewright.engine.books import Books
 from moewright.engine.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import Dedup, first_of_each
+from moewright.engine.fused.plain import Plain
 from moewright.engine.model.moe import Slots
 from moewright.rules.routing import in_turn, slot_rows
 
@@ -48,17 +49,17 @@ def test_known_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, most: 
     copies = torch.bincount(first_of_each(chosen // 2, 4).flatten(), minlength=5)[:4].tolist()
     nodes = torch.bincount(first_of_each(chosen // 4, 2).flatten(), minlength=3)[:2].tolist()
     sent = in_turn(tokens, 2, 8, most=most, ranks=4, nodes=2)
-    send, receive, parts = AllToAll(ep, etp, 8, known=None, drops=True)._known_sizes(sent.rows)
+    send, receive, parts = AllToAll(ep, etp, 8, Plain(), known=None, drops=True)._known_sizes(sent.rows)
     assert list(send) == counts
     assert receive == (counts[rank],) * 4
     assert parts == (4 * counts[rank],) * 2
-    sizes = Dedup([ep], etp, 8, known=None)._known_sizes(sent)
+    sizes = Dedup([ep], etp, 8, Plain(), known=None)._known_sizes(sent)
     assert sizes.legs == ((tuple(copies), (copies[rank],) * 4),)
     assert (sizes.parts, sizes.rows) == ((4 * copies[rank],) * 2, 8 * counts[rank])
     node, place = divmod(rank, 2)
     far = Group(name="ep_far", ranks=(place, 2 + place), index=node, handle=None, books=Books())
     near = Group(name="ep_near", ranks=(2 * node, 2 * node + 1), index=place, handle=None, books=Books())
-    over = Dedup([far, near], etp, 8, known=None)._known_sizes(sent)
+    over = Dedup([far, near], etp, 8, Plain(), known=None)._known_sizes(sent)
     to_ranks = tuple(2 * copies[2 * node + other] for other in range(2))
     assert over.legs == ((tuple(nodes), (nodes[node],) * 2), (to_ranks, (2 * copies[rank],) * 2))
     assert (over.parts, over.rows) == (sizes.parts, sizes.rows)

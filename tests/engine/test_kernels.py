@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moewright.engine.attention import attention, attention_backward
 from moewright.engine.books import Books
+from moewright.engine.fused.plain import Plain
 from moewright.engine.kernels import grouped_matmul, matmul
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.functions import SumSlots
@@ -63,7 +64,7 @@ def test_swiglu_in_parts_has_the_gradients_of_its_formula(weighted: bool) -> Non
     leaves = [leaf for leaf in (x, weight) if leaf is not None]
     gate, up = x.chunk(2, -1)
     plain = torch.sigmoid(gate) * gate * up * (1.0 if weight is None else weight[:, None])
-    ours = SwiGlu.apply(x, weight)
+    ours = SwiGlu.apply(x, weight, Plain())
     torch.testing.assert_close(ours, plain)
     for found, wanted in zip(
         torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(plain, leaves, grad), strict=True
@@ -75,7 +76,7 @@ def test_slots_without_a_row_add_nothing() -> None:
     rows = torch.arange(12.0).view(4, 3).requires_grad_()
     places = torch.tensor([[0, 2], [4, 4], [3, 1]])
     tokens = torch.tensor([0, 2, 0, 2])
-    out = SumSlots.apply(rows, tokens, places, False)
+    out = SumSlots.apply(rows, tokens, places, False, Plain())
     torch.testing.assert_close(out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1])))
     (back,) = torch.autograd.grad(out, rows, torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
     assert back[:, 0].tolist() == [1.0, 3.0, 1.0, 3.0]

@@ -10,6 +10,7 @@ from torch import nn
 
 from moewright.engine.batch import batch_here
 from moewright.engine.books import Books
+from moewright.engine.fused.plain import Plain
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
 from moewright.engine.model.layers import slots_of
@@ -34,6 +35,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         mesh=build_mesh(job.layout, 0, books),
         books=books,
         keeper=Keeper(books, at_work=False),
+        kernels=Plain(),
         device=torch.device("cpu"),
     )
     model = Transformer(run, chunks(spec, job.layout))

@@ -10,10 +10,11 @@ import torch
 
 from moewright.engine.books import Books
 from moewright.engine.dispatch.dedup import first_of_each
+from moewright.engine.fused.plain import Plain, choose, scores_of
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
 from moewright.engine.model.noise import uniform
-from moewright.engine.model.router import Router, choose, scores_of, select, sinkhorn
+from moewright.engine.model.router import Router, select, sinkhorn
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
@@ -42,6 +43,7 @@ def router(spec: RouterSpec, loss: LossSpec = NO_LOSS, training: RouterTraining 
         mesh=build_mesh(Layout(world_size=1), 0, books),
         books=books,
         keeper=Keeper(books, at_work=False),
+        kernels=Plain(),
         device=torch.device("cpu"),
     )
     made = Router(run, moe.experts, 2)
@@ -55,7 +57,7 @@ SIGMOID = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, s
 @pytest.mark.parametrize("score", list(ScoreFunction))
 def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(score: ScoreFunction) -> None:
     x = logits()
-    found = select(x, RouterSpec(top_k=4, score=score, scaling_factor=2.5))
+    found = select(x, RouterSpec(top_k=4, score=score, scaling_factor=2.5), Plain())
     torch.testing.assert_close(found.weights.sum(-1), torch.full((64,), 2.5))
     plain = {
         ScoreFunction.SOFTMAX: lambda v: v.exp(),  # any common factor of a token falls out
@@ -71,7 +73,7 @@ def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:
     x, bias = logits(), torch.zeros(16)
     bias[3] = 10.0
     spec = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, renormalize=False, selection_bias=True)
-    found = select(x, spec, bias)
+    found = select(x, spec, Plain(), bias)
     assert (found.experts == 3).any(1).all()
     torch.testing.assert_close(found.weights, torch.sigmoid(x).gather(1, found.experts))
 
@@ -109,7 +111,7 @@ def test_the_choice_and_its_weights_are_those_of_deepseek_v3_in_transformers() -
         top_k=4, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
         selection_bias=True,
     )  # fmt: skip
-    found = select(x, spec, bias)
+    found = select(x, spec, Plain(), bias)
     ours, order = found.experts.sort(-1)
     other, other_order = indices.sort(-1)
     assert torch.equal(ours, other)
@@ -121,8 +123,8 @@ def test_gradients_of_the_weights_are_those_of_the_plain_formula() -> None:
         x = logits().detach().double().requires_grad_()
         spec = RouterSpec(top_k=3, score=score, scaling_factor=1.7)
         pull = torch.randn(64, 3, dtype=torch.float64)
-        assert torch.autograd.gradcheck(lambda v, spec=spec: select(v, spec).weights, (x,), eps=1e-6)
-        (select(x, spec).weights * pull).sum().backward()
+        assert torch.autograd.gradcheck(lambda v, spec=spec: select(v, spec, Plain()).weights, (x,), eps=1e-6)
+        (select(x, spec, Plain()).weights * pull).sum().backward()
         assert x.grad is not None
         assert (x.grad != 0).any()
 
@@ -199,7 +201,7 @@ def test_forced_experts() -> None:
 
 @pytest.mark.parametrize("policy", list(DropPolicy))
 def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) -> None:
-    found = select(logits(), RouterSpec(top_k=4))
+    found = select(logits(), RouterSpec(top_k=4), Plain())
     kept = found.within(10, policy)
     assert torch.equal(found.within(64, policy), found.experts)
     for expert in range(16):

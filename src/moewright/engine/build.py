@@ -12,6 +12,7 @@ from moewright.engine.books import Books
 from moewright.engine.dispatch.fused import prove
 from moewright.engine.dispatch.libraries import Library, opened
 from moewright.engine.feed import Batches
+from moewright.engine.fused.choice import kernels_for
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh, build_mesh
 from moewright.engine.model.layers import Slot
@@ -73,6 +74,7 @@ def trainee(
         mesh=mesh,
         books=books,
         keeper=Keeper(books, at_work=bool(layout.recompute or layout.offload)),
+        kernels=kernels_for(workload.fused_kernels, DeviceKind(device.type)),
         device=device,
         library=_library(model, workload, mesh, device) if layout.dispatcher in LIBRARIES else None,
     )

@@ -32,7 +32,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Dispatcher, ExpertPlacement, Layout
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
+from moewright.spec.workload import DropPolicy, Dtype, FusedKernels, RouterForce, Workload
 
 _aten = torch.ops.aten
 
@@ -72,7 +72,11 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
         with FakeTensorMode(), Meter() as meter:
             here = trainee(
                 model,
-                replace(workload, router=replace(workload.router, force=RouterForce.BALANCED)),
+                replace(
+                    workload,
+                    router=replace(workload.router, force=RouterForce.BALANCED),
+                    fused_kernels=FusedKernels.PLAIN,  # which keep the same, and run without data
+                ),
                 layout,
                 _Blank(),
                 rank=rank,

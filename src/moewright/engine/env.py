@@ -106,3 +106,8 @@ def _whole(key: str, text: str) -> int:
         close = "29500" if key == "MASTER_PORT" else "0"
         raise BadInput(Reason(field=key, value=text[:60], rule="must be a whole number", nearest=close))
     return int(text)
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels run in its interpreter, which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET", "") == "1"

@@ -8,6 +8,7 @@ import torch
 
 from moewright.engine.books import Books
 from moewright.engine.dispatch.libraries import Library
+from moewright.engine.fused.seam import Kernels
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh
 from moewright.rules.context import held
@@ -23,6 +24,7 @@ class Runtime:
     mesh: Mesh
     books: Books
     keeper: Keeper
+    kernels: Kernels
     device: torch.device
     library: Library | None = None  # that dispatches, where the layout names one
 

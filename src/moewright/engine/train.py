@@ -34,6 +34,7 @@ from moewright.engine.data.sampler import Order, sampler_of, whole_batches
 from moewright.engine.env import shared_settings, torchrun
 from moewright.engine.faults import look_into
 from moewright.engine.feed import Data
+from moewright.engine.fused.choice import implementation, unavailable
 from moewright.engine.kernels import native_bf16
 from moewright.engine.launch import launch
 from moewright.engine.model.transformer import initial_value
@@ -79,7 +80,8 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     or the data or the checkpoint are not those of this job. plan.json is written once the folder is this job's.
     """
     refuse_unrunnable(plan.model, plan.workload, plan.layout)
-    if missing := _missing_devices(plan):
+    kind = plan.hardware.device.kind
+    if missing := (*_missing_devices(plan), *unavailable(plan.workload.fused_kernels, kind)):
         raise BadInput(*missing)
     done = steps_done(plan, run_dir, identity_of(plan, check_data(plan.model, plan.workload)))
     last_step = _last_step(plan.workload, done, extend)
@@ -230,7 +232,8 @@ def _data(plan: Plan) -> tuple[Data, Data]:
 def _agree_on_plan(plan: Plan, comm: Coordinator) -> None:
     """Refuse a job whose ranks have different plans, code or settings: they would train different models."""
     code = {"plan": plan.fingerprint, "moewright": moewright.__version__, "torch": torch.__version__}
-    mine = {**code, **shared_settings()}
+    kernels = implementation(plan.workload.fused_kernels, plan.hardware.device.kind)
+    mine = {**code, "fused_kernels": kernels, **shared_settings()}
     for rank, theirs in enumerate(comm.gather(mine)):
         for field in sorted({*mine, *theirs}, key=[*mine, *theirs].index):
             here, there = (each.get(field, "none") for each in (mine, theirs))

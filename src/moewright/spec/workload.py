@@ -121,6 +121,14 @@ class Documents(StrEnum):
     RESTARTED = "restarted"
 
 
+class FusedKernels(StrEnum):
+    """Who works on rows (permute, unpermute), router scores and SwiGLU, each a chain of small operations."""
+
+    AUTO = "auto"  # Triton on CUDA devices where the package is installed, else plain
+    TRITON = "triton"  # a kernel each
+    PLAIN = "plain"  # operations of torch
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingSpec:
     """Dynamic loss scaling, in fp16 alone: the loss is multiplied so that small gradients do not vanish.
@@ -198,6 +206,7 @@ class Workload:
     seed: int = 1234
     precision: Dtype = Dtype.BF16  # compute and stored weights
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
+    fused_kernels: FusedKernels = FusedKernels.AUTO
     routing: Routing = Routing.BALANCED
     load_factor: float = 1.0  # load of the hottest expert rank over the mean
     load_skew: float = 0.0  # standard deviation of an expert's load over the mean

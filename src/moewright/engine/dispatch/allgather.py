@@ -10,7 +10,8 @@ import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, gather
 from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
-from moewright.engine.model.functions import SumSlots, count_rows
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.model.functions import count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +26,12 @@ class Route:
 class AllGather:
     """Dispatch over the ranks that hold all experts, ETP slices included: their partial outputs are summed alike."""
 
-    def __init__(self, group: Group, experts: int, *, here: range, known: Known | None) -> None:
+    def __init__(self, group: Group, experts: int, kernels: Kernels, *, here: range, known: Known | None) -> None:
         """`here` are the experts held here."""
         self._group = group
         self._experts = experts
         self._here = here
+        self._kernels = kernels
         self._known = known
 
     def preprocess(
@@ -44,7 +46,7 @@ class AllGather:
             rows = self._group.size * sum(sent_rows[expert] for expert in self._here)
         else:
             ((rows,),) = on_host(counts.sum()[None])
-        slots = sorted_rows(ids, rows)
+        slots = sorted_rows(ids, rows, self._kernels)
         sent = count_rows(experts_Tk, self._experts + 1)[:-1]
         route = Route(slots=slots, ends=counts.cumsum(0).to(torch.int32), sent=sent)
         return Routed(rows=x_TH, weights=weights_Tk), route
@@ -59,7 +61,7 @@ class AllGather:
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """What the experts here add to each token of all ranks."""
-        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows, route.slots.full)
+        return route.slots.summed(rows)
 
     def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
         """The sum over ranks, each its own tokens."""

@@ -8,7 +8,8 @@ import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
 from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows
-from moewright.engine.model.functions import Place, Reorder, Select, Spread, SumSlots, count_rows
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.model.functions import Place, Reorder, Select, count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +39,14 @@ class AllToAll:
     sums of their partial outputs go back to where the rows came from.
     """
 
-    def __init__(self, group: Group, slices: Group, experts: int, *, known: Known | None, drops: bool) -> None:
+    def __init__(
+        self, group: Group, slices: Group, experts: int, kernels: Kernels, *, known: Known | None, drops: bool
+    ) -> None:
         """`drops`: slots may have been dropped."""
         self._group = group
         self._slices = slices
         self._experts = experts
+        self._kernels = kernels
         self._known = known
         self._drops = drops
 
@@ -59,7 +63,7 @@ class AllToAll:
             if self._known
             else on_host(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
         )
-        slots = sorted_rows(experts_Tk, sum(send))
+        slots = sorted_rows(experts_Tk, sum(send), self._kernels)
         widest, rows_here = max(parts), sum(parts)
         regroup = ungroup = places = None
         if self._slices.size > 1:
@@ -81,7 +85,7 @@ class AllToAll:
             places=places,
             widest=widest,
         )
-        rows = Spread.apply(x_TH, slots.tokens, slots.rows, slots.full)
+        rows = slots.spread(x_TH)
         if self._drops:
             weights = Select.apply(weights_Tk.flatten(), slots.places)
         else:
@@ -132,7 +136,7 @@ class AllToAll:
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """Sum the rows of each token: [T*k,H] -> [T,H]."""
-        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows, route.slots.full)
+        return route.slots.summed(rows)
 
 
 def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:

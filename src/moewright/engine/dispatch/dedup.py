@@ -15,7 +15,8 @@ import torch
 
 from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
 from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows, wanted_rows
-from moewright.engine.model.functions import Spread, SumSlots, count_rows
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.model.functions import count_rows
 from moewright.rules.routing import InTurn
 
 
@@ -56,10 +57,13 @@ class Dedup:
     and then that of this node. The experts may be cut over the ranks of `slices`.
     """
 
-    def __init__(self, ways: Sequence[Group], slices: Group, experts: int, *, known: Known | None) -> None:
+    def __init__(
+        self, ways: Sequence[Group], slices: Group, experts: int, kernels: Kernels, *, known: Known | None
+    ) -> None:
         self._ways = tuple(ways)
         self._slices = slices
         self._experts = experts
+        self._kernels = kernels
         self._known = known
         self._ranks = prod(way.size for way in ways)
 
@@ -73,7 +77,7 @@ class Dedup:
         for way, (send, receive) in zip(self._ways, sizes.legs, strict=True):
             behind //= way.size  # experts of one place
             first_Tk = first_of_each(ids // behind, way.size)
-            copies = sorted_rows(first_Tk, sum(send))
+            copies = sorted_rows(first_Tk, sum(send), self._kernels)
             wanted = ids[copies.tokens] - first_Tk.flatten()[copies.places][:, None] * behind
             wanted = wanted.masked_fill((wanted < 0) | (wanted >= behind), behind).to(torch.int32)
             ids = all_to_all(wanted, way, send=send, receive=receive)
@@ -81,7 +85,7 @@ class Dedup:
         widest = max(sizes.parts)
         if self._slices.size > 1:
             ids = gather(padded(ids, widest, local), self._slices)
-        slots = sorted_rows(ids, sizes.rows)
+        slots = sorted_rows(ids, sizes.rows, self._kernels)
         route = Route(legs=tuple(legs), slots=slots, widest=widest, ends=ends, sent=sent)
         return _spread(Routed(rows=x_TH, weights=weights_Tk), legs[0].copies), route
 
@@ -139,7 +143,7 @@ class Dedup:
 
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """The weighted sum of the experts here for each copy."""
-        return _summed(rows, route.slots)
+        return route.slots.summed(rows)
 
     def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
         """Partial sums back to the ranks of their tokens, the parts of cut experts summed and those of one node;
@@ -151,22 +155,17 @@ class Dedup:
             beside = None if number else meanwhile
             (rows,) = all_to_all_beside((rows,), leg.group, send=leg.receive, receive=leg.send, meanwhile=beside)
             if number:
-                rows = _summed(rows, leg.copies)
+                rows = leg.copies.summed(rows)
         return rows
 
     def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """Sum what the places of the first crossing sent for each token."""
-        return _summed(rows, route.legs[0].copies)
+        return route.legs[0].copies.summed(rows)
 
 
 def _spread(routed: Routed, copies: Rows) -> Routed:
     """A copy takes all weights of its token along; the receiver uses those of its own experts."""
-    rows, weights = (Spread.apply(x, copies.tokens, copies.rows, copies.full) for x in (routed.rows, routed.weights))
-    return Routed(rows=rows, weights=weights)
-
-
-def _summed(rows: torch.Tensor, copies: Rows) -> torch.Tensor:
-    return SumSlots.apply(rows, copies.tokens, copies.rows, copies.full)
+    return Routed(rows=copies.spread(routed.rows), weights=copies.spread(routed.weights))
 
 
 def _swap(table: torch.Tensor, group: Group) -> torch.Tensor:

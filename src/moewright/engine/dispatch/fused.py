@@ -15,7 +15,9 @@ from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import first_of_each
 from moewright.engine.dispatch.libraries import Library, unusable
 from moewright.engine.dispatch.seam import Dispatcher, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
-from moewright.engine.model.functions import SumSlots, count_rows
+from moewright.engine.fused.plain import Plain
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.model.functions import count_rows
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Dispatcher as Kind
@@ -76,8 +78,8 @@ class Route:
 class Fused:
     """Dispatch over an expert-parallel group by a library."""
 
-    def __init__(self, library: Library, experts: int) -> None:
-        self._library, self._experts = library, experts
+    def __init__(self, library: Library, experts: int, kernels: Kernels) -> None:
+        self._library, self._experts, self._kernels = library, experts, kernels
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
@@ -95,7 +97,7 @@ class Fused:
         local = self._experts // self._library.group.size
         counts = count_rows(ids, local + 1)[:-1]
         ((here,),) = on_host(counts.sum()[None])
-        route.slots, route.ends = sorted_rows(ids, here), counts.cumsum(0).to(torch.int32)
+        route.slots, route.ends = sorted_rows(ids, here, self._kernels), counts.cumsum(0).to(torch.int32)
         return Routed(rows=rows, weights=weights)
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
@@ -106,7 +108,7 @@ class Fused:
     def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
         """The weighted sum of the experts here for each copy."""
         assert route.slots is not None  # dispatched before
-        return SumSlots.apply(rows, route.slots.tokens, route.slots.rows, route.slots.full)
+        return route.slots.summed(rows)
 
     def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
         """Partial sums back to the ranks of their tokens, where the library sums them."""
@@ -121,10 +123,11 @@ def prove(library: Library, kind: Kind, alone: Group, *, experts: int, hidden: i
     calls this, with an ETP group of one. `like` has dtype and device. Raises BadInput on all when one rank sees another
     result.
     """
-    plain = AllToAll(library.group, alone, experts, known=None, drops=False)
+    plain = AllToAll(library.group, alone, experts, Plain(), known=None, drops=False)
+    fused = Fused(library, experts, Plain())
     wrong, why = like.new_zeros(1, dtype=torch.float32), "differs from the plain all-to-all in a trial at the start"
     try:
-        ours, theirs = (_trial(way, library.group, experts, hidden, like) for way in (Fused(library, experts), plain))
+        ours, theirs = (_trial(way, library.group, experts, hidden, like) for way in (fused, plain))
         # bf16 keeps 8 bits, and the two sum in another order.
         tolerance = 2e-2 if like.element_size() < 4 else 1e-5
         pairs = zip(ours, theirs, strict=True)

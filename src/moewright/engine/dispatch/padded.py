@@ -9,14 +9,15 @@ import torch
 from moewright.engine.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAll, Route
 from moewright.engine.dispatch.seam import Routed, Rows
-from moewright.engine.model.functions import Select, Spread, count_rows
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.model.functions import Select, count_rows
 
 
 class PaddedAllToAll(AllToAll):
     """Dispatch of `room` rows from each source to each expert."""
 
-    def __init__(self, group: Group, slices: Group, experts: int, *, room: int) -> None:
-        super().__init__(group, slices, experts, known=None, drops=True)
+    def __init__(self, group: Group, slices: Group, experts: int, kernels: Kernels, *, room: int) -> None:
+        super().__init__(group, slices, experts, kernels, known=None, drops=True)
         self._room = room
 
     def preprocess(
@@ -45,7 +46,7 @@ class PaddedAllToAll(AllToAll):
             places=places,
             widest=here,
         )
-        rows = Spread.apply(x_TH, slots.tokens, slots.rows, slots.full)
+        rows = slots.spread(x_TH)
         weights = torch.cat((weights_Tk.flatten(), weights_Tk.new_zeros(1)))
         return Routed(rows=rows, weights=Select.apply(weights, slots.places)), route
 
@@ -63,7 +64,7 @@ class PaddedAllToAll(AllToAll):
         places = torch.full((rows + 1,), slots, dtype=torch.int64, device=flat.device).scatter_(0, row, order)
         places = places[:-1].clone()
         tokens = (places // experts_Tk.shape[1]).masked_fill_(places == slots, 0)
-        return Rows(tokens=tokens, rows=row_of.view(experts_Tk.shape), places=places, full=False)
+        return Rows(tokens=tokens, rows=row_of.view(experts_Tk.shape), places=places, full=False, kernels=self._kernels)
 
 
 def _by_expert(outer: int, inner: int, room: int, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from moewright.engine.model.functions import Select, Spread
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.model.functions import Select, Spread, SumSlots
 from moewright.rules.routing import InTurn
 
 Meanwhile = Callable[[], None]
@@ -38,6 +39,15 @@ class Rows:
     rows: torch.Tensor
     places: torch.Tensor
     full: bool
+    kernels: Kernels
+
+    def spread(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Each token's copy in its rows: [R,H]."""
+        return Spread.apply(x_TH, self.tokens, self.rows, self.full, self.kernels)
+
+    def summed(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's rows: [T,H]."""
+        return SumSlots.apply(rows_RH, self.tokens, self.rows, self.full, self.kernels)
 
 
 def on_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
@@ -46,7 +56,7 @@ def on_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(part.tolist()) for part in parts)
 
 
-def sorted_rows(ids_Tk: torch.Tensor, kept: int) -> Rows:
+def sorted_rows(ids_Tk: torch.Tensor, kept: int, kernels: Kernels) -> Rows:
     """Rows by id, slots of equal id in their order; only the `kept` first become rows."""
     order = torch.argsort(ids_Tk.flatten(), stable=True)
     rows = torch.empty_like(order)
@@ -54,13 +64,13 @@ def sorted_rows(ids_Tk: torch.Tensor, kept: int) -> Rows:
     full = kept == order.numel()
     if not full:
         order, rows = order[:kept].clone(), rows.clamp_(max=kept)
-    return Rows(tokens=order // ids_Tk.shape[1], rows=rows.view(ids_Tk.shape), places=order, full=full)
+    tokens = order // ids_Tk.shape[1]
+    return Rows(tokens=tokens, rows=rows.view(ids_Tk.shape), places=order, full=full, kernels=kernels)
 
 
 def wanted_rows(routed: Routed, slots: Rows) -> Routed:
     """A row for each slot of received tokens that has an expert here, with its own of the token's weights [*,k]."""
-    rows = Spread.apply(routed.rows, slots.tokens, slots.rows, slots.full)
-    return Routed(rows=rows, weights=Select.apply(routed.weights.flatten(), slots.places))
+    return Routed(rows=slots.spread(routed.rows), weights=Select.apply(routed.weights.flatten(), slots.places))
 
 
 def padded(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:

@@ -5,13 +5,15 @@ Shapes: R rows, F width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from moewright.engine.fused.seam import Kernels
 from moewright.spec.model import ModelSpec
+
+Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of x and the weights of its rows
 
 # Of gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are clamped to.
 _SLOPE, _LIMIT = 1.702, 7.0
@@ -24,32 +26,15 @@ class SwiGlu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, kernels: Kernels) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        out = x.new_empty((len(x), x.shape[1] // 2))
-        for part in _parts(x):
-            gate, up = x[part].float().chunk(2, -1)
-            act = F.silu(gate).mul_(up)
-            if weight is not None:
-                act.mul_(weight[part, None])
-            out[part] = act
-        return out
+        ctx.kernels = kernels
+        return kernels.swiglu(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        grad_weight = None if weight is None else torch.empty_like(weight)
-        for part in _parts(x):
-            gate, up = x[part].float().chunk(2, -1)
-            wide, act = grad[part].float(), F.silu(gate)
-            if grad_weight is not None:
-                grad_weight[part] = (wide * act).mul_(up).sum(-1)
-                wide = wide * weight[part, None]
-            grad_gate, grad_up = grad_x[part].chunk(2, -1)
-            grad_up.copy_(act.mul_(wide))
-            grad_gate.copy_(torch.ops.aten.silu_backward(wide * up, gate))
-        return grad_x, grad_weight
+        return *ctx.kernels.swiglu_backward(grad, x, weight), None
 
 
 class ClampedSwiGlu(torch.autograd.Function):
@@ -85,12 +70,8 @@ class ClampedSwiGlu(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def activation_of(model: ModelSpec) -> type[SwiGlu | ClampedSwiGlu]:
+def activation_of(model: ModelSpec, kernels: Kernels) -> Activation:
     """Of the model's family, whose config.json gives no other constants."""
-    return ClampedSwiGlu if model.family == "gpt_oss" else SwiGlu
-
-
-def _parts(x: torch.Tensor) -> Iterator[slice]:
-    """Rows to work on at a time: on a CPU so many as stay in its cache from one operation to the next, in few parts."""
-    step = max(512, -(-len(x) // 32)) if x.device.type == "cpu" else max(1, len(x))
-    return (slice(start, start + step) for start in range(0, len(x), step))
+    if model.family == "gpt_oss":
+        return ClampedSwiGlu.apply
+    return lambda x, weight: SwiGlu.apply(x, weight, kernels)

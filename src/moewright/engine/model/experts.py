@@ -39,7 +39,7 @@ class Experts(nn.Module):
         hidden = run.model.expert_width
         self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held)
         self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
-        self._activate = activation_of(run.model)
+        self._activate = activation_of(run.model, run.kernels)
         if run.model.moe is not None and run.model.moe.expert_bias:
             self.gate_up.bias = Vector(run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
             # Outputs are summed over ETP: each rank adds its part of the bias.
@@ -73,8 +73,8 @@ class Experts(nn.Module):
             if self.gate_up.bias is not None:
                 hidden = AddExpertBias.apply(hidden, take(self.gate_up.bias).flatten(1, 2), None, ends_E, 0)
         with keeper.offload(hidden, asked=run.offloads(Offload.MOE_ACT)):
-            active = self._activate.apply(hidden, weights_R)
-            with keeper.discard(active, self._activate.apply, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
+            active = self._activate(hidden, weights_R)
+            with keeper.discard(active, self._activate, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
                 out = GroupedLinear.apply(active, take(self.down), ends_E, run.books)
         if bias is None:
             return out

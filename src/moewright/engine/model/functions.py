@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
 from moewright.engine.attention import (
@@ -24,6 +23,7 @@ from moewright.engine.attention import (
 )
 from moewright.engine.books import Books
 from moewright.engine.collectives import Group, all_reduce, gather, scatter_sum
+from moewright.engine.fused.seam import Kernels
 
 
 class Booked(torch.autograd.Function):
@@ -223,16 +223,16 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool
+        ctx: Any, x_TK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool, kernels: Kernels
     ) -> torch.Tensor:
         ctx.save_for_backward(rows_Tk)
-        ctx.full = full
-        return x_TK.index_select(0, tokens_R)
+        ctx.full, ctx.kernels = full, kernels
+        return kernels.spread(x_TK, tokens_R)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (rows_Tk,) = ctx.saved_tensors
-        return _sum_slots(grad, rows_Tk, ctx.full), None, None, None
+        return ctx.kernels.sum_slots(grad, rows_Tk, ctx.full), None, None, None, None
 
 
 class SumSlots(torch.autograd.Function):
@@ -240,22 +240,16 @@ class SumSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool
+        ctx: Any, rows_RK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool, kernels: Kernels
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens_R)
-        return _sum_slots(rows_RK, rows_Tk, full)
+        ctx.kernels = kernels
+        return kernels.sum_slots(rows_RK, rows_Tk, full)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (tokens_R,) = ctx.saved_tensors
-        return grad.index_select(0, tokens_R), None, None, None
-
-
-def _sum_slots(rows_RK: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
-    """A sum over a token's own rows in their fixed order, in fp32: deterministic, unlike a scatter-add."""
-    if not full:
-        rows_RK = torch.cat((rows_RK, rows_RK.new_zeros((1, *rows_RK.shape[1:]))))
-    return F.embedding_bag(rows_Tk, rows_RK, mode="sum")
+        return ctx.kernels.spread(grad, tokens_R), None, None, None, None
 
 
 def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:

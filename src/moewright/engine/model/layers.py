@@ -249,7 +249,7 @@ class Mlp(nn.Module):
         """Up to the activation."""
         books, tp = self._run.books, self._run.mesh.tensor
         (hidden,) = ColumnLinear.apply(x_tH, tp, books, self.gate_up.weight.flatten(0, 1))
-        return SwiGlu.apply(self.gate_up.biased(hidden), None)
+        return SwiGlu.apply(self.gate_up.biased(hidden), None, self._run.kernels)
 
     def _second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """From the activation of `x` on."""

@@ -204,16 +204,16 @@ def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> seam.Dispatcher:
     known = _known(run, spec)
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         here = range(experts)[block(range(experts), layout.ep, mesh.coordinate("ep"))]
-        return AllGather(mesh.group("etp_ep"), experts, here=here, known=known)
+        return AllGather(mesh.group("etp_ep"), experts, run.kernels, here=here, known=known)
     if run.library is not None:
-        return Fused(run.library, experts)
+        return Fused(run.library, experts, run.kernels)
     if layout.dispatcher is Dispatcher.DEDUP:
         ways = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
-        return Dedup([mesh.group(way) for way in ways], mesh.group("etp"), experts, known=known)
+        return Dedup([mesh.group(way) for way in ways], mesh.group("etp"), experts, run.kernels, known=known)
     if layout.capacity_fill is CapacityFill.PADDED:
         room = capacity_rows(micro_batch_tokens(run.workload, layout), spec.router.top_k, experts, layout.capacity)
-        return PaddedAllToAll(mesh.group("ep"), mesh.group("etp"), experts, room=room)
-    return AllToAll(mesh.group("ep"), mesh.group("etp"), experts, known=known, drops=layout.capacity > 0)
+        return PaddedAllToAll(mesh.group("ep"), mesh.group("etp"), experts, run.kernels, room=room)
+    return AllToAll(mesh.group("ep"), mesh.group("etp"), experts, run.kernels, known=known, drops=layout.capacity > 0)
 
 
 def _known(run: Runtime, spec: MoeSpec) -> seam.Known | None:

@@ -12,6 +12,8 @@ import torch
 
 from moewright.engine.checkpoint import Piece
 from moewright.engine.collectives import Group, all_reduce, gather
+from moewright.engine.fused import plain
+from moewright.engine.fused.seam import Kernels
 from moewright.engine.keep import Decided
 from moewright.engine.model.functions import count_rows
 from moewright.engine.model.layers import Vector, Weight
@@ -23,7 +25,6 @@ from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.workload import Assignment, DropPolicy, LossSpec, RouterDtype, RouterForce
 
-_TINY = 1e-20  # under a sum of independent scores, all of which may be zero
 _NOBODY = 1e-290  # under a column sum of exponentials in fp64, all of which may have vanished
 _SETTLED = 1e-4  # Sinkhorn's scales move by less, on average (Megatron-LM)
 _MOST_ITERATIONS = 10_000  # beyond, an expert that nobody wants keeps the scales moving by less and less
@@ -53,30 +54,10 @@ class Selected:
         return flat.masked_fill(dropped, extent).view_as(self.experts)
 
 
-def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
-    """Scores [T,E]: of all experts together (softmax), or of each alone."""
-    if score is ScoreFunction.SOFTMAX:
-        return torch.softmax(logits_TE, -1)
-    if score is ScoreFunction.SIGMOID:
-        return torch.sigmoid(logits_TE)
-    return torch.nn.functional.softplus(logits_TE).sqrt()
-
-
-@torch.no_grad()
-def choose(scores_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None) -> torch.Tensor:
-    """Ids [T,k] of the experts with the highest scores plus bias, inside each token's best groups of experts."""
-    wanted = scores_TE if bias_E is None else scores_TE + bias_E
-    if spec.top_groups < spec.groups:
-        of_group = wanted.unflatten(1, (spec.groups, -1))
-        best = of_group.topk(spec.counted_in_group, -1).values.sum(-1).topk(spec.top_groups, -1).indices
-        shut = torch.ones_like(of_group[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
-        wanted = of_group.masked_fill(shut[:, :, None], float("-inf")).flatten(1)
-    return wanted.topk(spec.top_k, -1).indices
-
-
 def select(
     logits_TE: torch.Tensor,
     spec: RouterSpec,
+    kernels: Kernels,
     bias_E: torch.Tensor | None = None,
     forced_Tk: torch.Tensor | None = None,
 ) -> Selected:
@@ -85,14 +66,7 @@ def select(
     Softmax renormalised over the chosen is the softmax over the chosen alone. Gradients reach the logits through the
     weights and the scores, never through the choice.
     """
-    scores = scores_of(logits_TE, spec.score)
-    experts = choose(scores, spec, bias_E) if forced_Tk is None else forced_Tk
-    weights = scores.gather(1, experts)
-    if spec.renormalize:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total if spec.score is ScoreFunction.SOFTMAX else total + _TINY)
-    if spec.scaling_factor != 1.0:
-        weights = weights * spec.scaling_factor
+    experts, weights, scores = kernels.weigh(logits_TE, spec, bias_E, forced_Tk)
     counts = count_rows(experts, logits_TE.shape[1])
     return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
 
@@ -171,7 +145,7 @@ class Router(Weight):
             experts = self._forced(*logits.shape)
         if experts is None and first is not None and self._training.assignment is Assignment.SINKHORN:
             experts = self._evened(logits)
-        selected = select(logits, self._spec, self.selection_bias, experts)
+        selected = select(logits, self._spec, self._run.kernels, self.selection_bias, experts)
         shares = decided.shares if decided else None
         if shares is None:
             shares = self._shares(selected)
@@ -197,7 +171,7 @@ class Router(Weight):
         """
         sharers, tokens = self._run.mesh.group("tp_cp"), len(logits)
         scaled = sinkhorn(gather(logits, sharers), self._training.sinkhorn_iterations)
-        return choose(scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec)
+        return plain.choose(scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec)
 
     def begin_step(self) -> None:
         """Forget the counts of the last global batch."""
@@ -217,7 +191,7 @@ class Router(Weight):
         loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
         coefficients, known, scores = coefficients_of(loss), iter(shares), selected.scores
         if shares and self._spec.score is not ScoreFunction.SOFTMAX:
-            scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+            scores = scores / (scores.sum(-1, keepdim=True) + plain.TINY)
         parts = [c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]]
         parts.append(loss.z_coeff * z_loss(logits, sharers) if loss.z_coeff else None)
         return torch.stack([logits.new_zeros(()) if part is None else part for part in parts]).float()

@@ -1,0 +1,1 @@
+"""Chains of small operations, each as torch operations and as one Triton kernel, behind one seam."""

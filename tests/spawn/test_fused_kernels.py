@@ -1,0 +1,29 @@
+"""A job with Triton's kernels is the job that it was: against one process without them, and in its ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from layout_proof import WORK, prove
+from layout_space import SHAPES
+from moewright.spec.workload import FusedKernels
+from tiny_jobs import plan
+
+pytest.importorskip("triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone")
+pytestmark = pytest.mark.spawn
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "world"),
+    [
+        ("qwen", "ep2,mbs4,recompute=moe_act", 2),
+        pytest.param("deepseek", "tp2,etp2,ep2,mbs2,recompute=moe", 4, marks=pytest.mark.sweep),
+        pytest.param("deep", "tp2,ep4,dispatcher=dedup,mbs2", 4, marks=pytest.mark.sweep),
+    ],
+)
+def test_kernels_change_neither_the_curve_nor_the_ledger(shape: str, layout: str, world: int, tmp_path: Path) -> None:
+    work = replace(WORK, fused_kernels=FusedKernels.TRITON)
+    prove(plan(work, layout, world_size=world, model=SHAPES[shape]), tmp_path)
