@@ -81,11 +81,13 @@ def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGro
     return mine
 
 
-def _patience() -> timedelta:
-    """The world's timeout. A new group would not take it over: torch has a default of its own, half an hour on gloo."""
+def _patience() -> timedelta | None:
+    """The world's timeout. A new group would not take it over: torch has a default of its own, half an hour on gloo.
+    A pretended world has none.
+    """
     world: Any = dist.group.WORLD
-    patience: timedelta = world._get_backend(_control_device(None)).options._timeout
-    return patience
+    options = world._get_backend(_control_device(None)).options
+    return None if options is None else options._timeout
 
 
 @dataclass(frozen=True, slots=True)
