@@ -60,6 +60,9 @@ def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Har
     assert len({plan.fingerprint for plan in ranked.plans}) == 5
     assert dict(ranked.rejected)[DOES_NOT_FIT] > 0
     assert layout_text(ranked.plans[0].layout) in ranked.why[0]
+    simulated = {candidate.layout: candidate.step_s for candidate in ranked.near}
+    for plan in ranked.plans:  # the number of buckets is estimated
+        assert simulated[plan.layout] == pytest.approx(plan.estimate.step_s, rel=2e-3)
 
 
 def test_everything_can_be_pinned(model: ModelSpec, hardware: Hardware) -> None:

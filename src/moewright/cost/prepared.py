@@ -39,11 +39,11 @@ class Prepared:
         self._hardware, self._layout, self._workload = hardware, layout, workload
         self._size = size_of(model, workload, hardware, layout, Rates(hardware).constants)
         self._work = work_of(self._size)
-        self._held = _chunk_counts(model, layout, tuple(self._work.layers))
+        self._held = chunk_counts(model, layout, tuple(self._work.layers))
         self._shares = {held_share(of_rank) for of_rank in stage_sets(model, workload, layout)}
         self._transfers = float(shown_transfers(layout.pp, layout.vpp, self._size.m))
         _, _, pieces = self._priced(())
-        forward, backward = (self._held @ around.T for around in _around(*_passes(pieces)))
+        forward, backward = (self._held @ around.T for around in _around(*passes_of(pieces)))
         self._pipeline = pipeline_of(layout, self._size.m).along_paths(forward, backward)
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
@@ -51,7 +51,7 @@ class Prepared:
         take longest where pieces take about as long as under the hardware's own.
         """
         rates, links, pieces = self._priced(constants)
-        forward, backward = _passes(pieces)
+        forward, backward = passes_of(pieces)
         last = max(
             tail(rates, links, self._workload, self._size, self._layout, share).total_s for share in self._shares
         )
@@ -64,7 +64,7 @@ class Prepared:
         return rates, links, Pricer(rates, links, self._size, self._work).pieces(self._layout)
 
 
-def _passes(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+def passes_of(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """[pieces] seconds of a forward and of a backward of every kind of piece."""
     kinds = [*pieces.layers.values(), pieces.embedding, pieces.head, pieces.mtp]
     forward = np.array([times.forward_s for times in kinds])
@@ -80,7 +80,7 @@ def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.n
     return forward * np.concatenate([some, same]), backward * np.concatenate([some, same * backwards])
 
 
-def _chunk_counts(model: ModelSpec, layout: Layout, kinds: Sequence[LayerKind]) -> np.ndarray:
+def chunk_counts(model: ModelSpec, layout: Layout, kinds: Sequence[LayerKind]) -> np.ndarray:
     """[virtual stages, pieces]: layers of each kind, embeddings, heads and MTP depths."""
     rows = []
     for chunk in stages.chunks(model, layout):

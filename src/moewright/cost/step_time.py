@@ -174,15 +174,20 @@ class Pricer:
         )
 
     def totals(
-        self, layout: Layout, choices: Sequence[Choices], sent: Mapping[LayerKind, Away]
+        self, layout: Layout, choices: Sequence[Choices], taken: np.ndarray, sent: Mapping[LayerKind, Away]
     ) -> dict[LayerKind, np.ndarray]:
-        """[choices] seconds of a layer of each kind, of the layout with each of the choices instead of its own;
-        `sent` [choices] to the host.
+        """[taken] seconds of a layer of each kind, of the layout with one of the choices instead of its own, given by
+        its place; `sent` [taken] to the host.
         """
+        place = np.zeros(len(choices), dtype=int)
+        place[taken] = 1
+        used = np.flatnonzero(place).tolist()
+        place[used] = np.arange(len(used))
         found = {}
         for kind in self._priced:
             _, device = self._moved(layout, kind)
-            more = Added.of([self._more(layout, kind, chosen) for chosen in choices])
+            each = Added.of([self._more(layout, kind, choices[choice]) for choice in used])
+            more = Added(**{name: getattr(each, name)[place[taken]] for name in Added.__slots__})
             found[kind] = passes(self._links, self.size, layout, device, more, sent[kind], moe=kind[0]).total_s
         return found
 

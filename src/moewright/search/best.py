@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +24,8 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout with its seconds a step and device bytes by closed forms."""
+    """A layout with its seconds a step and device bytes by closed forms; at the end of a search the pipelines of those
+    that are left have been run row by row."""
 
     layout: Layout
     step_s: float
@@ -77,12 +78,16 @@ class Best:
         return self._limit + max(self._extra_bytes, default=0.0)
 
     def take_all(self, cuts: Collection[Cut] | None = None) -> None:
-        """Go through the whole space, or the groups of these cuts alone."""
+        """Go through the whole space, or the groups of these cuts alone, and simulate what is left."""
         for group in groups(self._space):
             if cuts is not None and cut_of(group.layout) not in cuts:
                 continue
             for scores in self._scout.scores(group, room_bytes=self.room_bytes, below_s=self.below_s):
                 self.take(scores)
+        self._trim()
+        self._found = [self._simulated(one) for one in self._found]
+        self.with_more, self.by_overlap = self._all_simulated(self.with_more), self._all_simulated(self.by_overlap)
+        self.usual, self.least_parallel = self._all_simulated(self.usual), self._all_simulated(self.least_parallel)
 
     def take(self, scores: Scores) -> None:
         """Remember what is good of a group."""
@@ -103,7 +108,7 @@ class Best:
         """The fastest that keeps to each habit, and at the least model parallelism."""
         fastest = np.where(firm, scores.step_s, np.inf).min(initial=np.inf)
         for habit in HABITS:
-            if habit not in self.usual or fastest < self.usual[habit].step_s:
+            if fastest < (self.usual[habit].step_s if habit in self.usual else np.inf):
                 mask = habit.mask(scores.base, scores.pipes.each, self._scout.works, self._scout.keeps, self._space)
                 self._keep_fastest(self.usual, habit, scores, firm & mask)
         cut = scores.base.tp * scores.base.cp
@@ -147,6 +152,12 @@ class Best:
             if new and len(seen) == self._keep:
                 self.below_s = min(self.below_s, one.rank_s)
         self._found = kept
+
+    def _all_simulated(self, table: dict[Key, Candidate]) -> dict[Key, Candidate]:
+        return {key: self._simulated(one) for key, one in table.items()}
+
+    def _simulated(self, one: Candidate) -> Candidate:
+        return replace(one, step_s=one.step_s + self._scout.stalls_s(one.layout))
 
     def _candidate(self, scores: Scores, place: tuple[int, ...], *, firm: bool) -> Candidate:
         return Candidate(

@@ -14,7 +14,7 @@ from moewright.cost.constants import Constants
 from moewright.cost.saved import offloaded, outside_bytes, quantised
 from moewright.cost.sizes import Sizes
 from moewright.cost.states import element_bytes, sharded_states
-from moewright.cost.step_time import Share, kind_of
+from moewright.cost.step_time import kind_of
 from moewright.rules import fully, grid, recompute, routing, shards
 from moewright.rules.inventory import parameters
 from moewright.rules.stages import Chunk
@@ -72,21 +72,32 @@ class Room:
         self._states: dict[tuple[Pipes, int, int, int, int], Array] = {}
         self._counted: dict[tuple[int, int, int], Parameters] = {}
 
-    def device_bytes(self, size: Sizes, layers: Layers, pipes: Pipes, stack: Stack) -> tuple[Array, Array]:
-        """[pipelines, works, keeps] bytes of the fullest rank, and their standard deviation."""
-        moments, cut = stack.moments, size.layout
+    def device_bytes(
+        self, size: Sizes, layers: Layers, pipes: Pipes, stack: Stack, suits: Array
+    ) -> tuple[Array, Array]:
+        """[pipelines, works, keeps] bytes of the fullest rank, and their standard deviation; 0 allocated for keeps that
+        are not searched on a pipeline, by `suits` [pipelines, keeps].
+        """
+        cut, pieces = size.layout, self._pieces
         head = memory.head_bytes(self._constants, size)
-        passes = moments.backward[:, self._pieces.mtp] + moments.backward[:, self._pieces.head]
+        backwards, which = stack.backwards
+        passes = backwards[:, pieces.mtp] + backwards[:, pieces.head]
         short = np.multiply.outer(passes * head.backward, np.ones(len(self._works)))
-        for piece in range(self._pieces.mtp + 1):
-            inside = moments.backward[:, piece, None] > 0
-            np.maximum(short, inside * layers.transient[piece], out=short)
-        alive = moments.live @ layers.saved + short + (moments.forward * head.forward)[:, None]
+        for piece in range(pieces.mtp + 1):
+            np.maximum(short, (backwards[:, piece, None] > 0) * layers.transient[piece], out=short)
+        kept = np.concatenate([layers.saved, np.full((1, len(self._works)), head.forward)])
+        alive = stack.kept @ kept
+        alive += short.take(which, axis=0)  # in place: a fresh array of this size costs the system more than its sum
+        alive = stack.fullest(alive)
         key = pipes, cut.tp, cut.cp, cut.ep, cut.etp
         if key not in self._states:
             self._states[key] = self._state_bytes(cut, stack) + self._resident(size, stack)[:, None]
         states = self._states[key]
-        allocated = stack.most(stack.fullest(alive)[:, :, None] + states[:, None, :])
+        allocated = np.zeros((*suits.shape, len(self._works)))
+        for keep in range(len(self._keeps)):
+            some = np.flatnonzero(suits[:, keep])
+            allocated[some, keep] = stack.most(alive + states[:, keep, None], some)
+        allocated = np.ascontiguousarray(allocated.transpose(0, 2, 1))
         device = memory.beyond(
             self._constants,
             allocated,
@@ -120,15 +131,12 @@ class Room:
         seats[:, pieces.head] = (head + mtp) > 0
         return seats @ counted.numel, seats @ counted.copied
 
-    def shares(self, cut: Layout, stack: Stack) -> list[Share]:
-        """What every seat reduces and gathers, dense and expert."""
+    def shares(self, cut: Layout, stack: Stack) -> Array:
+        """[seats, 4] dense and expert elements that every seat reduces and gathers, and in how many calls each."""
         numel, _ = self.held(cut, stack)
         calls = np.maximum(1, np.ceil(numel / self.parameters(cut).bucket))
         dense, expert = _GROUPS["dp_cp"], _GROUPS["edp"]
-        return [
-            Share(dense=row[dense], expert=row[expert], dense_calls=times[dense], expert_calls=times[expert])
-            for row, times in zip(numel.astype(np.int64).tolist(), calls.astype(np.int64).tolist(), strict=True)
-        ]
+        return np.concatenate([numel[:, [dense, expert]], calls[:, [dense, expert]]], axis=1).astype(np.int64)
 
     def _count(self, cut: Layout) -> Parameters:
         pieces, model = self._pieces, self._space.model

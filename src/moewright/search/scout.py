@@ -18,10 +18,11 @@ from moewright.cost.compute import Rates
 from moewright.cost.estimate import size_of
 from moewright.cost.layer_time import exchange, stage_transfer_s
 from moewright.cost.memory import enough_micro_batches
+from moewright.cost.prepared import chunk_counts, passes_of
 from moewright.cost.saved import Away, activations_away
 from moewright.cost.sizes import Sizes
 from moewright.cost.step_time import LayerKind, Pricer, Share, kind_of, kinds_of, tail
-from moewright.cost.timeline import closed_s
+from moewright.cost.timeline import closed_s, pipeline_of
 from moewright.rules.exclusions import exclusion_reasons
 from moewright.search.room import Layers, Room
 from moewright.search.shapes import Array, Moments, Shape, Stack, moments_of, pieces_of, shape_of, stack
@@ -86,8 +87,8 @@ class _Pricers:
     def totals(self, layout: Layout, pace: _Pace, works: Array) -> dict[LayerKind, Array]:
         """[works] seconds of a layer and micro-batch of each kind, of these works of the scout."""
         sent = {kind: Away(bytes=each.bytes[works], modules=each.modules[works]) for kind, each in self._sent.items()}
-        chosen = [self._scout.works[work] for work in works]
-        return self.of(layout, pace).totals(replace(layout, pp=2 if pace.synced else 1), chosen, sent)
+        there = replace(layout, pp=2 if pace.synced else 1)
+        return self.of(layout, pace).totals(there, self._scout.replays, self._scout.replay_of_work[works], sent)
 
 
 class Scout:
@@ -99,9 +100,13 @@ class Scout:
         self._links = Links(space.hardware, self._rates.constants)
         self._pieces = pieces_of(space.model)
         self.works, self.keeps = works(space), keeps(space)
+        # Works that replay alike and differ in what they send to the host share a price.
+        alike = [(work.recompute, work.graphs) for work in self.works]
+        self.replays = tuple(self.works[alike.index(each)] for each in dict.fromkeys(alike))
+        self.replay_of_work = np.array([list(dict.fromkeys(alike)).index(each) for each in alike])
         self._modules = np.array([activations_away(work.offload) for work in self.works])
-        # [v, w]: work w replays and sends away less than work v.
-        self._lighter = np.array([[_does_less(w, v) for w in self.works] for v in self.works], dtype=float)
+        # [w, v]: work w replays and sends away less than work v.
+        self._lighter = np.array([[_does_less(w, v) for v in self.works] for w in self.works], dtype=np.float32)
         cuda = space.hardware.device.kind is DeviceKind.CUDA
         sums = (Overlap.GRAD, Overlap.PARAM)
         self._overlaps_sums = cuda and "overlap" not in space.fixed and space.permits(overlap=sums)
@@ -114,6 +119,7 @@ class Scout:
         self._stacks: dict[tuple[Pipes, int, int, bool], tuple[Stack, tuple[_Pace, ...]]] = {}
         self._context: dict[tuple[int, int, int, int], CpComm] = {}
         self._legal: dict[tuple[object, ...], Array] = {}
+        self._legal_works: dict[tuple[object, ...], Array] = {}
         self._tails: dict[tuple[object, ...], float] = {}
         self._transfers: dict[tuple[int, int, int, int], float] = {}
         self._bare: dict[tuple[Pipe, int, bool], Layout] = {}
@@ -131,12 +137,13 @@ class Scout:
             if not legal.any():
                 continue
             stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
-            peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked)
+            peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked, np.asarray(legal.any(axis=1)))
             worth = legal & (peak <= room_bytes + spread)
             roomy = legal & (peak <= self._space.hardware.device.memory_bytes.value - spread)
             # Nothing is gained by replaying or moving more than room asks for.
             worth[:, :, 1:] &= ~roomy[:, :, :1]
-            worth &= ~(self._lighter @ roomy > 0)
+            for keep in range(len(self.keeps)):
+                worth[:, :, keep] &= roomy[:, :, keep].astype(np.float32) @ self._lighter == 0
             base, step, dp_overlap = cut, np.full(peak.shape, np.inf), np.zeros(peak.shape, dtype=bool)
             if worth.any():
                 base = self._settled(cut, pricers, paces[0])
@@ -155,6 +162,21 @@ class Scout:
     def pricer(self, layout: Layout) -> Pricer:
         """The prices of layouts with these degrees, micro-batch and dispatcher."""
         return Pricer(self._rates, self._links, self._size(layout))
+
+    def stalls_s(self, layout: Layout) -> float:
+        """Seconds that the rows of the layout's timetable take beyond the closed form that scores it; 0 for schedules
+        that split backwards, whose tables are too long to run for any but the plans shown.
+        """
+        if layout.schedule.splits_backward:
+            return 0.0
+        size, pieces = self._size(layout), self.pricer(layout).pieces(layout)
+        held = chunk_counts(size.model, layout, tuple(pieces.layers))
+        forward, backward = (held @ seconds for seconds in passes_of(pieces))
+        of_rank = (forward + backward).reshape(layout.vpp, layout.pp).sum(axis=0)
+        closed = closed_s(
+            of_rank.max(), of_rank.sum(), pp=layout.pp, vpp=layout.vpp, micro_batches=size.m, transfer_s=0.0
+        )
+        return pipeline_of(layout, size.m).total_s(forward, backward) - float(closed)
 
     def layout(self, scores: Scores, pipe: int, work: int, keep: int) -> Layout:
         """The layout of one entry of the arrays."""
@@ -182,20 +204,21 @@ class Scout:
         """[pipelines, works, keeps]"""
         key = group.pipes, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
-            known: dict[tuple[bool, bool, int], bool] = {}
-            found = np.zeros((len(group.pipes.each), len(self.works)), dtype=bool)
-            for row, pipe in enumerate(group.pipes.each):
-                for column, work in enumerate(self.works):
-                    kind = pipe.pp > 1, pipe.vpp > 1, column
-                    if kind not in known:
-                        layout = with_pipe(cut, pipe, self._space)
-                        layout = replace(layout, recompute=work.recompute, offload=work.offload, graphs=work.graphs)
-                        reasons = exclusion_reasons(self._space.model, self._space.workload, layout)
-                        known[kind] = next(reasons, None) is None
-                    found[row, column] = known[kind]
+            found = np.array([self._work_legality(cut, pipe) for pipe in group.pipes.each])
             suits = [[keep.suits(pipe, self._space) for keep in self.keeps] for pipe in group.pipes.each]
             self._legal[key] = found[:, :, None] & np.array(suits)[:, None, :]
         return self._legal[key]
+
+    def _work_legality(self, cut: Layout, pipe: Pipe) -> Array:
+        """[works]"""
+        key = pipe.pp > 1, pipe.vpp > 1, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        if key not in self._legal_works:
+            layout = with_pipe(cut, pipe, self._space)
+            reasons = [
+                exclusion_reasons(self._space.model, self._space.workload, work.on(layout)) for work in self.works
+            ]
+            self._legal_works[key] = np.array([next(each, None) is None for each in reasons])
+        return self._legal_works[key]
 
     def _stack(self, group: Group, *, paired: bool) -> tuple[Stack, tuple[_Pace, ...]]:
         cut, world = group.layout, self._space.hardware.count
@@ -353,7 +376,7 @@ class Scout:
     def _tail_s(self, base: Layout, stacked: Stack, wanted: Array) -> Array:
         """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where nothing is wanted."""
         found = np.zeros((len(stacked.pp), len(self.keeps)))
-        shares = self._room.shares(base, stacked) if wanted.any() else []
+        shares = self._room.shares(base, stacked)
         for column, keep in enumerate(self.keeps):
             pipes = np.asarray(wanted[:, :, column].any(axis=1))
             if pipes.any():
@@ -361,17 +384,21 @@ class Scout:
                 self._add_tails(found[:, column], layout, stacked, shares, np.flatnonzero(pipes[stacked.pipe_of_seat]))
         return found
 
-    def _add_tails(self, found: Array, base: Layout, stacked: Stack, shares: Sequence[Share], seats: Array) -> None:
+    def _add_tails(self, found: Array, base: Layout, stacked: Stack, shares: Array, seats: Array) -> None:
         pipes = stacked.pipe_of_seat[seats]
         # Only zero=3 reduces and gathers more often with more micro-batches.
         often = base.mbs if base.zero == 3 else 0
         same = base.tp, base.cp, base.ep, base.etp, often, base.zero, base.offload, Overlap.GRAD in base.overlap
-        for seat, pipe, pp in zip(seats.tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True):
-            share = shares[seat]
-            key = same, pp, share.dense, share.expert
+        sizes: dict[int, Sizes] = {}
+        for share, pipe, pp in zip(shares[seats].tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True):
+            dense, expert, dense_calls, expert_calls = share
+            key = same, pp, dense, expert
             if key not in self._tails:
-                layout = replace(base, pp=pp)
-                last = tail(self._rates, self._links, self._space.workload, self._size(layout), layout, share)
+                held = Share(dense=dense, expert=expert, dense_calls=dense_calls, expert_calls=expert_calls)
+                if pp not in sizes:
+                    sizes[pp] = self._size(replace(base, pp=pp))
+                size = sizes[pp]
+                last = tail(self._rates, self._links, self._space.workload, size, size.layout, held)
                 self._tails[key] = last.total_s
             found[pipe] = max(found[pipe], self._tails[key])
 

@@ -101,7 +101,7 @@ def fastest_near(ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: All
     """The fastest layout on another hardware among all that cut a layer like one of the best on this one."""
     first = ranked.plans[0]
     space = space_of(first.model, first.workload, hardware, fixed, allowed=allowed)
-    best = Best(space, Scout(space), keep=1, extra_bytes=())
+    best = Best(space, Scout(space), keep=_SPARE, extra_bytes=())
     best.take_all(cuts={cut_of(candidate.layout) for candidate in ranked.near})
     firm = [candidate for candidate in best.ranked() if candidate.firm]
     return firm[0] if firm else None

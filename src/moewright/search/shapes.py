@@ -200,18 +200,56 @@ class Stack:
     moments: Moments
     moment_starts: Array  # [Q]
 
+    @cached_property
+    def kept(self) -> Array:
+        """[M, pieces + 1] what lives at each moment, and passes through the head of its forward."""
+        return np.concatenate([self.moments.live, self.moments.forward[:, None]], axis=1)
+
+    @cached_property
+    def backwards(self) -> tuple[Array, Array]:
+        """[backwards that differ, pieces] which layers each holds, and how many MTP depths and heads; [M] the backward
+        of each moment.
+        """
+        held = self.moments.backward.copy()
+        held[:, :-3] = held[:, :-3] > 0
+        found, place = np.unique(held, axis=0, return_inverse=True)
+        return found, place.reshape(-1)
+
+    @cached_property
+    def _of_seat(self) -> list[Array]:
+        return _in_turn(self.moment_starts, len(self.moments.seat))
+
+    @cached_property
+    def _of_pipe(self) -> list[Array]:
+        return _in_turn(self.seat_starts, len(self.seats))
+
     def fullest(self, of_moments: Array) -> Array:
         """[M, ...] -> [Q, ...]: the highest of each seat."""
-        return np.asarray(np.maximum.reduceat(of_moments, self.moment_starts, axis=0))
+        return _highest(of_moments, self._of_seat)
 
-    def most(self, of_seats: Array) -> Array:
-        """[Q, ...] -> [P, ...]: the highest of each pipeline."""
-        return np.asarray(np.maximum.reduceat(of_seats, self.seat_starts, axis=0))
+    def most(self, of_seats: Array, pipes: Array | slice = slice(None)) -> Array:
+        """[Q, ...] -> [P, ...]: the highest of each pipeline, or of some of them."""
+        return _highest(of_seats, [turn[pipes] for turn in self._of_pipe])
 
     def slowest_and_all(self, of_seats: Array) -> tuple[Array, Array]:
         """[Q, ...] -> two of [P, ...]: the largest of each pipeline, and the sum over its ranks."""
         weighted = of_seats * self.alike.reshape(-1, *[1] * (of_seats.ndim - 1))
         return self.most(of_seats), np.asarray(np.add.reduceat(weighted, self.seat_starts, axis=0))
+
+
+def _in_turn(starts: Array, count: int) -> list[Array]:
+    """Of rows in runs that begin at `starts`: the first of every run, the second, and so on; a short run ends with its
+    last again and again. The highest of each run is taken over these: far faster than ufunc.reduceat.
+    """
+    lengths = np.diff(np.append(starts, count))
+    return [starts + np.minimum(turn, lengths - 1) for turn in range(int(lengths.max()))]
+
+
+def _highest(rows: Array, turns: Sequence[Array]) -> Array:
+    found = rows.take(turns[0], axis=0)
+    for turn in turns[1:]:
+        np.maximum(found, rows.take(turn, axis=0), out=found)
+    return found
 
 
 def stack(
