@@ -8,7 +8,8 @@ DATA   := runs/quickstart_data
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# A base interpreter that has a new enough torch (a GPU image, say) lends it; otherwise constraints.txt pins one.
+# A base interpreter that has a new enough torch (a GPU image, say) lends it, with its triton; otherwise constraints.txt
+# pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
 .PHONY: train test check report bench verify-layouts
@@ -49,7 +50,7 @@ $(RUN)/plan.json: $(JOB) runs/machine.toml | $(DATA)/corpus.json
 
 $(VENV)/constraints.txt: constraints.txt
 	if $(PYTHON) -c '$(BASE_TORCH)' 2>/dev/null; then \
-	    $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' constraints.txt > $@; \
+	    $(PYTHON) -m venv --system-site-packages $(VENV) && grep -vE '^(torch|triton)==' constraints.txt > $@; \
 	else \
 	    $(PYTHON) -m venv $(VENV) && cp constraints.txt $@; \
 	fi
