@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tiny_jobs
 from moewright.codec import read_run, read_toml
 from moewright.cost.estimate import estimate
-from moewright.engine import collectives, step
+from moewright.engine import collectives, feed
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.rank import Exit
@@ -120,7 +120,7 @@ COMM, HOST, COMPUTE, MEMORY = Wall.COMMUNICATION, Wall.HOST, Wall.COMPUTE, Wall.
 LONG = (("seq_len", 256),)
 SKEW = (*LONG, ("router", RouterTraining(force=RouterForce.SKEWED, force_std=30.0)), ("loss", LossSpec()))
 FORWARD = (transformer.Transformer, "forward")
-LOADER = (step.Data, "micro_batch")
+LOADER = (feed.Data, "micro_batch")
 CASES = (
     Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_group("ep")),
     Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,mbs2"),
