@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moewright.engine.books import Books
+from moewright.engine.fused.plain import Plain
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
 from moewright.engine.model.moe import Moe
@@ -34,6 +35,7 @@ def layer() -> Moe:
         books=books,
         keeper=Keeper(books, at_work=False),
         device=torch.device("cpu"),
+        kernels=Plain(),
     )
     made, draws = Moe(run, 2), torch.Generator().manual_seed(0)
     for module in made.modules():
