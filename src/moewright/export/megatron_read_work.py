@@ -206,7 +206,7 @@ def _data(given: Given, notes: list[str]) -> tuple[DataSpec, int]:
     if given.has("--reset-position-ids") and bounded:
         documents = Documents.RESTARTED
     batches = given.whole("--eval-iters", 100)
-    return DataSpec(train=train, heldout=heldout, documents=documents), batches if heldout else 8
+    return DataSpec(train=train, heldout=heldout, documents=documents), batches if heldout and batches else 8
 
 
 def _prefix(given: Given, name: str, notes: list[str]) -> str:

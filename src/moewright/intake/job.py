@@ -201,7 +201,7 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.load_skew", workload.load_skew, 0, 1e6),
         ("train.eval_every_steps", workload.eval_every_steps, 0, MAX_STEPS),
         ("train.router_log_every_steps", workload.router_log_every_steps, 0, MAX_STEPS),
-        ("train.eval_batches", workload.eval_batches, 0, MAX_STEPS),
+        ("train.eval_batches", workload.eval_batches, 1, MAX_STEPS),
         ("train.ledger_step", workload.ledger_step, 0, MAX_STEPS),
         ("train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS),
         ("train.profile.start", workload.profile.start, 1 if workload.profile.end else 0, MAX_STEPS),
