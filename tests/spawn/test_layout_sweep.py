@@ -17,12 +17,16 @@ pytestmark = pytest.mark.spawn
 
 _CORE = 5
 _ROTATED = 3
+_RANKS = 4  # at most, of those: eight ranks on the cores of two take a minute
 
 
 def cases() -> list[object]:
     """All corners and the sweep; what not every `make test` proves is marked."""
-    runnable = [case for case in CORNERS if not case.refusals]
-    often = {case.id for case in (*rotated(runnable, _CORE), *rotated(sweep(), _ROTATED))}
+    corners, drawn = (
+        [case for case in all_cases if not case.refusals and case.layout.world_size <= _RANKS]
+        for all_cases in (CORNERS, sweep())
+    )
+    often = {case.id for case in (*rotated(corners, _CORE), *rotated(drawn, _ROTATED))}
     return [
         pytest.param(case, id=case.id, marks=() if case.id in often else (pytest.mark.sweep,))
         for case in (*CORNERS, *sweep())
