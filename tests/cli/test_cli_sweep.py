@@ -76,3 +76,5 @@ def test_trials_are_kept_and_a_torn_line_is_run_again(tmp_path):
     with (tmp_path / "trials.jsonl").open("a") as stream:
         stream.write('{"layout": "ep')
     assert [trial.layout for trial in read_trials(tmp_path)] == ["ep2"]
+    write_trial(tmp_path, Trial(layout="ep1", global_batch=8))
+    assert [trial.layout for trial in read_trials(tmp_path)] == ["ep2", "ep1"]

@@ -2,12 +2,14 @@
 
 from moewright.codec.data import Numbers, fingerprint, from_data, nearest, shown, to_data
 from moewright.codec.files import (
+    append_line,
     json_data,
     parse_json,
     read_json,
     read_text,
     read_toml,
     toml_data,
+    whole_lines,
     write_json,
     write_text,
     write_toml,
@@ -18,6 +20,7 @@ from moewright.codec.run_files import PACES_FILE, read_run, record_line
 __all__ = [
     "PACES_FILE",
     "Numbers",
+    "append_line",
     "fingerprint",
     "from_data",
     "given_fields",
@@ -34,6 +37,7 @@ __all__ = [
     "shown",
     "to_data",
     "toml_data",
+    "whole_lines",
     "write_json",
     "write_text",
     "write_toml",

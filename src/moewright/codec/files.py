@@ -130,3 +130,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise _Malformed(f"holds {name}, which is not JSON")
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that have their end: whoever wrote what stands behind them was killed over it. [] of none."""
+    return read_text(path).split("\n")[:-1] if path.exists() else []
+
+
+def append_line(path: Path, line: str) -> None:
+    """Write a line behind the whole ones, over a torn one; it is on disk on return."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as stream:
+        stream.seek(0)
+        stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.write(line.encode() + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())

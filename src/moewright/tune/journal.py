@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from moewright.codec import Numbers, from_data, parse_json, read_text, to_data
+from moewright.codec import Numbers, append_line, from_data, parse_json, to_data, whole_lines
 from moewright.spec.errors import BadInput, Reason
 from moewright.tune.points import Point
 from moewright.tune.trials import Ask, Length, Outcome, RunOne, Trial
@@ -24,7 +23,6 @@ class Journal:
     def __init__(self, folder: Path, run_one: RunOne, clock: Callable[[], float]) -> None:
         self._path, self._run_one, self._clock = folder / JOURNAL_FILE, run_one, clock
         self._known = {_key(trial.point, trial.length, trial.repeat): trial for trial in read_journal(folder)}
-        self._whole_bytes = len(_whole(self._path).encode())
         self._since = clock()
 
     def __call__(self, ask: Ask) -> Outcome:
@@ -40,41 +38,21 @@ class Journal:
                 predicted_s=ask.plan.estimate.step_s,
                 outcome=replace(outcome, spent_s=spent_s),
             )
-            self._append(json.dumps(to_data(trial)) + "\n")
+            append_line(self._path, json.dumps(to_data(trial)))
             self._known[key] = trial
         self._since = self._clock()
         return self._known[key].outcome
-
-    def _append(self, line: str) -> None:
-        """Write behind the whole lines, over a torn one."""
-        data = line.encode()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("r+b" if self._path.exists() else "w+b") as stream:
-            stream.truncate(self._whole_bytes)
-            stream.seek(self._whole_bytes)
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        self._whole_bytes += len(data)
 
 
 def _key(point: Point, length: Length, repeat: int) -> tuple[Point, Length, int]:
     return point, length, repeat
 
 
-def _whole(path: Path) -> str:
-    """The lines that have their end; the writer was killed over what stands behind them."""
-    if not path.exists():
-        return ""
-    text = read_text(path)
-    return text[: text.rfind("\n") + 1]
-
-
 def read_journal(folder: Path) -> tuple[Trial, ...]:
     """The runs of a tuning so far, in the order they were made. Raises BadInput for a damaged line."""
     path = folder / JOURNAL_FILE
     found = []
-    for number, line in enumerate(_whole(path).splitlines(), 1):
+    for number, line in enumerate(whole_lines(path), 1):
         where = f"{path}:{number}"
         try:
             data = parse_json(line, where=where, numbers=Numbers.MEASURED)

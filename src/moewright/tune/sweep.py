@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moewright.codec import from_data, parse_json, parse_layout, read_text, to_data, toml_data
+from moewright.codec import append_line, from_data, parse_json, parse_layout, to_data, toml_data, whole_lines
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -149,17 +149,13 @@ def workload_of(spec: RowSpec, workload: Workload) -> Workload:
 def read_trials(folder: Path) -> tuple[Trial, ...]:
     """What has been run so far; a torn last line is left out, and run again."""
     path = folder / TRIALS_FILE
-    if not path.exists():
-        return ()
-    lines = read_text(path).split("\n")[:-1]
+    lines = whole_lines(path)
     return tuple(from_data(Trial, parse_json(line, where=str(path)), where=str(path)) for line in lines)
 
 
 def write_trial(folder: Path, trial: Trial) -> None:
     """Add a finished trial."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / TRIALS_FILE).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(to_data(trial)) + "\n")
+    append_line(folder / TRIALS_FILE, json.dumps(to_data(trial)))
 
 
 def row_of(
