@@ -216,7 +216,6 @@ def _tuned(asked: Asked, folder: Path, run_one: RunOne, *, rules: Rules, budget_
 def run_trial(folder: Path, ask: Ask) -> Outcome:
     """Run the engine in a folder of its own, its output beside it; the state that it saved goes, its records stay."""
     from moewright.codec import fingerprint, read_run
-    from moewright.engine.books import load_counting
     from moewright.engine.rank import Exit
     from moewright.engine.train import run
     from moewright.tune.trials import Failure, Outcome, outcome_of
@@ -225,7 +224,6 @@ def run_trial(folder: Path, ask: Ask) -> Outcome:
     shutil.rmtree(place, ignore_errors=True)  # of a trial that was killed
     place.mkdir(parents=True)
     log = place / "output.txt"
-    load_counting()
     try:
         with _output_to(log):
             code = run(ask.plan, place)

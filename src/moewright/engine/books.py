@@ -137,13 +137,6 @@ class _FlopMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_counting() -> None:
-    """Have in this process what the first dispatch mode of a process imports, which takes a second: ranks forked from
-    here, one set after the other, then need not."""
-    with _FlopMode(Books()):
-        torch.ones(1).add_(1)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Where:
     """The module that something is booked to, and whether it is part of an MTP depth."""

@@ -111,7 +111,8 @@ class Tuning:
         while idle < self._rules.patience:
             incumbent = self._best[0]
             allowed = self._rules.margin * self.prices.error
-            fresh = [point for point in self.prices.ranked(incumbent) if point not in self._tried]
+            tried = self._tried
+            fresh = [point for point in self.prices.ranked(incumbent) if point not in tried]
             hopeful = [point for point in fresh if self._ahead(point) < allowed]
             if not hopeful:
                 self._stop(Phase.SCALE, self._none_left(len(fresh), allowed))

@@ -10,7 +10,6 @@ from statistics import median
 
 from moewright.rules.placement import rank_load_factor
 from moewright.spec.finding import Cause, Wall, Waterfall
-from moewright.spec.ledger import Component, Ledger
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 from moewright.tune.advise import Known
@@ -135,11 +134,7 @@ def outcome_of(record: RunRecord, length: Length) -> Outcome:
 def peak_of(record: RunRecord) -> int:
     """Bytes of the fullest rank: the driver's word where there is a device, else what was counted."""
     samples = [step.device.peak_allocated_bytes for step in record.steps if step.device]
-    return max([*samples, *(_held(ledger) for ledger in record.ledgers)], default=0)
-
-
-def _held(ledger: Ledger) -> int:
-    return sum(row.bytes for row in ledger.memory if row.component is not Component.HOST)
+    return max([*samples, *(ledger.device_bytes for ledger in record.ledgers)], default=0)
 
 
 def checks_of(record: RunRecord) -> tuple[Check, ...]:

@@ -4,7 +4,7 @@ of a token to a rank, and between nodes one to a node, and sum on the way back.
 Both have two calls, each of which is the backward of the other: a dispatch, which gives a handle, and a combine, which
 sums without weights. Each library is spoken to in one class of this module, through its public Python interface alone.
 Neither has been run on hardware by this project: tests put a module in their place that exchanges over gloo, and a job
-that asks for one starts with `proven`, which holds it against the plain all-to-all.
+that asks for one starts with `fused.prove`, which holds it against the plain all-to-all.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def _live(entry: torch.Tensor | None, made: Made) -> _Live:
     if hidden is not None and hidden is entry:
         if made.loss is None:
             return _Live(entry=None, hands_on=False, roots=())
-        hidden = entry.view_as(
-            entry
-        )  # MTP depths alone: a place in the graph where the gradient that comes back enters
+        # MTP depths alone: a place in the graph where the gradient that comes back enters.
+        hidden = entry.view_as(entry)
     roots = tuple(get_gradient_edge(root) for root in (hidden, made.loss) if root is not None)
     return _Live(entry=entry, hands_on=hidden is not None, roots=roots)
