@@ -97,8 +97,12 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True, mtp_layers=1,
             attention=replace(_gqa(4, 1, QkNorm.PER_HEAD), qkv_bias=True, out_bias=True),
         ),
+        # Latent attention alone: the one shape that may have it over TP without sequence parallelism.
+        "latent": replace(DENSE, layers=4, moe_layers=(False,) * 4, attention=_LATENT, vocab_size=101, mtp_layers=1),
     }
 )  # fmt: skip
+
+DRAWN = tuple(name for name in SHAPES if name != "latent")  # which has corners alone: else it is as the others are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +169,11 @@ CORNERS = (
     _corner("a tied table on three ranks, TP without SP", "dense", 6, "pp3,tp2,sp=false,mbs4,layout='Ett|ttm|L'"),
     _corner("a rank without a valid token", "qwen", 8, "ep8,mbs1"),
     _corner("a rank without a valid token, dense", "dense", 8, "mbs1"),
+    _corner("latents made whole on every rank", "latent", 2, "tp2,sp=false,mbs4"),
+    _corner(
+        "latents made whole, replayed and in shards", "latent", 4, "tp2,sp=false,cp2,mbs4,zero3,recompute=mla_up_proj"
+    ),
+    _corner("latents made whole on four ranks of two stages", "latent", 8, "tp4,sp=false,pp2,mbs4,schedule=zb-h1"),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),
     _corner("copies once a rank, of experts cut in two", "deep", 4, "tp2,etp2,ep2,mbs2,dispatcher=dedup"),
@@ -246,7 +255,7 @@ def _drawn() -> Iterator[Case]:
     dice, found = random.Random(20251121), {(case.shape, case.layout, case.documents) for case in CORNERS}
     start = len(found)
     for _ in range(_DRAWS):
-        shape = dice.choice(list(SHAPES))
+        shape = dice.choice(DRAWN)
         layout = _draw(dice, SHAPES[shape])
         documents = dice.choice([Documents.JOINED, *Documents])
         case = Case(name="", shape=shape, layout=layout, documents=documents)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from layout_proof import prove
-from layout_space import CORNERS, SHAPES, Case, job, rotated, sweep
+from layout_space import CORNERS, DRAWN, SHAPES, Case, job, rotated, sweep
 
 pytestmark = pytest.mark.spawn
 
@@ -43,4 +43,5 @@ def test_a_layout_equals_one_process_and_its_ledger_the_prediction(case: Case, t
 def test_the_sweep_covers_the_space() -> None:
     """At least forty layouts, different ones, over every shape."""
     assert len({case.id for case in (*CORNERS, *sweep())}) == len(CORNERS) + len(sweep()) >= 40
-    assert {case.shape for case in sweep()} == set(SHAPES)
+    assert {case.shape for case in sweep()} == set(DRAWN)
+    assert {case.shape for case in CORNERS} == set(SHAPES)

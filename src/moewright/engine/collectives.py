@@ -216,6 +216,19 @@ class Gather(torch.autograd.Function):
         return scatter_sum(grad, ctx.group), None
 
 
+class Whole(torch.autograd.Function):
+    """`TensorParallel.whole`, of what the ranks' different weights use then: backward sums what each of them adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x_t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp = tp
+        return tp.whole(x_t)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.tp.summed(grad_T.clone(memory_format=torch.contiguous_format)), None
+
+
 class ScatterSum(torch.autograd.Function):
     """`scatter_sum` with its transpose in backward."""
 

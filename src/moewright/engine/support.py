@@ -97,9 +97,6 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if attention.kind is AttentionKind.GQA and attention.kv_width % layout.tp:
         rule = f"must divide the {attention.kv_width} rows of the key projection"
         yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(attention.kv_heads))
-    if attention.kind is AttentionKind.MLA and layout.tp > 1 and not layout.sp:
-        rule = "the engine runs latent attention over tp with sequence parallelism alone"
-        yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
     if model.moe is None or layout.etp == 1:
         return
     if model.moe.expert_bias and model.expert_width % layout.etp:

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.collectives import Gather
+from moewright.engine.collectives import Whole
 from moewright.engine.model.context import attend, to_heads
-from moewright.engine.model.layers import Norm, Sequences, Weight, core_and_output
+from moewright.engine.model.layers import Norm, Sequences, Weight, core_and_output, sharers_of
 from moewright.engine.model.linears import ColumnLinear, GateLinear
 from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import softmax_factor
@@ -23,7 +23,9 @@ from moewright.spec.ledger import Module
 
 
 class LatentAttention(nn.Module):
-    """[t,H] -> [t,H]. Latents are made on every rank for its own tokens, then gathered; heads are cut over TP."""
+    """[t,H] -> [t,H]. Latents are made on every rank for its own tokens, then gathered; heads are cut over TP. Without
+    sequence parallelism every rank makes those of all tokens.
+    """
 
     ledger_module = Module.ATTENTION
 
@@ -33,24 +35,24 @@ class LatentAttention(nn.Module):
         self._spec, self._run = spec, run
         if spec.q_lora_rank:
             self.q_down = Weight(run, spec.q_lora_rank, hidden)
-            self.q_down_norm = Norm(run, spec.q_lora_rank)
+            self.q_down_norm = Norm(run, spec.q_lora_rank, of_hidden=True)
             self.q_up = Weight(run, spec.q_width, spec.q_lora_rank, cuts=rows)
         else:
             self.q = Weight(run, spec.q_width, hidden, cuts=rows)
         self.kv_down = Weight(run, spec.kv_lora_rank + spec.qk_rope_head_dim, hidden)
-        self.kv_norm = Norm(run, spec.kv_lora_rank)
+        self.kv_norm = Norm(run, spec.kv_lora_rank, of_hidden=True)
         expanded = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         self.kv_up = Weight(run, expanded, spec.kv_lora_rank, cuts=rows)
         self.o = Weight(run, hidden, spec.out_width, cuts=(("tp", 1),))
 
     def forward(self, x_tH: torch.Tensor, batch: Sequences) -> torch.Tensor:
         run, books = self._run, self._run.books
-        again = run.replays(Recompute.MLA_UP_PROJ)
+        again, sharers = run.replays(Recompute.MLA_UP_PROJ), sharers_of(run)
         with books.within(Module.ATTENTION), run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
-                x_tQ = self.q_down_norm(GateLinear.apply(x_tH, self.q_down.weight, books))
-            down_tCR = GateLinear.apply(x_tH, self.kv_down.weight, books)
+                x_tQ = self.q_down_norm(GateLinear.apply(x_tH, self.q_down.weight, books, sharers))
+            down_tCR = GateLinear.apply(x_tH, self.kv_down.weight, books, sharers)
             x_tC = self.kv_norm(down_tCR[:, : self._spec.kv_lora_rank])
 
             def queries(x_tQ: torch.Tensor) -> torch.Tensor:
@@ -88,7 +90,7 @@ class LatentAttention(nn.Module):
         plain, values = kv.reshape(batch.count, -1, heads, spec.qk_nope_head_dim + spec.v_head_dim).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), -1
         )
-        turned_TR = Gather.apply(down_tCR[:, spec.kv_lora_rank :], tp.group)
+        turned_TR = Whole.apply(down_tCR[:, spec.kv_lora_rank :], tp)
         turned = self._turned(turned_TR.reshape(batch.count, -1, 1, spec.qk_rope_head_dim), batch)
         return to_heads(self._run, torch.cat((plain, turned.expand(-1, -1, heads, -1), values), -1))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moewright.engine.books import Books
-from moewright.engine.collectives import TensorParallel
+from moewright.engine.collectives import Group, TensorParallel
 from moewright.engine.kernels import grouped_matmul, matmul
 from moewright.engine.model.functions import Booked
 
@@ -103,19 +103,26 @@ def _shaken(x_TK: torch.Tensor, noise: Noise | None) -> torch.Tensor:
 
 
 class GateLinear(Booked):
-    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came."""
+    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
+
+    `sharers`, which all have the same x and the same gradient of y, each give an equal share of the weight's gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, books: Books) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, books: Books, sharers: Group | None = None
+    ) -> torch.Tensor:
         Booked.remember(ctx, books)
+        ctx.sharers = sharers
         ctx.save_for_backward(x_TK, w_NK)
         return matmul(x_TK, w_NK.T)
 
     @staticmethod
-    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x_TK, w_NK = ctx.saved_tensors
         with ctx.books.within(ctx.where):
-            return matmul(g_TN, w_NK), matmul(g_TN.T, x_TK), None
+            grad_x, grad_w = matmul(g_TN, w_NK), matmul(g_TN.T, x_TK)
+        return grad_x, grad_w if ctx.sharers is None else grad_w.div_(ctx.sharers.size), None, None
 
 
 class GroupedLinear(Booked):
