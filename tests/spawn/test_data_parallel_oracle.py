@@ -63,15 +63,7 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
     accumulate(job, Clock(), step=1)
     ours = [piece for piece in job.optimizer.gradients() if piece.tensor.numel()]
 
-    bare = built(replace(plan.layout, zero=0, shard=0))
-    for slot in slots_of(bare.model):  # parameters that nothing of the engine hangs on
-        slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
-    wrapped = wrap(bare.model, seat.world)  # its hooks live as long as it does
-    out = wrapped(data.micro_batch(bare.run, 0, 0))
-    loss = out.nll.sum() / int((data.targets[0] >= 0).sum()) + out.aux.sum() / seat.world
-    # DDP takes the mean over ranks, of a sum that is already over all valid targets.
-    (loss * (seat.world if isinstance(wrapped, DistributedDataParallel) else 1)).backward()
-    theirs = {f"grad/{slot.name}": whole(slot.owner.weight.grad) for slot in slots_of(bare.model)}
+    theirs = torchs_gradients(built(replace(plan.layout, zero=0, shard=0)), wrap, seat.world)
     assert ours
     worst = 0.0
     for piece in ours:
@@ -81,6 +73,20 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
     (folder / f"worst{seat.rank}").write_text(str(worst))
     collectives.stop()
     return Outcome.DONE
+
+
+def torchs_gradients(bare: Trainee, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:
+    """Of the first micro-batch, by name. The wrapper dies here, while the world still holds its group: the last owner
+    ends the group's threads, and DDP would do so without letting go of Python, for which such a thread may wait.
+    """
+    for slot in slots_of(bare.model):  # parameters that nothing of the engine hangs on
+        slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
+    wrapped = wrap(bare.model, world)  # its hooks live as long as it does
+    out = wrapped(bare.train_data.micro_batch(bare.run, 0, 0))
+    loss = out.nll.sum() / int((bare.train_data.targets[0] >= 0).sum()) + out.aux.sum() / world
+    # DDP takes the mean over ranks, of a sum that is already over all valid targets.
+    (loss * (world if isinstance(wrapped, DistributedDataParallel) else 1)).backward()
+    return {f"grad/{slot.name}": whole(slot.owner.weight.grad) for slot in slots_of(bare.model)}
 
 
 def whole(grad: torch.Tensor | None) -> torch.Tensor:
