@@ -81,6 +81,7 @@ def test_memory_reports_of_megatron_and_of_bridge():
 @pytest.mark.parametrize(
     "line",
     [
+        "OutOfMemoryError: HIP out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of "
         "79.11 GiB of which 1.2 GiB is free.",
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB (GPU 0; 79.11 GiB total capacity; "
@@ -117,6 +118,91 @@ def test_the_command_explains_120_where_others_report_277(tmp_path, capsys):
     assert "unexplained" in out
     assert main(["diagnose", str(path)]) == 0
     assert "--model" in capsys.readouterr().out
+
+
+TIMERS = """(min, max) time across ranks (ms):
+    forward-backward ...............................: (22100.00, 22150.00)
+    forward-compute ................................: (6900.00, 7100.00)
+    backward-compute ...............................: (9000.00, 9300.00)
+    batch-generator ................................: ({load:.2f}, {load:.2f})
+{messages}    all-grads-sync .................................: (150.00, {sync:.2f})
+    params-all-gather ..............................: (80.00, 80.00)
+    optimizer ......................................: (200.00, 210.00)
+"""
+MESSAGES = "    forward-recv ...................................: (100.00, 900.00)\n"
+
+
+def timers(*, load=20.0, sync=150.0, messages=MESSAGES):
+    block = TIMERS.format(load=load, sync=sync, messages=messages)
+    warm = block.replace("(22100.00, 22150.00)", "(90000.00, 90000.00)")
+    lines = [LINE.format(n=n, samples=n, ms=22420.0, tflops=216.4) for n in range(1, 4)]
+    return parse_log("\n".join((lines[0], warm + lines[1], block + lines[2], block)))
+
+
+def test_timers_tell_measured_walls():
+    found = timers()
+    assert found.timers["forward-backward"].most_s == pytest.approx(22.15)  # not the first iteration's
+    assert found.timers["forward-compute"].least_s == pytest.approx(6.9)
+    first = findings(found, None)[0]
+    assert (first.wall, first.cause) == (Wall.COMMUNICATION, Cause.PP)
+    assert first.share == pytest.approx((22.15 - 7.1 - 9.3 - 0.15) / 22.42)
+    assert any("6.9 s to 7.1 s over the ranks" in line for line in first.evidence)
+
+
+@pytest.mark.parametrize(
+    ("changed", "wall", "cause", "share"),
+    [
+        ({"load": 4000.0}, Wall.HOST, Cause.DATA, 4.0 / 22.42),
+        # Who came last waits 150 ms for the sum; the others wait for it.
+        ({"sync": 5150.0, "messages": ""}, Wall.COMMUNICATION, Cause.STRAGGLER, 5.0 / 22.42),
+        ({"messages": ""}, Wall.HOST, Cause.HOST_OTHER, (22.15 - 7.1 - 9.3 - 0.15) / 22.42),
+    ],
+)
+def test_each_timer_has_its_cause(changed, wall, cause, share):
+    said = {each.cause: each for each in findings(timers(**changed), None)}
+    assert said[cause].wall is wall
+    assert said[cause].share == pytest.approx(share)
+
+
+def test_timers_of_one_line_and_of_every_rank():
+    old = (
+        LINE.format(n=1, samples=1, ms=430.0, tflops=0.0)
+        + "\ntime (ms) | forward-compute: 53.79 | forward-recv: 38.38 "
+        "| backward-compute: 138.84 | backward-send-forward-recv: 2.60 | backward-params-all-reduce: 10.17 "
+        "| optimizer: 49.42"
+    )
+    said = {each.cause: each.share for each in findings(parse_log(old), None)}
+    assert said[Cause.PP] == pytest.approx((38.38 + 2.60) / 430)
+    assert said[Cause.DP] == pytest.approx(10.17 / 430)
+    ranks = "times across ranks (ms):\n  forward-backward:\n     rank  0: 9000.00\n     rank  1: 9001.00\nsaving"
+    timer = parse_log(ranks).timers["forward-backward"]
+    assert (timer.least_s, timer.most_s) == pytest.approx((9.0, 9.001))
+
+
+@pytest.mark.parametrize(
+    ("line", "step_s", "tflops", "batch"),
+    [
+        (
+            "[20251202 09:12:08][rank-7/8][INFO ] [-trainer.py:2560] : iteration 126/ 5000 | consumed samples: 16128 | "
+            "elapsed time per iteration (ms): 13372.8/13364.7 | hip mem usage/free/total/usage_ratio: "
+            "153.81GB/102.17GB/255.98GB/60.09% | throughput per GPU (TFLOP/s/GPU): 567.6/568.0 | tokens per GPU "
+            "(tokens/s/GPU): 9801.4/9807.3 | global batch size: 128 | lm loss: 6.548988E-03 |",
+            13.3728,
+            567.6,
+            128,
+        ),
+        (
+            "[2024-06-21 10:50:42][INFO][training:1609] - iteration=    1/  317892 | consumed_samples=         768 | "
+            "elapsed_time_per_iteration_ms=108893.2 | global_batch_size=  768 | lm loss=11.133188 |",
+            108.8932,
+            0.0,
+            768,
+        ),
+    ],
+)
+def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):
+    (found,) = parse_log(line).iterations
+    assert (found.step_s, found.tflops_per_device, found.global_batch) == pytest.approx((step_s, tflops, batch))
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):

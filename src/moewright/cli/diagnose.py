@@ -200,8 +200,9 @@ def _log(console: Console, path: Path, known: Known | None, model: str, on: str)
     found = findings(log, known)
     print_findings(console, found)
     if known is None:
+        rest = "what nobody timed" if log.timers else "a wall of time"
         console.print(
-            "the log alone tells no wall of time: say --on (and --model, --layout, or --script)", soft_wrap=True
+            f"the log alone does not tell {rest}: say --on (and --model, --layout, or --script)", soft_wrap=True
         )
     elif log.step_s:
         print_waterfall(

@@ -19,6 +19,7 @@ from moewright.tune.traces.megatron_log import MegatronLog
 
 _NAME_WIDTH = 72
 _FINDINGS = 4
+_TIMERS = 12
 
 
 def print_breakdown(console: Console, parts: Sequence[Breakdown]) -> None:
@@ -116,6 +117,19 @@ def print_waterfall(console: Console, fall: Waterfall, model_flops_per_device: f
         )
 
 
+def _print_timers(console: Console, log: MegatronLog) -> None:
+    """The longest first; they lie inside each other."""
+    if not log.timers:
+        return
+    table = new_table(
+        "timer of the trainer (measured)", "least", "most", "share", left=("timer of the trainer (measured)",)
+    )
+    for name, timer in sorted(log.timers.items(), key=lambda each: -each[1].most_s)[:_TIMERS]:
+        share = f"{timer.most_s / log.step_s:.1%}" if log.step_s else ""
+        table.add_row(name, show_seconds(timer.least_s), show_seconds(timer.most_s), share)
+    console.print(table)
+
+
 def print_log(console: Console, log: MegatronLog, known: Known | None) -> None:
     """What the log measured, beside what was predicted."""
     if log.iterations:
@@ -127,6 +141,7 @@ def print_log(console: Console, log: MegatronLog, known: Known | None) -> None:
         skipped, broken = sum(each.skipped for each in log.iterations), sum(each.nan for each in log.iterations)
         if skipped or broken:
             console.print(Text(f"{skipped} iterations skipped, {broken} with NaN (measured)"))
+    _print_timers(console, log)
     for report in sorted(log.memory, key=lambda each: -each.max_reserved_bytes)[:1]:
         held, given = show_bytes(report.max_reserved_bytes), show_bytes(report.max_allocated_bytes)
         console.print(

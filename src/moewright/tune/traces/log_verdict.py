@@ -9,6 +9,7 @@ from moewright.spec.plan import TimePart, Verdict
 from moewright.spec.units import show_bytes, show_seconds
 from moewright.tune.advise import Known, fixes_for
 from moewright.tune.traces.megatron_log import MegatronLog
+from moewright.tune.traces.timers import timed
 from moewright.tune.walls import MEMORY_SHARE, RESERVED_OVER, WAITS_FOR, ordered
 from moewright.tune.waterfall import WORKING
 
@@ -18,7 +19,10 @@ _SPIKES = 0.05  # of the steps: more often than checkpoints and evaluations expl
 
 def findings(log: MegatronLog, known: Known | None) -> tuple[Finding, ...]:
     """The wall to work on first in front; () when neither the log nor the prediction tells one."""
-    found = (*_memory(log, known), *_uneven(log), *(expected(known, log.step_s) if known is not None else ()))
+    measured = tuple(timed(log.timers, log.step_s))
+    said = {each.cause for each in measured}
+    unmeasured = expected(known, log.step_s) if known is not None else ()
+    found = (*_memory(log, known), *_uneven(log), *measured, *(each for each in unmeasured if each.cause not in said))
     priced = (
         Finding(
             wall=f.wall,

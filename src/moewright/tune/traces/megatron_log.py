@@ -7,12 +7,14 @@ launchers, and break off anywhere; what is not recognised is passed over.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GB, GIB, MIB, TERA
+from moewright.tune.traces.timers import Timer, read_timers
 
 WARM = 0.2  # of the iterations seen, at most ten: autotuning, communicators, caches
 _ITERATION = re.compile(r"iteration[ =]+(\d+)\s*/\s*(\d+)\s*\|(.*)")
@@ -20,12 +22,14 @@ _PAIR = re.compile(r"\s*([^|:=]+?)\s*[:=]\s*([-+]?[\d.,]+(?:[eE][-+]?\d+)?|nan|i
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|(.*)")
 _MEMORY_PAIR = re.compile(r"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*([\d.]+)")
-_OUT = re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc", re.IGNORECASE)
+_OUT = re.compile(
+    r"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc", re.IGNORECASE
+)
 _OUT_SIZE = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB)")
 _OUT_HELD = re.compile(r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity")
-_LOSS_KEYS = ("lm loss", "loss", "reduced_train_loss")
-_ELAPSED = ("elapsed time per iteration (ms)", "elapsed_time_per_iteration_ms", "elapsed time per iteration [ms]")
-_THROUGHPUT = "throughput per GPU (TFLOP/s/GPU)"
+_LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
+_ELAPSED = ("elapsed time per iteration (ms)", "elapsed time per iteration ms", "elapsed time per iteration [ms]")
+_RATES = ("throughput per GPU (TFLOP/s/GPU)", "compute per GPU (TFLOP/s/GPU)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,7 @@ class MegatronLog:
     arguments: tuple[tuple[str, str], ...]  # as dumped: name with underscores, value as Python prints it
     memory: tuple[MemoryReport, ...]
     failures: tuple[OutOfMemory, ...]
+    timers: Mapping[str, Timer]  # by Megatron's names; empty: none printed
 
     def argument(self, name: str) -> str:
         """The value of one argument; "" when it was not dumped."""
@@ -77,7 +82,7 @@ class MegatronLog:
     def settled(self) -> tuple[Iteration, ...]:
         """Iterations after warm-up that were not skipped."""
         timed = [each for each in self.iterations if each.step_s > 0]
-        first = min(10, max(1 if len(timed) > 1 else 0, int(WARM * len(timed))))
+        first = _warm(len(timed))
         return tuple(each for each in timed[first:] if not each.skipped) or tuple(timed[first:])
 
     @property
@@ -89,6 +94,11 @@ class MegatronLog:
     def tflops_per_device(self) -> float:
         """Median of what the trainer printed, model FLOPs by its own count; 0: not printed."""
         return median([each.tflops_per_device for each in self.settled if each.tflops_per_device > 0] or [0.0])
+
+
+def _warm(count: int) -> int:
+    """How many of `count` iterations are warm-up."""
+    return min(10, max(1 if count > 1 else 0, int(WARM * count)))
 
 
 def read_log(path: Path) -> MegatronLog:
@@ -110,7 +120,8 @@ def parse_log(text: str) -> MegatronLog:
     arguments: dict[str, str] = {}
     memory: dict[int, MemoryReport] = {}
     failures: list[OutOfMemory] = []
-    for number, line in enumerate(re.split(r"[\r\n]+", text), 1):
+    lines = re.split(r"[\r\n]+", text)
+    for number, line in enumerate(lines, 1):
         if found := _ITERATION.search(line):
             iterations[int(found[1])] = _iteration(int(found[1]), found[3])
         for report in _MEMORY.finditer(line):
@@ -124,6 +135,7 @@ def parse_log(text: str) -> MegatronLog:
         arguments=tuple(arguments.items()),
         memory=tuple(memory[rank] for rank in sorted(memory)),
         failures=tuple(failures),
+        timers=read_timers(lines, _warm(len(iterations))),
     )
 
 
@@ -131,13 +143,13 @@ def _iteration(number: int, rest: str) -> Iteration:
     said: dict[str, float] = {}
     for piece in rest.split("|"):
         if found := _PAIR.match(piece):
-            said[found[1].strip()] = float(found[2].replace(",", ""))
+            said[found[1].strip().replace("_", " ")] = float(found[2].replace(",", ""))
     elapsed = next((said[key] for key in _ELAPSED if key in said), 0.0)
     return Iteration(
         number=number,
         step_s=elapsed / 1e3,
-        tflops_per_device=said.get(_THROUGHPUT, 0.0),
-        global_batch=int(said.get("global batch size", said.get("global_batch_size", 0))),
+        tflops_per_device=next((said[key] for key in _RATES if key in said), 0.0),
+        global_batch=int(said.get("global batch size", 0)),
         loss=next((said[key] for key in _LOSS_KEYS if key in said), float("nan")),
         grad_norm=said.get("grad norm", float("nan")),
         skipped=int(said.get("number of skipped iterations", 0)),
