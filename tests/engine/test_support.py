@@ -58,7 +58,6 @@ def test_what_is_not_built_is_refused() -> None:
     ("more", "field"),
     [
         ("zero3", "layout.zero=3"),
-        ("overlap=grad", "layout.overlap=grad"),
         ("capacity=1,capacity_fill=padded", "layout.capacity_fill=padded"),
     ],
 )

@@ -47,7 +47,7 @@ _OFTEN = (
     ("sinkhorn over TP and EP", made("qwen", 4, "tp2,ep4,mbs2", _UNTIL_SETTLED, _Z)),
     ("noise over stages, replayed", made("olmoe", 4, "pp2,ep2,mbs1,recompute=full", _NOISY)),
     ("placed over TP and DP", made("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced")),
-    ("replicas over TP and EDP", made("qwen", 4, "tp2,ep2,mbs2,expert_placement=balanced,spare1")),
+    ("replicas over TP and EDP", made("qwen", 4, "tp2,ep2,mbs2,expert_placement=balanced,spare1,overlap=grad")),
     ("shared experts beside dispatch, gated, TP", made("deep", 4, "tp2,ep4,mbs2,overlap=shared")),
     ("padded", made("qwen", 4, "tp2,ep4,mbs2,capacity=4,capacity_fill=padded")),
 )
@@ -80,6 +80,14 @@ _SELDOM = (
     (
         "replicas over nodes, capacity",
         made("deep", 8, "tp2,ep4,ep_node2,dispatcher=dedup,mbs2,capacity=4,expert_placement=balanced,spare1"),
+    ),
+    (
+        "replicas of experts that are whole among shards",
+        made("deep", 4, "tp2,ep4,zero3,mbs2,expert_placement=balanced,spare1"),
+    ),
+    (
+        "replicas beside overlapped reductions, split backwards",
+        made("deep", 4, "pp2,ep2,mbs1,schedule=zb-h1,overlap=grad+param,expert_placement=balanced,spare1"),
     ),
     ("placed shards", made("olmoe", 4, "ep2,zero3,mbs2,dispatcher=allgather,expert_placement=balanced")),
 )

@@ -274,11 +274,13 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
 
     zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under hybrid sharding copies
-    of a part then sum its gradient, once a step. Replicas of experts send gradients home and take weights.
+    of a part then sum its gradient, once a step. Replicas of experts send gradients home after backward, before their
+    owners reduce, and take weights at the end of the step: nothing of that is hidden.
     """
     c = links.constants
     often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
     reduce_s, gather_s = 0.0, 0.0
+    beside_s = (0.0, 0.0)  # of both, what may run beside computation
     for group, numel, calls in (
         ("dp_cp", held.dense, held.dense_calls),
         ("edp", held.expert, held.expert_calls),
@@ -296,14 +298,16 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
         if layout.zero:
             gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)
             gather_s += (2 * often if layout.zero == 3 else 1) * gather
+        if not layout.spare or group != "edp":
+            beside_s = reduce_s, gather_s
     if layout.spare and size.model.moe is not None:
         where = links.span(layout, "ep")
         replicas = layout.spare * held.expert * layout.ep / size.model.moe.experts
         reduce_s += links.seconds(Collective.ALL_TO_ALL, where, 4 * replicas)
         gather_s += links.seconds(Collective.ALL_TO_ALL, where, size.c * replicas)
     hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
-    hidden_reduce = hidden_share * reduce_s if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
-    hidden_gather = hidden_share * gather_s if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
+    hidden_reduce = hidden_share * beside_s[0] if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
+    hidden_gather = hidden_share * beside_s[1] if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
     owned = owned_by(layout, held)
     on_device = sum(rates.seconds(row) for row in optimizer_ops(size, held=held.dense + held.expert, owned=owned))
     on_host = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0

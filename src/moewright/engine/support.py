@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 
+from moewright.rules.fully import cuts
 from moewright.rules.legality import illegal
 from moewright.rules.routing import LIBRARIES
 from moewright.spec.errors import BadInput, Reason
@@ -77,14 +78,18 @@ def _replicated(layout: Layout) -> Iterator[Reason]:
     """What replicas of experts do not go with: they are no parameters, and send gradients home at a step's end."""
     if not layout.spare:
         return
+    cut = cuts(layout, "edp")
+    padded = layout.capacity_fill is CapacityFill.PADDED
     rules = (
-        ("zero", str(layout.zero), layout.zero == 3, "cuts weights of which the engine has no replicas", "1"),
-        ("overlap", "grad", Overlap.GRAD in layout.overlap, "reduces experts before replicas' gradients come", "none"),
+        ("zero", str(layout.zero), cut, "cuts experts over edp ranks, none of which has one to send", "1"),
         (
-            "capacity_fill", layout.capacity_fill, layout.capacity_fill is CapacityFill.PADDED,
-            "has room for experts, not for replicas of them", CapacityFill.USED,
+            "capacity_fill",
+            layout.capacity_fill,
+            padded,
+            "gives every rank equally many rows already",
+            CapacityFill.USED,
         ),
-    )  # fmt: skip
+    )
     for field, value, broken, why, near in rules:
         if broken:
             rule = f"{why}: not with spare={layout.spare}"

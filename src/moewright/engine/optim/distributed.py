@@ -34,7 +34,8 @@ class DistributedOptimizer:
 
     Gradients are summed over the group in which a parameter is held in copies, never averaged: the loss is already
     divided by the global number of targets. With overlap=grad a bucket is reduced under backward, as soon as the last
-    of its gradients is in; with overlap=param updated weights come under the next forward. Neither changes a bit.
+    of its gradients is in, but after backward where replicas of its experts send theirs home; with overlap=param
+    updated weights come under the next forward. Neither changes a bit.
     """
 
     def __init__(
@@ -71,16 +72,21 @@ class DistributedOptimizer:
         held = [[slot.name for slot, _ in bucket.views] for bucket in self.buckets]
         # Backward goes through the model from its end, so a bucket is full when its first parameter has its gradient.
         self._order = sorted(range(len(held)), key=lambda i: -min(number[name] for name in held[i]))
-        self._arrivals = Arrivals([(i, held[i]) for i in self._order], self._reduce_one)
-        overlap = run.mesh.layout.overlap
-        self._early, self._late = Overlap.GRAD in overlap, Overlap.PARAM in overlap
+        replicated = {id(part) for each in self._replicas for part in each.parts}
+        waiting = {
+            i for i, bucket in enumerate(self.buckets) if any(id(slot.owner) in replicated for slot, _ in bucket.views)
+        }
+        due = sorted(self._order, key=waiting.__contains__)  # what is full waits for what comes before it
+        self._arrivals = Arrivals([(i, held[i]) for i in due], self._reduce_one)
+        self._late = Overlap.PARAM in layout.overlap
         for index, bucket in enumerate(self.buckets):
+            early = Overlap.GRAD in layout.overlap and index not in waiting
             for slot, view in bucket.views:
-                slot.parameter.register_post_accumulate_grad_hook(self._accumulate(slot.name, view))
+                slot.parameter.register_post_accumulate_grad_hook(self._accumulate(slot.name, view, early=early))
                 if self._late:
                     slot.owner.arrive = partial(self._land, index)
 
-    def _accumulate(self, name: str, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def _accumulate(self, name: str, view: torch.Tensor, *, early: bool) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             if parameter.grad is None:
                 return
@@ -90,7 +96,7 @@ class DistributedOptimizer:
             else:
                 view.add_(parameter.grad)
             parameter.grad = None
-            if self._early:
+            if early:
                 self._arrivals.came(name)
 
         return hook
