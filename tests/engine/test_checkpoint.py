@@ -6,6 +6,8 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,11 @@ from moewright.engine.checkpoint import (
     save,
 )
 from moewright.engine.checkpoint import index as index_module
+from moewright.engine.start import identity_of, steps_done
 from moewright.spec.errors import BadInput
+from moewright.spec.workload import DataSpec, Documents
 from sharded import LAYOUTS, bits, blank, full_state, on_ranks, pieces_of
+from tiny_jobs import plan, workload
 
 EXTRA = {"step": 5, "seed": 1234, "fingerprints": {"model": "ab12", "data": "cd34"}, "lr": 0.1}
 
@@ -414,6 +419,32 @@ def test_a_mismatch_names_each_differing_field() -> None:
         assert part in text
     assert "layers" not in text
     assert "seed" not in text
+
+
+def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Path) -> None:
+    """Fields of the model, of a part of it, and of what trains it; a ramp and ends of documents that nobody said."""
+    job = plan(workload(DataSpec()), "", world_size=1)
+    extra = json.loads(json.dumps(identity_of(job, "ab")))
+    for lacking in ("model.mlp_bias", "model.moe.expert_bias", "train.optimizer.moment_dtype", "train.loss.z_coeff"):
+        *folders, name = lacking.split(".")
+        reduce(lambda data, part: data[part], folders, extra).pop(name)
+    pieces = pieces_of(full_state(5), "rows", 0, 1)
+    save(tmp_path / "checkpoints", step=5, pieces=pieces, extra=extra, keep=1, comm=alone())
+    as_then = replace(job, workload=replace(job.workload, loss=replace(job.workload.loss, z_coeff=0.0)))
+    assert steps_done(as_then, tmp_path, identity_of(as_then, "ab")) == 5
+    work = as_then.workload
+    for other, said in (
+        (job, "train.loss.z_coeff is 0.0 in the checkpoint and 0.001 in the job"),
+        (replace(as_then, model=replace(job.model, mlp_bias=True)), "model.mlp_bias is False in the checkpoint"),
+        (
+            replace(as_then, workload=replace(work, data=DataSpec(documents=Documents.BOUNDED))),
+            "data.documents is joined in the checkpoint and bounded in the job",
+        ),
+    ):
+        with pytest.raises(BadInput) as refused:
+            steps_done(other, tmp_path, identity_of(other, "ab"))
+        assert str(refused.value).startswith(f"resume: {said}")
+        assert ";" not in str(refused.value).split(" in the job")[0]
 
 
 def test_a_run_directory_takes_one_job(tmp_path: Path) -> None:

@@ -151,7 +151,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     change(expert, before[:, :3].contiguous())
     assert f"{expert}: has shape [32, 3]" in refused()
     change(expert, before.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(float("nan"))))
-    assert f"{expert}: holds values that are not finite" in refused("spoiled")
+    assert f"{expert}: holds values that are not finite" in refused("made/spoiled")
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "there").mkdir()
+    assert f"{expert}: holds values that are not finite" in refused("there")
+    assert list((tmp_path / "there").iterdir()) == []
     file = tmp_path / "hf" / data["weight_map"][expert]
     whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")

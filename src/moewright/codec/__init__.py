@@ -1,6 +1,6 @@
 """Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way out."""
 
-from moewright.codec.data import Numbers, fingerprint, from_data, nearest, shown, to_data
+from moewright.codec.data import Numbers, fingerprint, from_data, nearest, shown, to_data, unsaid
 from moewright.codec.files import (
     append_line,
     json_data,
@@ -37,6 +37,7 @@ __all__ = [
     "shown",
     "to_data",
     "toml_data",
+    "unsaid",
     "whole_lines",
     "write_json",
     "write_text",

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -50,6 +50,20 @@ def nearest(word: str, legal: Iterable[str]) -> str:
 def to_data(noun: object) -> Any:
     """Plain data of a noun: dataclass -> dict, tuple -> list, enum -> its value."""
     return _converter(Numbers.FINITE).unstructure(noun)
+
+
+def unsaid(noun: object) -> dict[str, Any]:
+    """What `from_data` takes the fields of a noun, and of the nouns in it, for that are left out; without those that
+    may not be.
+    """
+    found: dict[str, Any] = {}
+    for field in fields(cast(Any, noun)):
+        value = getattr(noun, field.name)
+        if is_dataclass(value):
+            found[field.name] = unsaid(value)
+        elif field.default is not MISSING:
+            found[field.name] = to_data(field.default)
+    return found
 
 
 def from_data(cls: type[T], data: Any, *, where: str, numbers: Numbers = Numbers.FINITE) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import to_data
+from moewright.codec import to_data, unsaid
 from moewright.engine.checkpoint import (
     Coordinator,
     Piece,
@@ -24,7 +24,7 @@ from moewright.engine.step import Trainee
 from moewright.engine.weights import read_box, table_of
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Documents, Dtype
+from moewright.spec.workload import Documents, Dtype, Workload
 
 
 def identity_of(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
@@ -56,6 +56,17 @@ def identity_of(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
     }
 
 
+def _unsaid(model: ModelSpec, work: Workload) -> Mapping[str, Any]:
+    """What a field of the identity means in a checkpoint older than the field."""
+    parts = {"optimizer": work.optimizer, "loss": work.loss, "router": work.router}
+    parts |= {"scaling": work.scaling, "ramp": work.ramp}
+    return {
+        "model": unsaid(model),
+        "train": {name: unsaid(part) for name, part in parts.items()},
+        "data": {"documents": to_data(Documents.JOINED)},
+    }
+
+
 def steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
     """Updates that the last checkpoint stands for, once it is known to be of this very job.
 
@@ -67,7 +78,7 @@ def steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
             _refuse_other_model(plan.model, Path(plan.workload.weights))
         return 0
     index = read_index(checkpoint)
-    refuse_mismatch(index.extra, identity)
+    refuse_mismatch(index.extra, identity, unsaid=_unsaid(plan.model, plan.workload))
     for path in passed_over:
         print(f"{path} is not a committed checkpoint: going on from {checkpoint.name}", file=sys.stderr)
     return index.step
@@ -80,7 +91,7 @@ def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
         return
     found = read_index(checkpoint_at(weights)).extra.get("model", {})
     theirs, ours = ({k: v for k, v in data.items() if k != "name"} for data in (found, to_data(model)))
-    refuse_mismatch({"model": theirs}, {"model": ours}, field="model.weights")
+    refuse_mismatch({"model": theirs}, {"model": ours}, field="model.weights", unsaid={"model": unsaid(model)})
 
 
 def restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
@@ -91,7 +102,7 @@ def restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coor
             _begin(job, Path(weights), comm)
         return 0
     index = read_index(checkpoint)
-    refuse_mismatch(index.extra, identity)
+    refuse_mismatch(index.extra, identity, unsaid=_unsaid(job.run.model, job.run.workload))
     load(checkpoint, pieces=job.pieces(), comm=comm)
     job.optimizer.publish()
     return index.step

@@ -117,9 +117,10 @@ def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]
             raise ValueError(f"{tensor.name}: {fault}")
         for shard in tensor.shards:
             by_file.setdefault(shard.file, []).append((tensor, shard))
-    if not _prepare(order):
-        return order.final
+    existing = _existing(order.final.parent)
     try:
+        if not _prepare(order):
+            return order.final
         files = [
             write_tensors(
                 order.working / file,
@@ -133,6 +134,7 @@ def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]
         raise write_fault(order.final.parent, error, order.need_bytes) from error
     finally:
         shutil.rmtree(order.working, ignore_errors=True)
+        _remove_empty(order.final.parent, below=existing)
     return order.final
 
 
@@ -249,3 +251,10 @@ def _purge(order: Order) -> None:
 def _existing(path: Path) -> Path:
     """`path`, or its nearest parent that exists."""
     return path if path.exists() else _existing(path.parent)
+
+
+def _remove_empty(folder: Path, below: Path) -> None:
+    """Remove a folder, and those that hold nothing but it, down from one that stays."""
+    while folder != below and not any(folder.iterdir()):
+        folder.rmdir()
+        folder = folder.parent

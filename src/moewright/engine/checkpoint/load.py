@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,12 +37,20 @@ def agree_on_index(checkpoint: Path, comm: Coordinator) -> Index:
     return found[0]
 
 
-def refuse_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, field: str = "resume") -> None:
+def refuse_mismatch(
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    *,
+    field: str = "resume",
+    unsaid: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Raise BadInput for `field`, naming all in which a checkpoint and the job that is to take it up differ.
 
-    Nested mappings are compared field by field ("model.hidden_size"); all else by equality.
+    Nested mappings are compared field by field ("model.hidden_size"); all else by equality. `unsaid` has what a field
+    of the job means where the checkpoint is older than the field, and lacks it.
     """
     ours, theirs = _flat(wanted), _flat(saved)
+    theirs = {name: value for name, value in _flat(unsaid).items() if name in ours} | theirs
     fields = [name for name in sorted(ours | theirs) if ours.get(name, "absent") != theirs.get(name, "absent")]
     if fields:
         differences = "; ".join(
