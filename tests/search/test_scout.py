@@ -95,6 +95,21 @@ def test_what_pricing_settles_is_the_fastest_way() -> None:
     assert max(best.values()) > best[""]
 
 
+@pytest.mark.parametrize(("model", "on", "workload", "fixed"), CASES)
+def test_no_price_is_below_the_floor_of_its_group(model: str, on: str, workload: Workload, fixed: str) -> None:
+    """A floor takes no price of the pipelines; where it is high enough none is made."""
+    hardware, draw = catalogue.hardware(on), random.Random(3)
+    space = space_of(catalogue.model(model), workload, hardware, fixed)
+    scout, near = Scout(space), 0.0
+    every = list(groups(space))
+    for group in draw.sample(every, min(20, len(every))):
+        for scores in scout.scores(group, room_bytes=ALL, below_s=ALL):
+            least = float(scores.step_s.min())
+            assert 0 < scores.floor_s <= least, layout_text(scores.base)
+            near = max(near, scores.floor_s / least)
+    assert near > 0.8
+
+
 def test_a_forward_of_one_micro_batch_runs_beside_nothing() -> None:
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("64xH100")
     text = "tp1,cp1,pp1,ep32,etp1,mbs1,overlap=ep"

@@ -12,7 +12,7 @@ from moewright.spec.layout import Layout, Overlap
 Seconds = Sequence[tuple[OpRow, float]]
 
 # Rows between dispatch and combine; the others come before the dispatch.
-_BETWEEN = ("experts", "sort_received")
+BETWEEN = ("experts", "sort_received")
 # The seconds of gradients with respect to weights: half of each product of the backward, and their sums.
 _PRODUCTS = (Op.GEMM, Op.GROUPED_GEMM)
 
@@ -56,7 +56,7 @@ def covered(layout: Layout, forward: Seconds, backward: Seconds, ep_forward: flo
 def _gained(forward: Seconds, backward: Seconds, there: float, back: float) -> Covered:
     """What more is covered with weight gradients delayed."""
     before, before_back, experts, experts_back = (
-        [(row, seconds) for row, seconds in rows if row.name.startswith(_BETWEEN) == between]
+        [(row, seconds) for row, seconds in rows if row.name.startswith(BETWEEN) == between]
         for between in (False, True)
         for rows in (forward, backward)
     )

@@ -15,7 +15,19 @@ from moewright.cost.outside import optimizer_ops
 from moewright.cost.sizes import Sizes, sizes
 from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, routed
 from moewright.cost.states import BucketSet, stage_sets
-from moewright.cost.step_time import Pricer, Share, Step, Tail, all_rows, owned_by, stage_times, step_time, tail
+from moewright.cost.step_time import (
+    Pricer,
+    Share,
+    Step,
+    Tail,
+    all_rows,
+    owned_by,
+    price_work,
+    stage_times,
+    step_time,
+    tail,
+    work_of,
+)
 from moewright.cost.traffic import comm_rows
 from moewright.rules import flops, routing, schedule, stages
 from moewright.rules.legality import illegal, micro_batches, unmultiplied
@@ -50,7 +62,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     size = size_of(model, workload, hardware, layout, rates.constants)
     count = micro_batches(workload, layout)
     sets = stage_sets(model, workload, layout)
-    pieces = Pricer(rates, links, size).pieces(layout)
+    pieces = Pricer(links, size, price_work(rates, links, size, work_of(size))).pieces(layout)
     chunks = stages.chunks(model, layout)
     times = stage_times(size, pieces, chunks, layout.pp)
     tails = [tail(rates, links, workload, size, layout, held_share(of_rank)) for of_rank in sets]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from moewright.cost.beside import covered, weights_s
+from moewright.cost.beside import BETWEEN, covered, weights_s
 from moewright.cost.comm import Links, Span
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.ops import LayerOps
@@ -25,6 +25,7 @@ from moewright.spec.model import ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
 
 Parts = Mapping[TimePart, float]
+Seconds = tuple[tuple[OpRow, float], ...]
 Numbers = Any  # floats, or arrays of one shape
 
 _NO_SYNC = (Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)
@@ -67,8 +68,8 @@ def add(many: Iterable[tuple[Times, float]]) -> Times:
 class Priced:
     """Rows of a layer with their seconds."""
 
-    forward: tuple[tuple[OpRow, float], ...]
-    backward: tuple[tuple[OpRow, float], ...]
+    forward: Seconds
+    backward: Seconds
 
 
 def price(rates: Rates, ops: LayerOps) -> Priced:
@@ -76,6 +77,16 @@ def price(rates: Rates, ops: LayerOps) -> Priced:
         forward=tuple((row, rates.seconds(row)) for row in ops.forward),
         backward=tuple((row, rates.seconds(row)) for row in ops.backward),
     )
+
+
+def exchanged(priced: Priced, experts: Priced) -> Priced:
+    """With the rows between dispatch and combine taken from `experts`, one for one."""
+
+    def mixed(rows: Seconds, others: Seconds) -> Seconds:
+        other = iter(others)
+        return tuple(next(other) if row.name.startswith(BETWEEN) else (row, seconds) for row, seconds in rows)
+
+    return Priced(forward=mixed(priced.forward, experts.forward), backward=mixed(priced.backward, experts.backward))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,14 +184,14 @@ def _context(links: Links, size: Sizes) -> float:
     return links.seconds(Collective.ALL_TO_ALL, where, moved)
 
 
-def host_s(links: Links, layout: Layout, model: ModelSpec, *, moe: bool) -> float:
+def host_s(links: Links, layout: Layout, graphs: Sequence[Graphs], model: ModelSpec, *, moe: bool) -> float:
     """Host time of one layer and micro-batch, forward and backward, that does not depend on the tokens."""
     c = links.constants
-    if Graphs.FULL in layout.graphs:
+    if Graphs.FULL in graphs:
         return c["host_s_full_graph"]
     seconds = c["host_s_per_layer_microbatch"] * float(c["host_per_year"] ** c["stack_age_years"])
-    if layout.graphs:
-        seconds *= 1 - _graphed(links, layout)
+    if graphs:
+        seconds *= 1 - _graphed(links, graphs)
     if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:
         seconds *= c["dp_overlap_host"]
     if layout.tp > 1:
@@ -191,11 +202,11 @@ def host_s(links: Links, layout: Layout, model: ModelSpec, *, moe: bool) -> floa
     return seconds * (c["ep_overlap_host"] if Overlap.EP in layout.overlap else 1.0)
 
 
-def _graphed(links: Links, layout: Layout) -> float:
+def _graphed(links: Links, graphs: Sequence[Graphs]) -> float:
     """Share of a layer's host time that its graphs take over."""
     c = links.constants
-    attention = c["host_graphed_attention"] if Graphs.ATTN in layout.graphs else 0.0
-    return attention + (c["host_graphed_router"] if Graphs.MOE_ROUTER in layout.graphs else 0.0)
+    attention = c["host_graphed_attention"] if Graphs.ATTN in graphs else 0.0
+    return attention + (c["host_graphed_router"] if Graphs.MOE_ROUTER in graphs else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +224,7 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
 
-    def device_s(rows: tuple[tuple[OpRow, float], ...], ep: float, hidden_ep: float, tp: float, cp: float) -> float:
+    def device_s(rows: Seconds, ep: float, hidden_ep: float, tp: float, cp: float) -> float:
         """Books rows and collectives of one direction."""
         core = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
         hidden_cp = min(cp, core) if layout.cp_comm is CpComm.P2P else 0.0
@@ -255,11 +266,22 @@ class Added:
         return cls(**{name: np.array([getattr(one, name) for one in many]) for name in cls.__slots__})
 
 
-def added(links: Links, size: Sizes, layout: Layout, priced: Priced, moved: Exchange, *, moe: bool) -> Added:
-    """Of the layout's choices. Full recompute is one forward more, with its collectives and host time, of the share of
-    the layers that it takes; `moe` its block with 0.6 of the host time.
+class Choices(Protocol):
+    """What a micro-batch of a layer replays, and its graphs: a layout, or a part of one."""
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]: ...
+    @property
+    def graphs(self) -> tuple[Graphs, ...]: ...
+
+
+def added(
+    links: Links, size: Sizes, layout: Layout, choices: Choices, priced: Priced, moved: Exchange, *, moe: bool
+) -> Added:
+    """Of these choices in a layout. Full recompute is one forward more, with its collectives and host time, of the
+    share of the layers that it takes; `moe` its block with 0.6 of the host time.
     """
-    chosen, small = layout.recompute, _small(layout)
+    chosen, small = choices.recompute, _small(choices.recompute)
     block_s = light_s = 0.0
     if Recompute.FULL in chosen:
         block_s = sum(seconds for _, seconds in priced.forward)
@@ -272,7 +294,7 @@ def added(links: Links, size: Sizes, layout: Layout, priced: Priced, moved: Exch
                 light_s += seconds
         block_s += moved.ep_forward if Recompute.MOE in chosen else 0.0
     return Added(
-        host_s=host_s(links, layout, size.model, moe=moe),
+        host_s=host_s(links, layout, choices.graphs, size.model, moe=moe),
         block_s=block_s,
         block_host=1.0 if Recompute.FULL in chosen else 0.6,
         block_share=_replayed_share(layout, size.model) if Recompute.FULL in chosen else 1.0,
@@ -301,16 +323,16 @@ class Passes:
 
 
 def passes(
-    links: Links, size: Sizes, layout: Layout, device: DeviceTime, more: Added, away: Away, *, moe: bool
+    links: Links, size: Sizes, layout: Layout, device: DeviceTime, more: Added, away: Away, *, moe: bool, synced: bool
 ) -> Passes:
     """Device and host side by side, and copies beside both: what takes longer than a pass shows. An offloaded module
-    costs the host as much as a recomputed one, in forward and in backward.
+    costs the host as much as a recomputed one, in forward and in backward. `synced`: the host waits for transfers.
     """
     c = links.constants
     sync = 0.0
     if moe and layout.ep > 1:
         sync = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
-    p, third, call_s = _exponent(links, size, layout), more.host_s / 3, c["host_s_per_recompute_module"]
+    p, third, call_s = _exponent(links, size, synced=synced), more.host_s / 3, c["host_s_per_recompute_module"]
     calls_s = call_s * away.modules
     forward_s = _joint(p, device.forward_s, third + calls_s) + sync
     backward_s = _joint(p, device.backward_s + more.light_s, 2 * third + call_s * more.light_calls + calls_s) + sync
@@ -330,7 +352,7 @@ def layer_time(
     links: Links, size: Sizes, layout: Layout, priced: Priced, device: DeviceTime, more: Added, away: Away, *, moe: bool
 ) -> Times:
     """One layer and micro-batch by part."""
-    found = passes(links, size, layout, device, more, away, moe=moe)
+    found = passes(links, size, layout, device, more, away, moe=moe, synced=layout.pp > 1 and layout.vpp == 1)
     exposed, hidden = dict(device.exposed), dict(device.hidden)
     busy_s = device.backward_s + more.light_s
     _put(exposed, TimePart.HOST, float(found.forward_s - device.forward_s + found.backward_s - busy_s))
@@ -346,16 +368,16 @@ def layer_time(
     )
 
 
-def _exponent(links: Links, size: Sizes, layout: Layout) -> float:
+def _exponent(links: Links, size: Sizes, *, synced: bool) -> float:
     """How far host and device run side by side: less where 1F1B waits for every transfer, not at all in one pass."""
     if not size.steady:
         return 1.0
-    return links.constants["host_exponent_synced" if layout.pp > 1 and layout.vpp == 1 else "host_exponent"]
+    return links.constants["host_exponent_synced" if synced else "host_exponent"]
 
 
-def _small(layout: Layout) -> tuple[Recompute, ...]:
+def _small(recompute: Sequence[Recompute]) -> tuple[Recompute, ...]:
     """Recompute choices that replay a few kernels inside backward, not a block of their own."""
-    return tuple(choice for choice in layout.recompute if choice not in (Recompute.FULL, Recompute.MOE))
+    return tuple(choice for choice in recompute if choice not in (Recompute.FULL, Recompute.MOE))
 
 
 def _replayed_share(layout: Layout, model: ModelSpec) -> float:

@@ -135,19 +135,27 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
 def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
     spec, h, layout = size.model.moe, size.model.expert_width, size.layout
     assert spec is not None
-    if size.narrow:
-        yield _quantise(size, "experts.quantise", size.R * (h + spec.ffn_size / layout.etp), MOE)
-        if spec.shared_ffn_size:
-            shared = size.t * size.model.hidden_size + size.T * spec.shared_ffn_size / layout.tp
-            yield _quantise(size, "shared.quantise", shared, Recompute.SHARED_EXPERTS, MOE)
-    yield _activation(size, "experts.activation", size.R * spec.ffn_size / layout.etp, Recompute.MOE_ACT, MOE)
     if spec.shared_ffn_size:
         shared = size.T * spec.shared_ffn_size / layout.tp
+        if size.narrow:
+            elements = size.t * size.model.hidden_size + shared
+            yield _quantise(size, "shared.quantise", elements, Recompute.SHARED_EXPERTS, MOE)
         yield _activation(size, "shared.activation", shared, Recompute.SHARED_EXPERTS, MOE)
     yield light(ROUTE, "routing", size, size.t * spec.experts, MOE)
     sent = size.t * spec.router.top_k
     yield light(SPREAD, "permute", size, sent * h, MOE)
     yield light(GATHER, "unpermute", size, sent * h, MOE)
+    yield from expert_rows(size)
+
+
+def expert_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
+    """Of those, what experts do with the rows that reach them."""
+    spec, h, layout = size.model.moe, size.model.expert_width, size.layout
+    assert spec is not None
+    width = spec.ffn_size / layout.etp
+    if size.narrow:
+        yield _quantise(size, "experts.quantise", size.R * (h + width), MOE)
+    yield _activation(size, "experts.activation", size.R * width, Recompute.MOE_ACT, MOE)
     # A plain all-to-all hands over rows ordered by source: they are sorted by expert, and back, on arrival too.
     if layout.dispatcher not in DEDUP and (size.fused or layout.ep > 1):
         yield light(REORDER, "sort_received", size, 2 * size.R * h, MOE)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moewright.cost.compute import OpRow
-from moewright.cost.light import FULL, MOE, layer_rows, moved
+from moewright.cost.light import FULL, MOE, expert_rows, layer_rows, moved
 from moewright.cost.sizes import Sizes
 from moewright.rules import flops
 from moewright.spec.hardware import Op
@@ -59,6 +59,21 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
         *_gradient_accumulation(size, moe),
     )
     return LayerOps(forward=forward, backward=backward)
+
+
+def expert_ops(size: Sizes) -> LayerOps:
+    """Of a fused stack, the rows of a layer that depend on how experts are cut, in the order of all its rows."""
+    gemms, reads = tuple(_expert_gemms(size)), tuple(_weight_reads(size, moe=True))
+    light = tuple(expert_rows(size))
+    return LayerOps(
+        forward=(*gemms, *(row for row, _ in light), *reads),
+        backward=(
+            *(_scaled(row, 2.0) for row in gemms),
+            *(back for _, back in light),
+            *reads,
+            *_gradient_accumulation(size, moe=True),
+        ),
+    )
 
 
 def gemm(name: str, size: Sizes, tokens: int, n: float, k: float, part: TimePart, *replay: Recompute) -> OpRow:

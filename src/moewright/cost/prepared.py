@@ -12,7 +12,7 @@ from moewright.cost.comm import Links
 from moewright.cost.compute import Rates
 from moewright.cost.estimate import held_share, size_of
 from moewright.cost.states import stage_sets
-from moewright.cost.step_time import LayerKind, Pieces, Pricer, kind_of, tail, work_of
+from moewright.cost.step_time import LayerKind, Pieces, Pricer, kind_of, price_work, tail, work_of
 from moewright.cost.timeline import pipeline_of, shown_transfers
 from moewright.rules import stages
 from moewright.rules.legality import illegal
@@ -61,7 +61,11 @@ class Prepared:
     def _priced(self, constants: tuple[Constant, ...]) -> tuple[Rates, Links, Pieces]:
         rates = Rates(replace(self._hardware, constants=(*self._hardware.constants, *constants)))
         links = Links(self._hardware, rates.constants)
-        return rates, links, Pricer(rates, links, self._size, self._work).pieces(self._layout)
+        return (
+            rates,
+            links,
+            Pricer(links, self._size, price_work(rates, links, self._size, self._work)).pieces(self._layout),
+        )
 
 
 def passes_of(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:

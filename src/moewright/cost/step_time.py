@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 
@@ -14,21 +13,25 @@ from moewright.cost.comm import Links
 from moewright.cost.compute import OpRow, Rates
 from moewright.cost.layer_time import (
     Added,
+    Choices,
     DeviceTime,
     Exchange,
+    Numbers,
     Parts,
+    Priced,
     Times,
     add,
     added,
     device_time,
     exchange,
+    exchanged,
     layer_time,
     outside_time,
     passes,
     price,
     stage_transfer_s,
 )
-from moewright.cost.ops import LayerOps, layer_ops
+from moewright.cost.ops import LayerOps, expert_ops, layer_ops
 from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.saved import Away, away
 from moewright.cost.sizes import Sizes
@@ -38,7 +41,7 @@ from moewright.rules import flops, fully, grid
 from moewright.rules.events import StageSeconds
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Workload
@@ -130,13 +133,37 @@ def work_of(size: Sizes) -> Work:
     )
 
 
-class Choices(Protocol):
-    """What a micro-batch of a layer replays, and its graphs: a layout, or a part of one."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricedWork:
+    """Rows of the layers with their seconds, and the times of what stands outside them."""
 
-    @property
-    def recompute(self) -> tuple[Recompute, ...]: ...
-    @property
-    def graphs(self) -> tuple[Graphs, ...]: ...
+    layers: Mapping[LayerKind, Priced]
+    embedding: Times
+    head: Times
+    mtp: Times
+
+
+def price_work(rates: Rates, links: Links, size: Sizes, work: Work) -> PricedWork:
+    embedding = outside_time(links, size, price(rates, work.embedding), gathers=2)
+    head = outside_time(links, size, price(rates, work.head), gathers=3, sums=_LOSS_SUMS)
+    mtp = add([(head, 1.0), (outside_time(links, size, price(rates, work.mtp), gathers=5), 1.0)])
+    return PricedWork(
+        layers={kind: price(rates, ops) for kind, ops in work.layers.items()},
+        embedding=embedding,
+        head=head,
+        mtp=add([(mtp, 1.0), (embedding, 1.0)]),
+    )
+
+
+def price_experts(rates: Rates, known: PricedWork, size: Sizes) -> PricedWork:
+    """The same for a layout of a fused stack that cuts its experts otherwise and takes an equal dispatcher: only what
+    stands between dispatch and combine is priced anew.
+    """
+    if size.model.moe is None:
+        return known
+    experts = price(rates, expert_ops(size))
+    layers = {kind: exchanged(priced, experts) if kind[0] else priced for kind, priced in known.layers.items()}
+    return replace(known, layers=layers)
 
 
 class Pricer:
@@ -145,69 +172,92 @@ class Pricer:
     What a choice does not touch is worked out once: rows for all, collectives and choices for each set of overlaps.
     """
 
-    __slots__ = ("_added", "_device", "_embedding", "_head", "_links", "_mtp", "_priced", "size")
+    __slots__ = ("_added", "_beside", "_device", "_links", "_priced", "size")
 
-    def __init__(self, rates: Rates, links: Links, size: Sizes, work: Work | None = None) -> None:
-        self.size, self._links = size, links
-        work = work or work_of(size)
-        self._priced = {kind: price(rates, ops) for kind, ops in work.layers.items()}
-        self._embedding = outside_time(links, size, price(rates, work.embedding), gathers=2)
-        self._head = outside_time(links, size, price(rates, work.head), gathers=3, sums=_LOSS_SUMS)
-        mtp = add([(self._head, 1.0), (outside_time(links, size, price(rates, work.mtp), gathers=5), 1.0)])
-        self._mtp = add([(mtp, 1.0), (self._embedding, 1.0)])
+    def __init__(self, links: Links, size: Sizes, priced: PricedWork, beside: Pricer | None = None) -> None:
+        self.size, self._links, self._priced, self._beside = size, links, priced, beside
         self._device: dict[tuple[object, ...], tuple[Exchange, DeviceTime]] = {}
         self._added: dict[tuple[object, ...], Added] = {}
+
+    def with_experts(self, rates: Rates, size: Sizes) -> Pricer:
+        """Of layouts of a fused stack that cut their experts otherwise and take an equal dispatcher: only what experts
+        change is priced anew.
+        """
+        return Pricer(self._links, size, price_experts(rates, self._priced, size), beside=self)
 
     def pieces(self, layout: Layout) -> Pieces:
         """Of a layout with the degrees and micro-batch of the priced one."""
         layers, size = {}, replace(self.size, layout=layout)
-        for kind, priced in self._priced.items():
+        for kind, priced in self._priced.layers.items():
             _, device = self._moved(layout, kind)
             more, sent = self._more(layout, kind, layout), away(self._links.constants, size, moe=kind[0])
             layers[kind] = layer_time(self._links, size, layout, priced, device, more, sent, moe=kind[0])
         return Pieces(
             layers=layers,
-            embedding=self._embedding,
-            head=self._head,
-            mtp=self._mtp,
+            embedding=self._priced.embedding,
+            head=self._priced.head,
+            mtp=self._priced.mtp,
             transfer_s=stage_transfer_s(self._links, self.size, layout),
         )
 
     def totals(
-        self, layout: Layout, choices: Sequence[Choices], taken: np.ndarray, sent: Mapping[LayerKind, Away]
+        self,
+        layout: Layout,
+        choices: Sequence[Choices],
+        taken: np.ndarray,
+        sent: Mapping[LayerKind, Away],
+        *,
+        synced: bool,
     ) -> dict[LayerKind, np.ndarray]:
         """[taken] seconds of a layer of each kind, of the layout with one of the choices instead of its own, given by
-        its place; `sent` [taken] to the host.
+        its place; `sent` [taken] to the host, which waits for every transfer between stages if `synced`.
         """
         place = np.zeros(len(choices), dtype=int)
         place[taken] = 1
         used = np.flatnonzero(place).tolist()
         place[used] = np.arange(len(used))
         found = {}
-        for kind in self._priced:
-            _, device = self._moved(layout, kind)
+        for kind in self._priced.layers:
             each = Added.of([self._more(layout, kind, choices[choice]) for choice in used])
             more = Added(**{name: getattr(each, name)[place[taken]] for name in Added.__slots__})
-            found[kind] = passes(self._links, self.size, layout, device, more, sent[kind], moe=kind[0]).total_s
+            found[kind] = self._total_s(layout, kind, more, sent[kind], synced)
         return found
+
+    def total_s(
+        self, layout: Layout, choices: Choices, sent: Mapping[LayerKind, Away], *, synced: bool
+    ) -> dict[LayerKind, float]:
+        """The same of one choice, as numbers."""
+        return {
+            kind: float(self._total_s(layout, kind, self._more(layout, kind, choices), sent[kind], synced))
+            for kind in self._priced.layers
+        }
+
+    def _total_s(self, layout: Layout, kind: LayerKind, more: Added, sent: Away, synced: bool) -> Numbers:
+        _, device = self._moved(layout, kind)
+        return passes(self._links, self.size, layout, device, more, sent, moe=kind[0], synced=synced).total_s
 
     def outside_s(self) -> tuple[float, float, float]:
         """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the head."""
-        return self._mtp.total_s, self._embedding.total_s, self._head.total_s
+        one = self._priced
+        return one.mtp.total_s, one.embedding.total_s, one.head.total_s
 
     def _moved(self, layout: Layout, kind: LayerKind) -> tuple[Exchange, DeviceTime]:
+        if self._beside and not kind[0]:
+            return self._beside._moved(layout, kind)
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
             moved = exchange(self._links, replace(self.size, layout=layout), moe=kind[0])
-            self._device[key] = moved, device_time(self._links, layout, self._priced[kind], moved)
+            self._device[key] = moved, device_time(self._links, layout, self._priced.layers[kind], moved)
         return self._device[key]
 
     def _more(self, layout: Layout, kind: LayerKind, chosen: Choices) -> Added:
+        if self._beside and not kind[0]:
+            return self._beside._more(layout, kind, chosen)
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm, chosen.recompute, chosen.graphs
         if key not in self._added:
-            with_them = replace(layout, recompute=chosen.recompute, graphs=chosen.graphs)
             moved, _ = self._moved(layout, kind)
-            self._added[key] = added(self._links, self.size, with_them, self._priced[kind], moved, moe=kind[0])
+            priced = self._priced.layers[kind]
+            self._added[key] = added(self._links, self.size, layout, chosen, priced, moved, moe=kind[0])
         return self._added[key]
 
 

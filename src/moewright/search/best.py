@@ -94,7 +94,10 @@ class Best:
         fits = scores.legal & (scores.peak_bytes <= self._limit + scores.spread_bytes)
         self.scored += int(scores.legal.sum())
         self.without_room += int((scores.legal & ~fits).sum())
+        self._note_least(scores)
         usable = self._allowed(scores, np.isfinite(scores.step_s))
+        if not usable.any():
+            return
         firm = usable & (scores.peak_bytes < self._limit - scores.spread_bytes)
         for mask, ranked in ((firm, 1.0), (usable & fits & ~firm, RESOLVED)):
             self._take_pipes(scores, np.where(mask, scores.step_s, np.inf), ranked, firm=ranked == 1.0)
@@ -111,13 +114,23 @@ class Best:
             if fastest < (self.usual[habit].step_s if habit in self.usual else np.inf):
                 mask = habit.mask(scores.base, scores.pipes.each, self._scout.works, self._scout.keeps, self._space)
                 self._keep_fastest(self.usual, habit, scores, firm & mask)
-        cut = scores.base.tp * scores.base.cp
-        parallel = np.array([cut * pipe.pp for pipe in scores.pipes.each])
-        fits = scores.legal & (scores.peak_bytes < self._limit - scores.spread_bytes)
-        fitting = parallel[fits.any(axis=(1, 2))]
-        if len(fitting) and (not self.least or fitting.min() <= self.least):
-            self.least = int(fitting.min())
+        parallel = self._parallel(scores)
+        if self.least in parallel:
             self._keep_fastest(self.least_parallel, self.least, scores, firm & (parallel == self.least)[:, None, None])
+
+    def _note_least(self, scores: Scores) -> None:
+        parallel = self._parallel(scores)
+        few = np.flatnonzero(parallel < self.least) if self.least else np.arange(len(parallel))
+        room = self._limit - scores.spread_bytes[few]
+        fits = scores.legal[few] & (scores.peak_bytes[few] < room)
+        fitting = parallel[few][fits.any(axis=(1, 2))]
+        if len(fitting):
+            self.least = int(fitting.min())
+
+    def _parallel(self, scores: Scores) -> Array:
+        """[pipelines] ranks that the model is cut over."""
+        cut = scores.base.tp * scores.base.cp
+        return np.array([cut * pipe.pp for pipe in scores.pipes.each])
 
     def ranked(self) -> list[Candidate]:
         """The best of each set of degrees first, best first; then the others."""

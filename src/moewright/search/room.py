@@ -13,6 +13,7 @@ from moewright.cost.buffers import dispatcher_bytes, graph_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.saved import offloaded, outside_bytes, quantised
 from moewright.cost.sizes import Sizes
+from moewright.cost.stage import is_moe
 from moewright.cost.states import element_bytes, sharded_states
 from moewright.cost.step_time import kind_of
 from moewright.rules import fully, grid, recompute, routing, shards
@@ -66,6 +67,8 @@ class Room:
         held = recompute.activation_bytes(space.workload)
         self._inputs = constants.narrow_bytes("input", space.workload.precision) / held if narrow else None
         self._copies = constants.narrow_bytes("weight_copies", space.workload.precision) / held if narrow else 0.0
+        self._replays = np.array([bool(work.recompute) for work in works])
+        self._without_experts: dict[tuple[int, int, int], Layers] = {}
         self._masks: dict[tuple[tuple[Module, str], ...], tuple[Array, Array]] = {}
         self._placeholders: dict[tuple[int, int], Array] = {}
         self._groups: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
@@ -96,7 +99,7 @@ class Room:
         allocated = np.zeros((*suits.shape, len(self._works)))
         for keep in range(len(self._keeps)):
             some = np.flatnonzero(suits[:, keep])
-            allocated[some, keep] = stack.most(alive + states[:, keep, None], some)
+            allocated[some, keep] = stack.most(alive, states[:, keep], some)
         allocated = np.ascontiguousarray(allocated.transpose(0, 2, 1))
         device = memory.beyond(
             self._constants,
@@ -213,26 +216,24 @@ class Room:
 
     def layers(self, size: Sizes) -> Layers:
         """Of a cut, whatever its pipeline and overlaps."""
+        model, cut = self._space.model, size.layout
+        key = cut.tp, cut.cp, cut.mbs
+        numbered = [*enumerate(self._layers), *([(self._pieces.mtp, model.layers + 1)] if model.mtp_layers else [])]
+        if key not in self._without_experts:
+            self._without_experts[key] = self._outside(size)
+            self._add_layers(size, self._without_experts[key], [one for one in numbered if not is_moe(model, one[1])])
+        known = self._without_experts[key]
+        found = Layers(saved=known.saved.copy(), transient=known.transient.copy(), away=known.away.copy())
+        self._add_layers(size, found, [one for one in numbered if is_moe(model, one[1])])
+        return found
+
+    def _outside(self, size: Sizes) -> Layers:
+        """What stands outside layers, and the graphs of the layers."""
         model, workload, pieces, cut = self._space.model, self._space.workload, self._pieces, size.layout
-        load = routing.expected_load(model, workload, cut)
         saved, transient, away = np.zeros((3, pieces.count, len(self._works)))
-        numbered = [*enumerate(self._layers), *([(pieces.mtp, model.layers + 1)] if model.mtp_layers else [])]
-        replays = np.array([bool(work.recompute) for work in self._works])
         kinds = {work.graphs for work in self._works}
         of_graphs = {graphs: graph_bytes(model, workload, replace(cut, graphs=graphs)) for graphs in kinds}
-        pinned = [of_graphs[work.graphs] for work in self._works]
-        for piece, layer in numbered:
-            rows = recompute.saved_by_layer(model, workload, cut, layer, load=load, exchanged_again=size.fused)
-            stays, there = self._mask(rows)
-            whole = np.array([row.bytes for row in rows], dtype=float)
-            kept = (
-                whole
-                if self._inputs is None
-                else np.array([float(quantised(model, row, self._inputs)) for row in rows])
-            )
-            saved[piece] = there @ kept + pinned
-            away[piece] = (stays - there) @ kept
-            transient[piece] = memory.layer_gradients(size, layer) + replays * (whole.sum() - stays @ whole)
+        saved[: pieces.mtp + bool(model.mtp_layers)] = [of_graphs[work.graphs] for work in self._works]
         for piece in (pieces.mtp, pieces.embedding, pieces.head):
             chunk = Chunk(
                 pp_rank=0,
@@ -245,6 +246,24 @@ class Room:
             outside = outside_bytes(model, workload, cut, chunk, logits_kept=not size.fused)
             saved[piece] += sum(outside.values())
         return Layers(saved=saved, transient=transient, away=away)
+
+    def _add_layers(self, size: Sizes, found: Layers, numbered: Sequence[tuple[int, int]]) -> None:
+        """Put in what the layers of these pieces hold."""
+        model, workload, cut = self._space.model, self._space.workload, size.layout
+        load = routing.expected_load(model, workload, cut)
+        for piece, layer in numbered:
+            rows = recompute.saved_by_layer(model, workload, cut, layer, load=load, exchanged_again=size.fused)
+            stays, there = self._mask(rows)
+            whole = np.array([row.bytes for row in rows], dtype=float)
+            kept = (
+                whole
+                if self._inputs is None
+                else np.array([float(quantised(model, row, self._inputs)) for row in rows])
+            )
+            found.saved[piece] += there @ kept
+            found.away[piece] = (stays - there) @ kept
+            replayed = self._replays * (whole.sum() - stays @ whole)
+            found.transient[piece] = memory.layer_gradients(size, layer) + replayed
 
     def _mask(self, rows: Sequence[recompute.Saved]) -> tuple[Array, Array]:
         """[works, rows]: what recompute leaves, and what of that stays on the device."""

@@ -92,31 +92,15 @@ def shape_of(model: ModelSpec, pieces: Pieces, layout: Layout) -> Shape:
     return Shape(chunks=rows[list(ranks)], ranks=ranks, alike=np.array([alike[key] for key in first]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moments:
-    """`live` [rows, pieces] alive on seat `seat` [rows]; beside them forwards end that make `forward` [rows] passes
-    through the head, and backwards run of chunks that hold the `backward` [rows, pieces].
+def moments_of(shape: Shape, pieces: Pieces, layout: Layout, micro_batches: int) -> tuple[Array, ...]:
+    """The moments of every seat of a shape [rows, pieces + 1 + pieces], under the timetable of the layout: what lives;
+    the passes through the head that a forward ending then makes, and what the chunk of a backward running then holds.
     """
-
-    seat: Array
-    live: Array
-    forward: Array
-    backward: Array
-
-
-def moments_of(shape: Shape, pieces: Pieces, layout: Layout, micro_batches: int) -> Moments:
-    """The moments of every seat of a shape, under the timetable of the layout."""
-    enough = enough_micro_batches(layout, micro_batches)
-    seats, found = [], []
-    for seat, rank in enumerate(shape.ranks):
-        kinds, chunks, frees = _rows(layout, enough, rank)
-        rows = _moments(shape.chunks[seat], pieces, kinds, chunks, frees, paired=Overlap.EP in layout.overlap)
-        rows = _undominated(rows)
-        seats.append(np.full(len(rows), seat))
-        found.append(rows)
-    every = np.concatenate(found)
-    n = pieces.count
-    return Moments(seat=np.concatenate(seats), live=every[:, :n], forward=every[:, n], backward=every[:, n + 1 :])
+    enough, paired = enough_micro_batches(layout, micro_batches), Overlap.EP in layout.overlap
+    return tuple(
+        _undominated(_moments(shape.chunks[seat], pieces, *_rows(layout, enough, rank), paired=paired))
+        for seat, rank in enumerate(shape.ranks)
+    )
 
 
 def _rows(layout: Layout, micro_batches: int, rank: int) -> tuple[Array, Array, Array]:
@@ -175,7 +159,9 @@ def _undominated(rows: Array) -> Array:
     keys = rows.copy()
     layers = keys[:, n + 1 : -2]
     layers[:] = layers > 0
-    _, index = np.unique(np.round(keys, 9), axis=0, return_index=True)
+    # By their bytes: columns one by one would take far longer. Adding zero leaves one zero.
+    whole = np.ascontiguousarray(np.round(keys, 9) + 0.0)
+    _, index = np.unique(whole.view(np.dtype((np.void, whole[0].nbytes))), return_index=True)
     rows, keys = rows[index], keys[index]
     over = np.asarray((keys[:, None, :] <= keys[None, :, :] + 1e-9).all(axis=2))
     np.fill_diagonal(over, False)
@@ -184,8 +170,8 @@ def _undominated(rows: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Several pipelines end to end: arrays over pipelines [P], their seats [Q] and moments [M]; `*_starts` [P] say
-    where those of each pipeline, and of each seat, begin. `Moments.seat` counts through all pipelines.
+    """Several pipelines end to end: arrays over pipelines [P] and their seats [Q], and the moments [M] of the seats
+    that differ in theirs [D]; `*_starts` say where the seats of each pipeline, and the moments of each of D, begin.
     """
 
     pp: Array  # [P]
@@ -197,27 +183,28 @@ class Stack:
     alike: Array  # [Q]
     seat_starts: Array  # [P]
     pipe_of_seat: Array  # [Q]
-    moments: Moments
-    moment_starts: Array  # [Q]
+    moments: Array  # [M, pieces + 1 + pieces]
+    moment_starts: Array  # [D]
+    full: Array  # [Q] place among the D
 
     @cached_property
     def kept(self) -> Array:
         """[M, pieces + 1] what lives at each moment, and passes through the head of its forward."""
-        return np.concatenate([self.moments.live, self.moments.forward[:, None]], axis=1)
+        return np.ascontiguousarray(self.moments[:, : self.seats.shape[1] + 1])
 
     @cached_property
     def backwards(self) -> tuple[Array, Array]:
         """[backwards that differ, pieces] which layers each holds, and how many MTP depths and heads; [M] the backward
         of each moment.
         """
-        held = self.moments.backward.copy()
+        held = self.moments[:, self.seats.shape[1] + 1 :].copy()
         held[:, :-3] = held[:, :-3] > 0
         found, place = np.unique(held, axis=0, return_inverse=True)
         return found, place.reshape(-1)
 
     @cached_property
     def _of_seat(self) -> list[Array]:
-        return _in_turn(self.moment_starts, len(self.moments.seat))
+        return _in_turn(self.moment_starts, len(self.moments))
 
     @cached_property
     def _of_pipe(self) -> list[Array]:
@@ -225,16 +212,16 @@ class Stack:
 
     def fullest(self, of_moments: Array) -> Array:
         """[M, ...] -> [Q, ...]: the highest of each seat."""
-        return _highest(of_moments, self._of_seat)
+        return np.asarray(_highest(of_moments, self._of_seat).take(self.full, axis=0))
 
-    def most(self, of_seats: Array, pipes: Array | slice = slice(None)) -> Array:
-        """[Q, ...] -> [P, ...]: the highest of each pipeline, or of some of them."""
-        return _highest(of_seats, [turn[pipes] for turn in self._of_pipe])
+    def most(self, of_seats: Array, more: Array, pipes: Array) -> Array:
+        """[Q, ...] and [Q] -> [some of P, ...]: the highest sum of each of these pipelines."""
+        return _highest(of_seats, [turn[pipes] for turn in self._of_pipe], more)
 
     def slowest_and_all(self, of_seats: Array) -> tuple[Array, Array]:
         """[Q, ...] -> two of [P, ...]: the largest of each pipeline, and the sum over its ranks."""
         weighted = of_seats * self.alike.reshape(-1, *[1] * (of_seats.ndim - 1))
-        return self.most(of_seats), np.asarray(np.add.reduceat(weighted, self.seat_starts, axis=0))
+        return _highest(of_seats, self._of_pipe), np.asarray(np.add.reduceat(weighted, self.seat_starts, axis=0))
 
 
 def _in_turn(starts: Array, count: int) -> list[Array]:
@@ -245,25 +232,26 @@ def _in_turn(starts: Array, count: int) -> list[Array]:
     return [starts + np.minimum(turn, lengths - 1) for turn in range(int(lengths.max()))]
 
 
-def _highest(rows: Array, turns: Sequence[Array]) -> Array:
-    found = rows.take(turns[0], axis=0)
-    for turn in turns[1:]:
-        np.maximum(found, rows.take(turn, axis=0), out=found)
+def _highest(rows: Array, turns: Sequence[Array], more: Array | None = None) -> Array:
+    """Of the rows, or of their sums with `more` [rows]."""
+    found: Array | None = None
+    for turn in turns:
+        taken = rows.take(turn, axis=0)
+        if more is not None:
+            taken += more[turn, None]
+        found = taken if found is None else np.maximum(found, taken, out=found)
+    assert found is not None
     return found
 
 
 def stack(
-    layouts: Sequence[Layout], shapes: Sequence[Shape], moments: Sequence[Moments], counts: Sequence[int]
+    layouts: Sequence[Layout], shapes: Sequence[Shape], moments: Sequence[Sequence[Array]], counts: Sequence[int]
 ) -> Stack:
     """Pipelines of these layouts, each with so many micro-batches."""
     of_pipe = [len(shape.ranks) for shape in shapes]
-    starts = np.cumsum([0, *of_pipe[:-1]])
-    together = Moments(
-        seat=np.concatenate([each.seat + start for each, start in zip(moments, starts, strict=True)]),
-        live=np.concatenate([each.live for each in moments]),
-        forward=np.concatenate([each.forward for each in moments]),
-        backward=np.concatenate([each.backward for each in moments]),
-    )
+    different: dict[bytes, tuple[int, Array]] = {}
+    full = [different.setdefault(rows.tobytes(), (len(different), rows))[0] for each in moments for rows in each]
+    rows = [rows for _, rows in different.values()]
     pp = np.array([layout.pp for layout in layouts])
     degrees, degree = np.unique(pp, return_inverse=True)
     return Stack(
@@ -274,8 +262,9 @@ def stack(
         micro_batches=np.array(counts),
         seats=np.concatenate([shape.held for shape in shapes]),
         alike=np.concatenate([shape.alike for shape in shapes]),
-        seat_starts=starts,
+        seat_starts=np.cumsum([0, *of_pipe[:-1]]),
         pipe_of_seat=np.repeat(np.arange(len(shapes)), of_pipe),
-        moments=together,
-        moment_starts=np.flatnonzero(np.diff(together.seat, prepend=-1)),
+        moments=np.concatenate(rows),
+        moment_starts=np.cumsum([0, *(len(each) for each in rows[:-1])]),
+        full=np.array(full),
     )
