@@ -156,6 +156,15 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "there").mkdir()
     assert f"{expert}: holds values that are not finite" in refused("there")
     assert list((tmp_path / "there").iterdir()) == []
+    change(expert, before)
+    surplus = expert.replace("w2", "w4")
+    change_in = data["weight_map"][expert]
+    stored = load_file(tmp_path / "hf" / change_in)
+    save_file({**stored, surplus: before}, tmp_path / "hf" / change_in)
+    index.write_text(json.dumps({**data, "weight_map": {**data["weight_map"], surplus: change_in}}))
+    assert f"{surplus}: " in refused()
+    save_file(stored, tmp_path / "hf" / change_in)
+    index.write_text(json.dumps(data))
     file = tmp_path / "hf" / data["weight_map"][expert]
     whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")

@@ -171,3 +171,8 @@ def test_the_model_holds_the_inventory() -> None:
         assert [name for name, _, _ in built] == [p.name for p in parameters(spec)]
         experts = {slot.name for slot in slots_of(model) if ".experts." in slot.name}
         assert experts == {p.name for p in parameters(spec) if p.expert}
+        # Drawn by name: no two matrices alike, layers of one shape neither.
+        drawn = [
+            slot.parameter.detach().flatten()[:8].tolist() for slot in slots_of(model) if len(slot.parameter.shape) > 1
+        ]
+        assert len({tuple(values) for values in drawn}) == len(drawn)

@@ -8,14 +8,20 @@ from math import comb
 import pytest
 import torch
 
+from layout_proof import WORK, batches
+from moewright.codec import parse_layout
 from moewright.engine.books import Books
+from moewright.engine.build import trainee
 from moewright.engine.dispatch.dedup import first_of_each
 from moewright.engine.fused.plain import Plain, choose, scores_of
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import build_mesh
+from moewright.engine.model.layers import Slot
 from moewright.engine.model.noise import uniform
 from moewright.engine.model.router import Router, select, sinkhorn
+from moewright.engine.model.transformer import initial_value
 from moewright.engine.runtime import Runtime
+from moewright.engine.step import Clock, accumulate
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
 from moewright.spec.workload import Assignment, DataSpec, DropPolicy, LossSpec, RouterDtype, RouterForce, RouterTraining
@@ -178,6 +184,39 @@ def test_losses_add_up() -> None:
         found = aux(together, spec)[0]
         assert found.all()
         torch.testing.assert_close(found, sum(aux(part, spec)[0] for part in parts))
+
+
+def gradients(layout: str, loss: LossSpec, *, flat: bool = False) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    """Of every weight, after a step of one process; routers that are `flat` like all experts alike."""
+
+    def initial(slot: Slot, run: Runtime) -> torch.Tensor:
+        made = initial_value(slot, run)
+        return torch.zeros_like(made) if flat and "router" in slot.name else made
+
+    work, chosen = replace(WORK, loss=loss), parse_layout(layout, world_size=1)
+    job = trainee(MODEL, work, chosen, batches(MODEL), rank=0, device=torch.device("cpu"), initial=initial)
+    accumulate(job, Clock(), step=1)
+    return {(piece.name, piece.offsets): piece.tensor.clone() for piece in job.optimizer.gradients()}
+
+
+def test_losses_of_sequences_and_tokens_do_not_depend_on_the_micro_batch() -> None:
+    """They reach the gradients in proportion to their coefficients, as often as a batch has micro-batches or not."""
+    none, once, twice = (gradients("mbs8", LossSpec(seq_aux_coeff=0.5 * c, z_coeff=0.1 * c)) for c in (0, 1, 2))
+    apart = gradients("mbs1", LossSpec(seq_aux_coeff=0.5, z_coeff=0.1))
+    for name, wanted in once.items():
+        assert float((apart[name] - wanted).norm()) <= 3e-5 * float(wanted.norm()), name
+        part = wanted - none[name]
+        if "router" in name[0]:
+            assert float(part.norm()) > 0.1 * float(none[name].norm()), name
+        rounding = 3e-5 * float(twice[name].norm())
+        assert float((twice[name] - none[name] - 2 * part).norm()) <= rounding, name
+
+
+def test_ties_fall_the_same_way_in_a_replay() -> None:
+    loss = LossSpec(aux_coeff=0.02)
+    plain, *others = (gradients(f"mbs4{more}", loss, flat=True) for more in ("", ",recompute=moe", ",recompute=full"))
+    for replay in others:
+        assert all(torch.equal(plain[name], replay[name]) for name in plain)
 
 
 def test_the_bias_moves_by_its_rate_against_the_load() -> None:

@@ -180,6 +180,8 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
         ({"num_experts": 0}, "num_experts=0: must be in 1..65536; nearest legal value: 1"),
         ({"hidden_size": -256}, "hidden_size=-256: must be in 1..131072; nearest legal value: 1"),
         ({"hidden_size": 10**9}, "hidden_size=1000000000: must be in 1..131072; nearest legal value: 131072"),
+        ({"num_hidden_layers": -6}, "num_hidden_layers=-6: must be in 1..1024; nearest legal value: 1"),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000: must be in 1..16777216; nearest legal value: 16777216"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000: must be in 1..1024; nearest legal value: 1024"),
         ({"num_hidden_layers": 10**40}, "num_hidden_layers=a huge integer"),
         ({"vocab_size": "4096"}, 'vocab_size="4096": must be a whole number'),

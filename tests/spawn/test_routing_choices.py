@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from layout_proof import WORK, prove
 from layout_space import SHAPES
@@ -13,12 +14,22 @@ from moewright.codec import parse_layout, read_run
 from moewright.cost.ledger import predict
 from moewright.engine.rank import Exit
 from moewright.engine.train import run
+from moewright.rules.inventory import selection_bias_name
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import Ledger
-from moewright.spec.model import MoeSpec, RouterSpec
+from moewright.spec.model import MoeSpec, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Assignment, LossSpec, RouterDtype, RouterForce, RouterTraining, Workload
-from tiny_jobs import MODEL, corpus, plan, workload
+from moewright.spec.workload import (
+    Assignment,
+    Dtype,
+    LossSpec,
+    OptimizerSpec,
+    RouterDtype,
+    RouterForce,
+    RouterTraining,
+    Workload,
+)
+from tiny_jobs import MODEL, corpus, plan, state, workload
 
 pytestmark = pytest.mark.spawn
 
@@ -124,6 +135,50 @@ def test_a_run_records_every_routers_load_and_losses_on_the_steps_asked_for(tmp_
             if step.step == record.selection.step:
                 sent = [sum(of_source) for m in record.selection.counts for of_source in zip(*m[place], strict=True)]
                 assert sum(sent) == sum(load.counts)
+
+
+def test_the_bias_of_every_layer_moves_by_the_load_of_all_ranks(tmp_path: Path) -> None:
+    """Of every layer with experts, one of a depth too, by what both ranks of a TP group send; in fp32 beside bf16."""
+    moe = replace(MODEL.moe, router=RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, selection_bias=True))
+    model, rate = replace(MODEL, moe=moe, mtp_layers=1), RouterTraining().bias_update_rate
+    work = workload(corpus(tmp_path / "corpus"), steps=2, precision=Dtype.BF16, router_log_every_steps=1)
+    work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1))
+    assert run(plan(work, "tp2,ep2,mbs2", world_size=2, model=model), tmp_path / "run") is Exit.DONE
+    wanted = {layer: torch.zeros(moe.experts) for layer in model.routed_layers}
+    for step in read_run(tmp_path / "run").steps:
+        found = state(tmp_path / "run", step.step)
+        assert [load.layer for load in step.loads] == list(wanted)
+        for load in step.loads:
+            assert sum(load.counts) == 2 * work.global_batch * work.seq_len
+            counts = torch.tensor(load.counts, dtype=torch.float32)
+            wanted[load.layer] += rate * (counts.mean() - counts).sign()
+            bias = found[selection_bias_name(load.layer)]
+            assert bias.dtype is torch.float32
+            assert torch.equal(bias, wanted[load.layer])
+
+
+@pytest.mark.parametrize("layout", ["ep2,mbs1,overlap=grad", "ep2,mbs1,dispatcher=allgather,zero0"])
+def test_an_expert_without_a_row_decays(layout: str, tmp_path: Path) -> None:
+    """Sixteen tokens in turn to two each of 64 experts: half of them, all of one rank's, never get a gradient."""
+    model = replace(MODEL, moe=replace(MODEL.moe, experts=64))
+    optimizer = OptimizerSpec(lr=0.1, warmup_steps=0, clip_norm=0.0, weight_decay=0.1)
+    work = workload(
+        corpus(tmp_path / "corpus"), steps=2, seq_len=16, optimizer=optimizer,
+        router=RouterTraining(force=RouterForce.BALANCED),
+    )  # fmt: skip
+    work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1))
+    assert run(plan(work, layout, world_size=2, model=model), tmp_path / "run") is Exit.DONE
+    before, after = (state(tmp_path / "run", step) for step in (1, 2))
+    factor = 1 - read_run(tmp_path / "run").steps[1].lr * optimizer.weight_decay
+    experts = [name for name in after if ".moe.experts." in name]
+    assert len(experts) == 3 * 2 * model.moe_layer_count
+    for name in experts:
+        if name.startswith("optim/"):
+            assert after[name][:32].any()
+            assert not after[name][32:].any()
+        else:
+            torch.testing.assert_close(after[name][32:], factor * before[name][32:], rtol=1e-6, atol=0.0)
+            assert not torch.allclose(after[name][:32], factor * before[name][:32], rtol=1e-6, atol=0.0)
 
 
 def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:

@@ -20,7 +20,11 @@ import torch
 
 import tiny_jobs
 from moewright.codec import read_json
+from moewright.engine import feed
+from moewright.engine.batch import Batch
 from moewright.engine.checkpoint import latest
+from moewright.engine.data.indexed import IndexedDataset, open_indexed
+from moewright.engine.data.sampler import Int64s, Sampler, sample_count
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
 from moewright.engine.rank import Exit
@@ -140,6 +144,41 @@ def test_sigterm_at_the_start_saves_after_the_step_at_hand(data: DataSpec, tmp_p
     assert last is not None
     # A step takes milliseconds: the launcher may need several to pass the signal on.
     assert 1 <= int(last.name.removeprefix("step-")) < 20
+
+
+def test_data_goes_on_over_epochs_in_any_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ends of epochs inside steps and three sessions of other layouts: every sample once an epoch, in one order."""
+    data = tiny_jobs.corpus(tmp_path / "corpus", documents=8, words=60)
+    samples = sample_count(open_indexed(Path(data.train)), 32)
+    assert 24 < samples < 32
+    micro_batch, fetched = feed.Data.micro_batch, feed.fetch
+    here: list[int] = []
+
+    def asked(data: feed.Data, run: Runtime, step: int, number: int) -> Batch:
+        here[:] = [run.mesh.rank, step, run.mesh.coordinate("dp"), number] if data.grows else []
+        return micro_batch(data, run, step, number)
+
+    def noted(dataset: IndexedDataset, ids: Int64s, **more: int) -> Int64s:
+        if here:
+            with (tmp_path / f"rank{here[0]}").open("a") as file:
+                file.write(json.dumps([*here[1:], ids.tolist()]) + "\n")
+        return fetched(dataset, ids, **more)
+
+    monkeypatch.setattr(feed.Data, "micro_batch", asked)
+    monkeypatch.setattr(feed, "fetch", noted)
+    for steps, layout in ((3, "ep2,mbs2"), (5, "cp2,mbs4"), (9, "tp2,ep2,mbs1")):
+        work = tiny_jobs.workload(data, steps=steps)
+        work = replace(work, optimizer=replace(work.optimizer, decay_steps=9))
+        assert run(tiny_jobs.plan(work, layout, world_size=2), tmp_path / "run") is Exit.DONE
+    lines = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
+    found = {(step, place, number): ids for step, place, number, ids in lines}
+    assert all(found[step, place, number] == ids for step, place, number, ids in lines)  # of ranks that share rows
+    stream = [sample for key in sorted(found) for sample in found[key]]
+    assert len(stream) == 9 * 8
+    for first in (0, samples):
+        assert sorted(stream[first : first + samples]) == list(range(samples))
+    assert stream == Sampler(samples=samples, seed=work.seed).ids(0, len(stream)).tolist()
+    assert [line["tokens"] for line in steps_of(tmp_path / "run")] == 9 * [8 * 32]
 
 
 def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> None:
