@@ -101,3 +101,11 @@ def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
     (torch.tanh(out * x.sigmoid()).square().sum() + out).backward()
     assert torch.equal(y.detach(), made)
     torch.testing.assert_close(found, x.grad)
+
+
+def test_a_kept_number_stays_where_it_is() -> None:
+    keeper, scale = Keeper(Books(), at_work=True), torch.tensor(2.0)
+    x = torch.randn(4, requires_grad=True)
+    with keeper.forward((0, 0), nothing_resident):
+        out = x * scale
+    assert out.grad_fn._saved_other.data_ptr() == scale.data_ptr()

@@ -127,7 +127,7 @@ class Keeper:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
         key = identity(tensor)
-        if tensor.dim() == self._made_dims and key not in self._lacking:
+        if self._made_dims and tensor.dim() == self._made_dims and key not in self._lacking:
             self._lacking[key] = self._away(tensor)
             self._made.append(tensor)  # alive as long as its identity is looked up
         other = self._lacking.get(key)
