@@ -132,11 +132,15 @@ TIMERS = """(min, max) time across ranks (ms):
 MESSAGES = "    forward-recv ...................................: (100.00, 900.00)\n"
 
 
-def timers(*, load=20.0, sync=150.0, messages=MESSAGES):
+def text_with_timers(*, load=20.0, sync=150.0, messages=MESSAGES):
     block = TIMERS.format(load=load, sync=sync, messages=messages)
     warm = block.replace("(22100.00, 22150.00)", "(90000.00, 90000.00)")
     lines = [LINE.format(n=n, samples=n, ms=22420.0, tflops=216.4) for n in range(1, 4)]
-    return parse_log("\n".join((lines[0], warm + lines[1], block + lines[2], block)))
+    return "\n".join((lines[0], warm + lines[1], block + lines[2], block))
+
+
+def timers(**changed):
+    return parse_log(text_with_timers(**changed))
 
 
 def test_timers_tell_measured_walls():
@@ -203,6 +207,22 @@ def test_timers_of_one_line_and_of_every_rank():
 def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):
     (found,) = parse_log(line).iterations
     assert (found.step_s, found.tflops_per_device, found.global_batch) == pytest.approx((step_s, tflops, batch))
+
+
+def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(text_with_timers())
+    job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "+" in line]
+    bubble, late = (next(line for line in lines if name in line) for name in ("pipeline bubble", "exposed DP"))
+    assert "5.6 s" in bubble
+    assert "230 ms" in late
+    assert "measured" in bubble
+    assert "measured" in late
+    assert not any("exposed PP" in line for line in lines)  # in the bubble
+    assert "predicted" in next(line for line in lines if "exposed EP" in line)
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):

@@ -192,6 +192,7 @@ def _log(console: Console, path: Path, known: Known | None, model: str, on: str)
     from moewright.report.wall_view import print_findings, print_log, print_waterfall
     from moewright.tune.traces.log_verdict import findings
     from moewright.tune.traces.megatron_log import read_log
+    from moewright.tune.traces.timers import timed_parts
     from moewright.tune.waterfall import predicted
 
     log = read_log(path)
@@ -205,7 +206,6 @@ def _log(console: Console, path: Path, known: Known | None, model: str, on: str)
             f"the log alone does not tell {rest}: say --on (and --model, --layout, or --script)", soft_wrap=True
         )
     elif log.step_s:
-        print_waterfall(
-            console, predicted(known, log.step_s), known.estimate.model_flops_per_step / known.layout.world_size
-        )
+        fall = predicted(known, log.step_s, timed_parts(log.timers))
+        print_waterfall(console, fall, known.estimate.model_flops_per_step / known.layout.world_size)
     return 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from moewright.spec.finding import Basis, Drop, Waterfall
 from moewright.spec.hardware import Hardware
@@ -52,14 +53,12 @@ def closed(ideal: float, note: str, drops: Iterable[Drop], measured: float) -> W
     return Waterfall(ideal_s=ideal, ideal_note=note, drops=(*kept, left), measured_s=measured)
 
 
-def predicted(known: Known, measured: float) -> Waterfall:
-    """Of a run of which only the step time is known: every part is the planner's, and the rest is unexplained."""
-    return closed(
-        ideal_s(known),
-        ideal_note(known.workload, known.estimate.model_flops_per_step),
-        predicted_drops(known),
-        measured,
-    )
+def predicted(known: Known, measured: float, timed: Mapping[TimePart, float] = MappingProxyType({})) -> Waterfall:
+    """Of a run of which the step and the parts `timed` were measured: all else is the planner's, or unexplained."""
+    drops = [drop for drop in predicted_drops(known) if drop.name not in {NAMES[part] for part in timed}]
+    found = [Drop(name=NAMES[part], seconds=seconds, basis=Basis.MEASURED) for part, seconds in timed.items()]
+    note = ideal_note(known.workload, known.estimate.model_flops_per_step)
+    return closed(ideal_s(known), note, (*found, *drops), measured)
 
 
 def predicted_drops(known: Known) -> Iterable[Drop]:

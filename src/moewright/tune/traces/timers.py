@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from moewright.spec.finding import Cause, Finding, Wall
+from moewright.spec.plan import TimePart
 from moewright.spec.units import show_seconds
 
 WHOLE, OPTIMIZER = "forward-backward", "optimizer"
@@ -113,9 +114,9 @@ def timed(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
         if late > _LATE * step_s:
             yield from found(Wall.COMMUNICATION, Cause.STRAGGLER, late, f"{what}: a late rank costs", *names)
     yield from found(Wall.HOST, Cause.DATA, most(LOADING), "Batches are waited for", LOADING)
-    computed, messages = most(FORWARD, BACKWARD), tuple(name for name in timers if _MESSAGE.match(name))
+    computed, messages = most(FORWARD, BACKWARD), _messages(timers)
     if all(name in timers for name in (WHOLE, FORWARD, BACKWARD)):
-        between = most(WHOLE) - computed - most(*_INSIDE)
+        between = _between_s(timers)
         if messages:
             what = "The ranks that compute most wait for the pipeline"
             yield from found(Wall.COMMUNICATION, Cause.PP, between, what, WHOLE, FORWARD, BACKWARD, *messages)
@@ -129,6 +130,30 @@ def timed(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
     if computed:
         work = computed - most(LOADING) + most(OPTIMIZER) - most(_GATHERED)
         yield from found(Wall.COMPUTE, Cause.RATES, work, "Compute takes", FORWARD, BACKWARD, OPTIMIZER)
+
+
+def timed_parts(timers: Mapping[str, Timer]) -> Mapping[TimePart, float]:
+    """Seconds of the planner's parts of a step that timers measured; a pipeline's messages count with its bubble."""
+    parts: dict[TimePart, float] = {}
+    sums = [timers[name].least_s for name in (*_GRADIENTS, _GATHERED) if name in timers]
+    if sums:
+        parts[TimePart.DP_COMM] = sum(sums)
+    if OPTIMIZER in timers:
+        gathered = timers[_GATHERED].most_s if _GATHERED in timers else 0.0
+        parts[TimePart.OPTIMIZER] = timers[OPTIMIZER].most_s - gathered
+    if _messages(timers) and all(name in timers for name in (WHOLE, FORWARD, BACKWARD)):
+        parts |= {TimePart.BUBBLE: _between_s(timers), TimePart.PP_COMM: 0.0}
+    return parts
+
+
+def _messages(timers: Mapping[str, Timer]) -> tuple[str, ...]:
+    return tuple(name for name in timers if _MESSAGE.match(name))
+
+
+def _between_s(timers: Mapping[str, Timer]) -> float:
+    """Of forward and backward, what is neither computed, by the ranks that compute most, nor the sum of a gradient."""
+    inside = (FORWARD, BACKWARD, *_INSIDE)
+    return timers[WHOLE].most_s - sum(timers[name].most_s for name in inside if name in timers)
 
 
 def _said(name: str, timer: Timer) -> str:
