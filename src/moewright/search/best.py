@@ -92,8 +92,9 @@ class Best:
     def take(self, scores: Scores) -> None:
         """Remember what is good of a group."""
         fits = scores.legal & (scores.peak_bytes <= self._limit + scores.spread_bytes)
-        self.scored += int(scores.legal.sum())
-        self.without_room += int((scores.legal & ~fits).sum())
+        legal = int(np.count_nonzero(scores.legal))
+        self.scored += legal
+        self.without_room += legal - int(np.count_nonzero(fits))
         self._note_least(scores)
         usable = self._allowed(scores, np.isfinite(scores.step_s))
         if not usable.any():

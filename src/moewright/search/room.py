@@ -100,7 +100,7 @@ class Room:
         for keep in range(len(self._keeps)):
             some = np.flatnonzero(suits[:, keep])
             allocated[some, keep] = stack.most(alive, states[:, keep], some)
-        allocated = np.ascontiguousarray(allocated.transpose(0, 2, 1))
+        allocated = allocated.transpose(0, 2, 1)  # the works stay side by side in memory
         device = memory.beyond(
             self._constants,
             allocated,

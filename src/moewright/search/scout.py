@@ -96,7 +96,7 @@ class Scout:
             peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked, suits)
             worth = legal & (peak <= room_bytes + spread)
             base, floor_s = cut, np.inf
-            step, dp_overlap = np.full(peak.shape, np.inf), np.zeros(peak.shape, dtype=bool)
+            step, dp_overlap = np.broadcast_to(np.inf, peak.shape), np.broadcast_to(False, peak.shape)
             if worth.any():
                 base = self.prices.settled(cut, prices, paces[0])
                 floor_s = prices.floor_s(base, paces)
@@ -166,8 +166,8 @@ class Scout:
         if key not in self._legal:
             found = np.array([self._work_legality(cut, pipe) for pipe in group.pipes.each])
             suits = [[keep.suits(pipe, self._space) for keep in self.keeps] for pipe in group.pipes.each]
-            legal = found[:, :, None] & np.array(suits)[:, None, :]
-            self._legal[key] = legal, np.asarray(legal.any(axis=1))
+            legal = found[:, None, :] & np.array(suits)[:, :, None]
+            self._legal[key] = legal.transpose(0, 2, 1), np.asarray(legal.any(axis=2))
         return self._legal[key]
 
     def _work_legality(self, cut: Layout, pipe: Pipe) -> Array:
