@@ -185,10 +185,10 @@ def layer_gradients(size: Sizes, layer: int) -> int:
             gradients += size.c * model.expert_width * routing.gathered_rows(size.workload, layout, size.R)
     else:
         gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
-    return gradients + gathered + (_waiting(size) if Overlap.WGRAD in layout.overlap else 0)
+    return gradients + gathered + (waiting_bytes(size) if Overlap.WGRAD in layout.overlap else 0)
 
 
-def _waiting(size: Sizes) -> int:
+def waiting_bytes(size: Sizes) -> int:
     """Output gradients of attention's projections and of shared experts, until their weight gradients follow in the
     next layer; their inputs are those of the layer that overlapped expert communication holds more."""
     model, layout, spec = size.model, size.layout, size.model.attention

@@ -227,6 +227,12 @@ class Room:
         self._add_layers(size, found, [one for one in numbered if is_moe(model, one[1])])
         return found
 
+    def late(self, size: Sizes, layers: Layers) -> Layers:
+        """The same with weight gradients delayed, which hold what they wait with beside a layer's backward."""
+        piece = np.arange(self._pieces.count)[:, None]
+        waiting = memory.waiting_bytes(size) * (piece < self._pieces.mtp + bool(self._space.model.mtp_layers))
+        return replace(layers, transient=layers.transient + waiting)
+
     def _outside(self, size: Sizes) -> Layers:
         """What stands outside layers, and the graphs of the layers."""
         model, workload, pieces, cut = self._space.model, self._space.workload, self._pieces, size.layout

@@ -39,7 +39,7 @@ from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """A group without or with overlapped expert communication, as arrays over [pipelines, works, keeps].
+    """A group under one way to overlap expert communication, as arrays over [pipelines, works, keeps].
 
     `legal` says which combinations exist. `step_s` is infinite where it was not worth pricing, and nowhere below
     `floor_s`; `dp_overlap` says where overlapped gradient sums and weight gathers are faster. `base` is the group's
@@ -85,14 +85,19 @@ class Scout:
         `room_bytes` by more than the spread, and of pipelines that take `below_s` or more even without recompute.
         """
         size = self.prices.size(group.layout)
-        layers = self._room.layers(size)
-        prices = self.prices.of_group(group.layout, layers)
+        at_once = self._room.layers(size)
+        prices = self.prices.of_group(group.layout, at_once)
         for overlap in self._expert_overlaps(group.layout):
-            cut = replace(group.layout, overlap=overlap)
+            cut, layers = replace(group.layout, overlap=overlap), at_once
             legal, suits = self._legality(group, cut)
             if not suits.any():
                 continue
             stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
+            if Overlap.WGRAD in overlap:
+                # Late weight gradients fit nowhere that others do not, so those that are too slow are not even weighed.
+                if not self._in_time(self.prices.settled(cut, prices, paces[0]), stacked, prices, paces, below_s):
+                    continue
+                layers = self._room.late(size, at_once)
             peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked, suits)
             worth = legal & (peak <= room_bytes + spread)
             base, floor_s = cut, np.inf
@@ -114,6 +119,14 @@ class Scout:
                 floor_s=floor_s,
                 dp_overlap=dp_overlap,
             )
+
+    def _in_time(
+        self, base: Layout, stacked: Stack, prices: GroupPrices, paces: Sequence[Pace], below_s: float
+    ) -> bool:
+        """Whether any pipeline takes less than `below_s` without recompute."""
+        if prices.floor_s(base, paces) >= below_s:
+            return False
+        return bool((self._moving(prices, base, stacked, paces, np.array([0])) < below_s).any())
 
     def _needless(self, legal: Array, peak: Array, spread: Array) -> Array:
         """[pipelines, works, keeps] where nothing is gained, as less replaying or moving fits with room."""
@@ -153,12 +166,14 @@ class Scout:
         return with_pipe(layout, scores.pipes.each[pipe], self._space)
 
     def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
-        """Overlaps of the layout without and with that of expert communication, as far as they can gain."""
-        found = [cut.overlap]
+        """Overlaps of the layout without and with that of expert communication, and with weight gradients delayed for
+        it, as far as they can gain.
+        """
         hides = self._links.constants["ep_overlap_hidden"] > 0
-        if "overlap" not in self._space.fixed and cut.ep > 1 and hides and self._space.permits(overlap=(Overlap.EP,)):
-            found.append((Overlap.EP,))
-        return found
+        if "overlap" in self._space.fixed or cut.ep == 1 or not hides:
+            return [cut.overlap]
+        ways = ((Overlap.EP,), (Overlap.EP, Overlap.WGRAD))
+        return [cut.overlap, *(way for way in ways if self._space.permits(overlap=way))]
 
     def _legality(self, group: Group, cut: Layout) -> tuple[Array, Array]:
         """[pipelines, works, keeps], and [pipelines, keeps] where any work is legal."""
