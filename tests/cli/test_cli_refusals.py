@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,6 +85,66 @@ def test_a_config_that_is_no_config(tmp_path: Path, content: bytes, capsys: pyte
     config = tmp_path / "config.json"
     config.write_bytes(content)
     assert str(config) in refusal(capsys, "plan", str(config), "--on", "8xH100")
+
+
+class Canary:
+    """A pickle of it makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Code beside a config, pickled weights and traces, tags of YAML, targets to be built, values that are code."""
+    canary, folder, job = tmp_path / "canary", tmp_path / "hf", tmp_path / "job.toml"
+    folder.mkdir()
+    config = json.loads((ROOT / "recipes/quickstart/config.json").read_text())
+    named = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": named, "trust_remote_code": True}))
+    code = f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n"
+    for name in ("evil.py", "__init__.py", "configuration_evil.py", "conftest.py", "sitecustomize.py"):
+        (folder / name).write_text(code)
+    for name in ("pytorch_model.bin", "training_args.bin", "tokenizer.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Canary(canary)))
+    assert main(("estimate", str(folder), "--on", "1xH100", "--global-batch", "1", "--seq-len", "128")) == 0
+    capsys.readouterr()
+    assert "no such file" in refusal(capsys, "convert", "import", str(folder), "--out", str(tmp_path / "ours"))
+    recipe = (ROOT / "recipes/quickstart_2cpu_bf16.toml").read_text()
+    for content, said in (
+        (f"model: !!python/object/apply:os.mkdir [{canary}]\n", "is not TOML"),
+        (recipe.replace("[train]\n", f'[train]\n_target_ = "os.mkdir"\npath = "{canary}"\n'), "train._target_"),
+        (recipe.replace("[train]\n", f"""[train]\nseed = "__import__('os').mkdir('{canary}')"\n"""), "train.seed"),
+    ):
+        job.write_text(content)
+        assert said in refusal(capsys, "train", str(job), "--out", str(tmp_path / "run"))
+    for name in ("trace.json", "run.log"):
+        (tmp_path / name).write_bytes(pickle.dumps(Canary(canary)))
+        refusal(capsys, "diagnose", str(tmp_path / name))
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(Canary(canary)))  # the canary works
+    assert canary.is_dir()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("change", [{}, {"hidden_size": 131072, "num_hidden_layers": 1024, "vocab_size": 2**24}])
+def test_a_million_devices_and_the_largest_model_are_answered_within_bounds(
+    change: dict[str, int], tmp_path: Path
+) -> None:
+    """Ten seconds of a core, a gigabyte."""
+    config = json.loads((ROOT / "recipes/quickstart/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    command = [sys.executable, "-m", "moewright.cli.main", "plan", str(tmp_path), "--on", "1000000xH100"]
+
+    def bounded() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+        resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
+
+    found = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=bounded)
+    assert found.returncode in (0, 2), found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_an_unwritable_answer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

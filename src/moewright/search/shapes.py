@@ -163,9 +163,11 @@ def _undominated(rows: Array) -> Array:
     whole = np.ascontiguousarray(np.round(keys, 9) + 0.0)
     _, index = np.unique(whole.view(np.dtype((np.void, whole[0].nbytes))), return_index=True)
     rows, keys = rows[index], keys[index]
-    over = np.asarray((keys[:, None, :] <= keys[None, :, :] + 1e-9).all(axis=2))
-    np.fill_diagonal(over, False)
-    return np.asarray(rows[~np.asarray(over.any(axis=1))])
+    left, found = np.argsort(-keys.sum(axis=1), kind="stable"), []
+    while len(left):  # what exceeds a row has the greater sum, so the first of those left is exceeded by none
+        found.append(left[0])
+        left = left[~(keys[left] <= keys[left[0]] + 1e-9).all(axis=1)]
+    return np.asarray(rows[np.sort(found)])
 
 
 @dataclass(frozen=True, kw_only=True)
