@@ -13,7 +13,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.ledger import FlopOp, Phase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.workload import DataSpec, Documents, Dtype, Routing, Workload
+from moewright.spec.workload import DataSpec, Documents, Dtype, FusedKernels, Routing, Workload
 
 
 def of(
@@ -69,6 +69,19 @@ def test_every_assumption_has_a_source() -> None:
     assert all(one.source and one.value for one in found.assumptions)
     named = {one.name for one in found.assumptions}
     assert {"expert_load", "memory_bytes", "domain_efficiency", "host_s_per_layer_microbatch"} <= named
+
+
+def test_plain_kernels_take_longer_where_there_are_fused_ones() -> None:
+    auto, fused, plain = (of(fused_kernels=kernels) for kernels in FusedKernels)
+    assert seconds(plain, TimePart.ELEMENTWISE) > seconds(auto, TimePart.ELEMENTWISE) > 0
+    assert plain.step_s > auto.step_s == fused.step_s
+    assert seconds(plain, TimePart.EXPERTS) == pytest.approx(seconds(auto, TimePart.EXPERTS))
+    on_cpu = catalogue.hardware("2xH100")
+    on_cpu = replace(on_cpu, device=replace(on_cpu.device, kind=DeviceKind.CPU))
+    auto, plain = (
+        of("ep2", hardware=on_cpu, fused_kernels=kernels) for kernels in (FusedKernels.AUTO, FusedKernels.PLAIN)
+    )
+    assert plain.step_s == auto.step_s
 
 
 def test_estimates_survive_the_codec() -> None:

@@ -2,7 +2,8 @@
 
 CUDA stacks fuse a chain into one kernel: it reads its inputs and writes its outputs. The engine on CPU runs one pass
 an operation, mostly in fp32: its bytes are counted operation by operation from what each function does (widen c + 4,
-multiply in place 8, multiply two 12, narrow 4 + c, and so on), and an exponential as EXP_BYTES.
+multiply in place 8, multiply two 12, narrow 4 + c, and so on), and an exponential as EXP_BYTES. With
+fused_kernels=plain it does so on CUDA too for the chains that it has kernels for, exponentials hidden behind the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moewright.spec.hardware import Op
 from moewright.spec.layout import Dispatcher, Recompute
 from moewright.spec.model import AttentionKind, QkNorm
 from moewright.spec.plan import TimePart
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, FusedKernels
 
 FULL, MOE, NORM = Recompute.FULL, Recompute.MOE, Recompute.LAYERNORM
 DEDUP = (Dispatcher.DEDUP, Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)
@@ -58,6 +59,8 @@ ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6), ex
 # gradient written in their place; backward scales it.
 CROSS_ENTROPY = Kernel(fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(2, 2), fused_backward=2 / 3)
 
+_KERNELS = (GATED, SPREAD, GATHER, ROUTE)  # of the engine's seam (docs/adr/0019)
+
 
 def light(
     kernel: Kernel,
@@ -69,19 +72,20 @@ def light(
     pieces: float = 1.0,
 ) -> tuple[OpRow, OpRow]:
     """The forward and the backward row of a kernel over so many elements, taken eagerly in so many pieces."""
-    if size.fused:
+    plain = size.workload.fused_kernels is FusedKernels.PLAIN and kernel in _KERNELS
+    if size.fused and not plain:
         constant, factor = kernel.fused
         forward_bytes = (constant + factor * size.c) * elements
         back_bytes = forward_bytes * kernel.fused_backward
         return moved(name, size, forward_bytes, *replay, part=part), moved(name, size, back_bytes, part=part)
-    rows = []
+    rows, exp_bytes = [], 0 if size.fused else EXP_BYTES
     for (constant, factor), calls, exps, replays in (
         (kernel.forward, kernel.calls[0], kernel.exps[0], replay),
         (kernel.backward, kernel.calls[1], kernel.exps[1], ()),
     ):
         moved_bytes = (constant + factor * size.c) * elements
         row = moved(name, size, moved_bytes, *replays, part=part, calls=calls * pieces)
-        rows.append(replace(row, amount=row.amount + EXP_BYTES * exps * elements))
+        rows.append(replace(row, amount=row.amount + exp_bytes * exps * elements))
     return rows[0], rows[1]
 
 
