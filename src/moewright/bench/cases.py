@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, zip_longest
 
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
+from moewright.bench.passes import HEAD, counted, passes
+from moewright.bench.tiny import SHAPES, Shape, tiny_step
 from moewright.engine import kernels
 from moewright.engine.attention import attention, attention_backward
 from moewright.rules.legality import divisors
@@ -32,14 +34,15 @@ CPU_GEMMS = (
 CUDA_GEMMS = ((256, 1024, 1024), (1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 16384, 4096))
 CPU_ROWS, CUDA_ROWS = (8, 32, 128, 384, 1024), (16, 64, 256, 1024, 4096)
 CPU_SEQ_LENS, CUDA_SEQ_LENS = (128, 256, 512, 1024, 2048), (1024, 2048, 4096, 8192)
-PASS_BYTES = (16 * KIB, 128 * KIB, MIB, 8 * MIB, 64 * MIB)
+CPU_TOKENS, CUDA_TOKENS = (64, 256, 1024, 4096, 16384), (256, 1024, 4096, 16384)  # of a layer's passes
+COPIED_BYTES = 64 * MIB
 UPDATED = (1 << 16, 1 << 20, 1 << 23)
 PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
 LINK_BYTES = 4 * MIB
 SETS = 4  # of inputs of a product: a training step finds few of its operands in the nearest cache
 UNEVEN = 0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
-TINY_OPS = 200
+NOTHING = 8  # rows, columns and positions of a call that costs its launch alone
 
 Call = Callable[[], object]
 
@@ -48,7 +51,7 @@ class Probe(StrEnum):
     """What is measured beside the rates and collectives of the hardware file."""
 
     COPY = "copy"  # x: bytes read and written; y: bytes/s
-    HOST = "host"  # x: operations; y: operations/s
+    STEP = "step"  # x: which of tiny.SHAPES, from 1; y: steps/s
     LINK = "link"  # x: the round, from 1, in which a rank has partners(x)[rank]; y: bytes/s each way
 
 
@@ -63,7 +66,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times seconds.
+    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times seconds; 0 where it
+    does next to nothing, so that it takes what every call of its curve takes before it works.
 
     Of a collective, `ranks` are those of a group; the groups of a size, neighbours each, work at the same time.
     """
@@ -87,7 +91,8 @@ class Case:
 
 
 def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
-    """Every case: the smallest point of each curve, then all of the collectives, then the other rates by rounds.
+    """Every case: what a hardware file cannot be without (launches, tiny steps, the smallest point of each curve), then
+    all of the collectives, then the other rates by rounds.
 
     When time runs out, what is missing are the largest points of the rates.
     """
@@ -99,12 +104,20 @@ def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
     ):
         curves.setdefault(case.curve, []).append(case)
     ordered = [sorted(curve, key=lambda case: case.x) for curve in curves.values()]
-    rates = [curve[1:] for curve in ordered if not curve[0].moves]
+    cut = [(curve, _needed(curve)) for curve in ordered]
+    rates = [curve[needed:] for curve, needed in cut if not curve[0].moves]
     return (
-        *(curve[0] for curve in ordered),
-        *(case for curve in ordered if curve[0].moves for case in curve[1:]),
+        *(case for curve, needed in cut for case in curve[:needed]),
+        *(case for curve, needed in cut if curve[0].moves for case in curve[needed:]),
         *(case for cases in zip_longest(*rates) for case in cases if case is not None),
     )
+
+
+def _needed(curve: Sequence[Case]) -> int:
+    """How many of a curve's first points must be measured."""
+    if curve[0].op is Probe.STEP:
+        return len(curve)
+    return 1 if curve[0].work else 2
 
 
 def _compute(kind: DeviceKind) -> Iterable[Case]:
@@ -112,8 +125,10 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
     for dtype, torch_dtype in TORCH_DTYPES:
         for m, n, k in CPU_GEMMS if cpu else CUDA_GEMMS:
             yield _gemm(dtype, torch_dtype, m, n, k)
-        for size_bytes in PASS_BYTES:
-            yield _passes(dtype, torch_dtype, size_bytes)
+        for tokens in CPU_TOKENS if cpu else CUDA_TOKENS:
+            yield _passes(kind, dtype, tokens, 256 if cpu else 4096)
+        if cpu:
+            yield from _launches(dtype, torch_dtype)
         if not cpu and dtype is Dtype.FP32:
             continue  # flash attention and grouped GEMM of CUDA devices are for half precision
         experts, n, k = (16, 512, 256) if cpu else (16, 1536, 2048)
@@ -125,8 +140,21 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
             yield from _attention(dtype, torch_dtype, shape)
     for parameters in UPDATED:
         yield _update(parameters)
-    yield _copy(PASS_BYTES[-1])
-    yield _host()
+    yield _copy(COPIED_BYTES)
+    yield from (_step(number, shape) for number, shape in enumerate(SHAPES, 1))
+
+
+def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:
+    """Calls that do next to nothing. On a CPU the thread that launches also works: what a call takes before it works is
+    of the host's time, which whole steps tell, and is taken off the others here.
+    """
+    every = (
+        _gemm(dtype, torch_dtype, NOTHING, NOTHING, NOTHING),
+        _grouped(dtype, torch_dtype, NOTHING, 16, NOTHING, NOTHING),
+        _passes(DeviceKind.CPU, dtype, NOTHING, HEAD),
+        *_attention(dtype, torch_dtype, (1, NOTHING, 8, 2, NOTHING)),
+    )
+    yield from (replace(case, x=0.0, work=0.0, sets=1) for case in every)
 
 
 def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Case:
@@ -200,19 +228,14 @@ def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, in
     )
 
 
-def _passes(dtype: Dtype, torch_dtype: torch.dtype, pass_bytes: int) -> Case:
-    """Three passes as the layers chain them: into fp32 (or a product), scale in place, back (or a sum), with results
-    newly allocated. x is the mean bytes of a pass."""
-    elements = pass_bytes * 3 // (20 if dtype is Dtype.BF16 else 32)
-    moved_bytes = elements * (20 if dtype is Dtype.BF16 else 32)
+def _passes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Case:
+    """Everything of a layer that is neither product nor attention. x is the mean bytes of a pass."""
+    moved_bytes, each = counted(kind, dtype, tokens, width)
 
     def setup(place: Place) -> Call:
-        a = _random((elements,), torch_dtype, place.device)
-        if dtype is Dtype.BF16:
-            return lambda: a.float().mul_(0.5).to(torch_dtype)
-        return lambda: (a * a).mul_(0.5) + a
+        return passes(dtype, tokens, width, place.device)
 
-    return Case(op=Op.ELEMENTWISE, dtype=dtype, x=moved_bytes / 3, work=moved_bytes, setup=setup)
+    return Case(op=Op.ELEMENTWISE, dtype=dtype, x=each, work=moved_bytes, setup=setup, sets=SETS)
 
 
 def _update(parameters: int) -> Case:
@@ -257,23 +280,13 @@ def _copy(size_bytes: int) -> Case:
     return Case(op=Probe.COPY, dtype=Dtype.FP32, x=2 * size_bytes, work=2 * size_bytes, setup=setup)
 
 
-def _host() -> Case:
-    """Operations too small to cost anything but their launch, half of them in an autograd backward."""
+def _step(number: int, shape: Shape) -> Case:
+    """Training steps too small to cost anything but the host's work."""
 
     def setup(place: Place) -> Call:
-        start = torch.ones(8, device=place.device, requires_grad=True)
-        gradient = torch.ones(8, device=place.device)
+        return tiny_step(shape, place.device)
 
-        def call() -> None:
-            x = start
-            for _ in range(TINY_OPS // 2):
-                x = x * 1.0
-            x.backward(gradient)
-            start.grad = None
-
-        return call
-
-    return Case(op=Probe.HOST, dtype=Dtype.FP32, x=TINY_OPS, work=TINY_OPS, setup=setup)
+    return Case(op=Probe.STEP, dtype=Dtype.BF16, x=number, work=1, setup=setup)
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 
 from moewright.bench.cases import Probe, all_cases, rounds
 from moewright.bench.team import Clock, clock_for, run_team
+from moewright.bench.tiny import SHAPES, HostWork, host_work
 from moewright.engine.crowd import cores, refuse_crowd
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
@@ -33,7 +34,8 @@ from moewright.spec.hardware import (
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-BENCH_VERSION = 3  # part of the fingerprint: raise it when the same machine would be described differently
+BENCH_VERSION = 4  # part of the fingerprint: raise it when the same machine would be described differently
+LEAST_WORK = 0.1  # of a call, in case the launch was measured too slow
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 Points = tuple[tuple[float, float], ...]
@@ -44,11 +46,13 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
 
     Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the curves, not the
     small ones. Work is timed by CPU time where every process has a core, so other jobs hardly distort it; collectives
-    are timed by the wall. Peaks are the best GEMM rates measured, so MFU is a share of what torch reaches here.
+    are timed by the wall. Peaks are the best GEMM rates measured, so MFU is a share of what torch reaches here. On a
+    CPU, where the thread that launches also works, rates are those beyond a launch, which the host's time has.
     """
     kind = _kind(nproc)
     taken = run_team(kind, ranks=nproc, budget_s=budget_s)
     points: dict[tuple[str, Dtype], list[tuple[float, float]]] = defaultdict(list)
+    launch_s: dict[tuple[str, Dtype], float] = {}
     moved: dict[tuple[Collective, int], list[tuple[float, float]]] = defaultdict(list)
     pairs: dict[tuple[int, int], float] = {}
     for case, seconds in zip(all_cases(kind, nproc), taken, strict=True):
@@ -59,12 +63,17 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         elif case.op is Probe.LINK:
             partners = rounds(nproc)[round(case.x) - 1].items()
             pairs |= {(a, b): case.work / fmean((seconds[a], seconds[b])) for a, b in partners if a < b}
+        elif not case.work:
+            launch_s[case.op, case.dtype] = fmean(seconds)
         else:
-            points[case.op, case.dtype].append((case.x, case.work / fmean(seconds)))
+            working_s = max(fmean(seconds) - launch_s.get((case.op, case.dtype), 0.0), LEAST_WORK * fmean(seconds))
+            points[case.op, case.dtype].append((case.x, case.work / working_s))
     how = _how(kind, nproc)
     how_work = f"{how}, CPU time" if clock_for(kind, nproc) is Clock.THREAD else how
     curves = {key: tuple(sorted(found)) for key, found in points.items()}
-    missing = [op for op in (*Op, Probe.COPY, Probe.HOST) if not any(key[0] is op for key in curves)]
+    missing = [op for op in (*Op, Probe.COPY) if not any(key[0] is op for key in curves)]
+    if len(steps := [1 / y for _, y in curves.pop((Probe.STEP, Dtype.BF16), ())]) < len(SHAPES):
+        missing.append(Probe.STEP)
     if missing:
         rule = f"was too short to measure {', '.join(missing)}"
         raise BadInput(Reason(field="budget_s", value=f"{budget_s:g}", rule=rule, nearest="45"))
@@ -74,15 +83,22 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         count=nproc,
         device=_device(kind, nproc, name, curves, how_work),
         fabric=_fabric(nproc, curves, {key: tuple(sorted(found)) for key, found in moved.items()}, pairs, how),
-        constants=(
-            Constant(
-                name="host_s_per_op",
-                value=_sourced(
-                    1 / curves[Probe.HOST, Dtype.FP32][0][1], f"{how_work}: tiny operations, half in backward"
-                ),
-            ),
-        ),
+        constants=_constants(host_work(steps), how_work),
         fingerprint=machine_fingerprint(nproc),
+    )
+
+
+def _constants(host: HostWork, how: str) -> tuple[Constant, ...]:
+    """The host's work, which the steps of models of a few columns consist of."""
+    found = (
+        ("host_s_per_layer_microbatch", host.layer_s, "two layers more"),
+        ("host_s_per_local_expert", host.expert_s, "more experts"),
+        ("host_dense_layer_share", host.dense_share, "two layers without experts more"),
+        ("step_tail_s", host.step_s, "what is left besides layers"),
+    )
+    return tuple(
+        Constant(name=name, value=_sourced(value, f"{how}: steps of tiny models, {what}"))
+        for name, value, what in found
     )
 
 
@@ -131,7 +147,7 @@ def _device(kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dty
         Op.GROUPED_GEMM: "experts' linear, forward and both backward products",
         Op.ATTENTION: "causal flash attention, 4 query heads a key head",
         Op.ATTENTION_BACKWARD: "causal flash attention, 4 query heads a key head",
-        Op.ELEMENTWISE: "chain of three passes, results newly allocated",
+        Op.ELEMENTWISE: "a layer's norms, rotation, residuals, permutes and SwiGLU, forward and backward",
         Op.OPTIMIZER: "fused AdamW over flat fp32 buffers",
     }
     rates = tuple(

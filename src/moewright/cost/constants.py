@@ -9,11 +9,6 @@ from moewright.spec.workload import Dtype
 
 TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"
 TIME_FIT = "fit of 115 published rows on six parts"
-# Where a hardware file gives no host time, it is a number of operations times the time of one.
-_HOST_OPS = (
-    ("host_s_per_layer_microbatch", "host_ops_per_layer_microbatch"),
-    ("host_s_per_local_expert", "host_ops_per_local_expert"),
-)
 MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
 # What only offload depends on.
@@ -153,9 +148,8 @@ _CPU = (
     _constant("dedup_between_time_scale", 1.0, SourceKind.ASSUMED, "as other collectives"),
     _constant("network_efficiency", 0.5, SourceKind.ASSUMED, "gloo over TCP"),
     _constant("dedup_domain_efficiency", 0.5, SourceKind.ASSUMED, "as other collectives"),
-    _constant("host_s_per_op", 5e-6, SourceKind.ASSUMED, "no measurement in the hardware file"),
-    _constant("host_ops_per_layer_microbatch", 400, SourceKind.FITTED, "small operations in a profile of a step"),
-    _constant("host_ops_per_local_expert", 30, SourceKind.FITTED, "views and launches of its products, same profile"),
+    _constant("host_s_per_layer_microbatch", 4e-3, SourceKind.ASSUMED, "no measurement in the hardware file"),
+    _constant("host_s_per_local_expert", 1e-4, SourceKind.ASSUMED, "no measurement in the hardware file"),
     _constant("host_exponent", 1.0, SourceKind.ASSUMED, "one thread launches and computes: times add"),
     _constant("host_exponent_synced", 1.0, SourceKind.ASSUMED, "one thread launches and computes: times add"),
     _constant("host_dense_layer_share", 0.5, SourceKind.ASSUMED, "a dense layer launches about half as much"),
@@ -194,10 +188,6 @@ class Constants:
     def __init__(self, hardware: Hardware) -> None:
         defaults = _CUDA if hardware.device.kind is DeviceKind.CUDA else _CPU
         self._all = {c.name: c for c in (*defaults, *hardware.constants)}
-        for name, ops_name in _HOST_OPS:
-            if name not in self._all:
-                ops, each = self._all[ops_name].value, self._all["host_s_per_op"].value
-                self._all[name] = _constant(name, ops.value * each.value, each.kind, f"{ops_name} x host_s_per_op")
         self._values = {name: c.value.value for name, c in self._all.items()}
 
     def __getitem__(self, name: str) -> float:

@@ -40,9 +40,9 @@ class Kernel:
     fused_backward: float = _FUSED_BACKWARD
 
 
-# What an element's exponential costs on a CPU core, in bytes it could move instead: silu, sigmoid and softmax take
-# 1.1, 1.1 and 2-3 ns an element where cached passes run at 50 GB/s (profile of a training step).
-EXP_BYTES = 50
+# What an element's exponential costs on a CPU core, in bytes it could move instead: beside passes at 45 GB/s softmax
+# and its logarithm take 0.5-0.8 ns an element more, silu hardly any (each function alone, 256 columns, AVX-512).
+EXP_BYTES = 20
 
 # Per element of the tensor named in each row of `layer_rows`.
 RMS_NORM = Kernel(fused=(0, 2), forward=(28, 4), backward=(88, 3), calls=(6, 12))
@@ -57,7 +57,7 @@ REORDER = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 2), calls=(1, 1), 
 ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6), exps=(1, 0))
 # Logits: widen, log-softmax; backward widen, softmax, scale, narrow. Fused: read for the sums, read again and the
 # gradient written in their place; backward scales it.
-CROSS_ENTROPY = Kernel(fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(2, 2), fused_backward=2 / 3)
+CROSS_ENTROPY = Kernel(fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(1, 1), fused_backward=2 / 3)
 
 _KERNELS = (GATED, SPREAD, GATHER, ROUTE)  # of the engine's seam (docs/adr/0019)
 
