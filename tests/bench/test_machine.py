@@ -17,6 +17,7 @@ from moewright.bench import machine, team
 from moewright.bench.cases import Case, Place, Probe, all_cases, group_sizes, rounds, uneven
 from moewright.bench.machine import machine_fingerprint, measure
 from moewright.bench.team import run_team
+from moewright.bench.tiny import SHAPES, host_work
 from moewright.codec import read_toml, write_toml
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective, DeviceKind, Hardware, Op
@@ -47,7 +48,8 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
     }
     for rate in device.rates:
         assert [x for x, _ in rate.curve.points] == [
-            case.x for case in known if (case.op, case.dtype) == (rate.op, rate.dtype)
+            *(case.x for case in known if (case.op, case.dtype) == (rate.op, rate.dtype) and case.work),
+            *(case.x for case in known if case.op is Probe.COPY and rate.op is Op.ELEMENTWISE),
         ]
         assert all(y == pytest.approx(5e8) for _, y in rate.curve.points)
     assert [peak.rate.value for peak in device.peaks] == pytest.approx([5e8, 5e8])
@@ -78,7 +80,7 @@ def test_curves_ascend() -> None:
     for kind in DeviceKind:
         seen: dict[tuple[str, str, int], float] = {}
         for case in all_cases(kind, 4):
-            assert case.x > seen.get(case.curve, 0), case
+            assert case.x > seen.get(case.curve, -1), case
             seen[case.curve] = case.x
 
 
@@ -94,9 +96,29 @@ def test_the_smallest_of_every_kind_of_work_runs() -> None:
     smallest: dict[tuple[str, str, int], Case] = {}
     for case in all_cases(CPU, 1):
         smallest.setdefault(case.curve, case)
-    assert len(smallest) == 5 * 2 + 1 + 2
+    assert len(smallest) == 5 * 2 + 1 + 2  # ops of both precisions, the optimizer, a copy and a step
     for case in smallest.values():
         case.setup(Place(device=torch.device("cpu")))()
+
+
+def test_a_launch_is_of_the_host_and_not_of_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 3 ms before it works at 1e9 a second."""
+    known = all_cases(CPU, 1)
+    times = tuple((3e-3 + case.work * 1e-9,) for case in known)
+    monkeypatch.setattr(machine, "run_team", lambda *_, **__: times)
+    launched = {case.curve[:2] for case in known if not case.work}
+    assert {op for op, _ in launched} == {*Op} - {Op.OPTIMIZER}
+    rates = {(rate.op, rate.dtype): rate.curve.points for rate in measure(nproc=1).device.rates}
+    for op in (Op.GEMM, Op.GROUPED_GEMM):
+        assert all(y == pytest.approx(1e9) for _, y in rates[op, Dtype.BF16])
+
+
+def test_the_hosts_work_by_hand() -> None:
+    """A step of 5 ms; layers of 1 ms without experts, of 2 ms and 0.1 an expert with them; two micro-batches."""
+    steps = [5e-3 + 2 * (of.dense * 1e-3 + of.moe * (2e-3 + of.experts * 1e-4)) for of in SHAPES]
+    found = host_work(steps)
+    assert (found.layer_s, found.expert_s, found.step_s) == pytest.approx((2e-3, 1e-4, 5e-3))
+    assert found.dense_share == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7, 8])
@@ -232,7 +254,9 @@ def test_this_machine() -> None:
     assert 1e7 < max(y for _, y in rates[Op.ELEMENTWISE, Dtype.BF16]) < 1e13
     assert {one.op for one in hardware.fabric.times} == set(Collective)
     assert all(1e-6 < y < 10 for one in hardware.fabric.times for _, y in one.curve.points)
-    assert 1e-7 < hardware.constants[0].value.value < 1e-3
+    constants = {constant.name: constant.value.value for constant in hardware.constants}
+    assert 1e-4 < constants["host_s_per_layer_microbatch"] < 1
+    assert 0 <= constants["host_s_per_local_expert"] < 0.1
     assert hardware.fingerprint == machine_fingerprint(2)
 
 

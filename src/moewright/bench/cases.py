@@ -34,15 +34,16 @@ CPU_GEMMS = (
 CUDA_GEMMS = ((256, 1024, 1024), (1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 16384, 4096))
 CPU_ROWS, CUDA_ROWS = (8, 32, 128, 384, 1024), (16, 64, 256, 1024, 4096)
 CPU_SEQ_LENS, CUDA_SEQ_LENS = (128, 256, 512, 1024, 2048), (1024, 2048, 4096, 8192)
-CPU_TOKENS, CUDA_TOKENS = (64, 256, 1024, 4096, 16384), (256, 1024, 4096, 16384)  # of a layer's passes
+CPU_TOKENS, CUDA_TOKENS = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)  # of a layer's passes
 COPIED_BYTES = 64 * MIB
 UPDATED = (1 << 16, 1 << 20, 1 << 23)
 PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
 LINK_BYTES = 4 * MIB
 SETS = 4  # of inputs of a product: a training step finds few of its operands in the nearest cache
+STEP_SLICES = 8  # steps of tiny models are told apart by their differences, which takes many repeats
 UNEVEN = 0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
-NOTHING = 8  # rows, columns and positions of a call that costs its launch alone
+FEW_ROWS, FEW_COLUMNS = 8, 32  # of a call that costs its launch alone, by the kernels that larger ones take
 
 Call = Callable[[], object]
 
@@ -79,6 +80,7 @@ class Case:
     setup: Callable[[Place], Call]
     ranks: int = 1
     sets: int = 1  # of inputs, taken in turn
+    slices: int = 1  # of the time that a case may take
 
     @property
     def curve(self) -> tuple[Op | Collective | Probe, Dtype, int]:
@@ -122,6 +124,7 @@ def _needed(curve: Sequence[Case]) -> int:
 
 def _compute(kind: DeviceKind) -> Iterable[Case]:
     cpu = kind is DeviceKind.CPU
+    yield from (_step(number, shape) for number, shape in enumerate(SHAPES, 1))
     for dtype, torch_dtype in TORCH_DTYPES:
         for m, n, k in CPU_GEMMS if cpu else CUDA_GEMMS:
             yield _gemm(dtype, torch_dtype, m, n, k)
@@ -141,7 +144,6 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
     for parameters in UPDATED:
         yield _update(parameters)
     yield _copy(COPIED_BYTES)
-    yield from (_step(number, shape) for number, shape in enumerate(SHAPES, 1))
 
 
 def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:
@@ -149,10 +151,10 @@ def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:
     of the host's time, which whole steps tell, and is taken off the others here.
     """
     every = (
-        _gemm(dtype, torch_dtype, NOTHING, NOTHING, NOTHING),
-        _grouped(dtype, torch_dtype, NOTHING, 16, NOTHING, NOTHING),
-        _passes(DeviceKind.CPU, dtype, NOTHING, HEAD),
-        *_attention(dtype, torch_dtype, (1, NOTHING, 8, 2, NOTHING)),
+        _gemm(dtype, torch_dtype, FEW_ROWS, FEW_COLUMNS, FEW_COLUMNS),
+        _grouped(dtype, torch_dtype, FEW_ROWS, 16, FEW_COLUMNS, FEW_COLUMNS),
+        _passes(DeviceKind.CPU, dtype, FEW_ROWS, HEAD),
+        *_attention(dtype, torch_dtype, (1, FEW_ROWS, 8, 2, HEAD)),
     )
     yield from (replace(case, x=0.0, work=0.0, sets=1) for case in every)
 
@@ -286,7 +288,7 @@ def _step(number: int, shape: Shape) -> Case:
     def setup(place: Place) -> Call:
         return tiny_step(shape, place.device)
 
-    return Case(op=Probe.STEP, dtype=Dtype.BF16, x=number, work=1, setup=setup)
+    return Case(op=Probe.STEP, dtype=Dtype.BF16, x=number, work=1, setup=setup, slices=STEP_SLICES)
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:

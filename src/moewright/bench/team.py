@@ -161,7 +161,7 @@ def _measure(case: Case, place: Place, told: Assignment, cases_left: int) -> flo
     first = _time(call, 1, device, clock)
     wall_s = max(_highest(first.wall_s, device, told.ranks), 1e-7)
     calls = max(1, min(1000, round(BATCH_S / wall_s)))
-    repeats = int(min(SLICE_S, left_s / cases_left) / (wall_s * calls))
+    repeats = int(case.slices * min(SLICE_S, left_s / cases_left) / (wall_s * calls))
     times = [first, *(_time(call, calls, device, clock) for _ in range(max(2, min(60, repeats))))]
     return sorted(timing.call_s for timing in times)[len(times) // 4]
 

@@ -17,7 +17,7 @@ from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpe
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
 MICRO_BATCHES = 2
-_WIDTH, _SEQ_LEN, _VOCAB = 16, 8, 32
+_WIDTH, _SEQ_LEN, _VOCAB = 32, 8, 32  # no narrower: oneDNN leaves products of up to 16^3 to a simpler kernel
 _FEW, _MANY = 4, 20  # experts
 
 
@@ -54,15 +54,15 @@ class HostWork:
 
 def host_work(step_s: Sequence[float]) -> HostWork:
     """From the seconds of a step of each of SHAPES."""
-    one, deeper, dense, wider = step_s
-    whole = (deeper - one) / 2 / MICRO_BATCHES
-    expert_s = max(0.0, (wider - one) / (_MANY - _FEW) / MICRO_BATCHES)
-    layer_s = max(whole - _FEW * expert_s, 0.1 * whole)
+    one, *others = step_s
+    whole_s, dense_s, more_s = (max(0.0, other - one) / MICRO_BATCHES for other in others)
+    whole_s, dense_s, expert_s = whole_s / 2, dense_s / 2, more_s / (_MANY - _FEW)
+    layer_s = max(whole_s - _FEW * expert_s, 0.1 * whole_s)
     return HostWork(
         layer_s=layer_s,
         expert_s=expert_s,
-        step_s=max(0.0, one - MICRO_BATCHES * whole),
-        dense_share=(dense - one) / 2 / MICRO_BATCHES / layer_s,
+        step_s=max(0.0, one - MICRO_BATCHES * whole_s),
+        dense_share=dense_s / layer_s if layer_s else 1.0,
     )
 
 
@@ -86,7 +86,7 @@ def tiny_step(shape: Shape, device: torch.device) -> Callable[[], object]:
         layers=layers,
         vocab_size=_VOCAB,
         attention=AttentionSpec(
-            kind=AttentionKind.GQA, heads=2, kv_heads=1, head_dim=8, v_head_dim=8, qk_norm=QkNorm.PER_HEAD
+            kind=AttentionKind.GQA, heads=2, kv_heads=1, head_dim=16, v_head_dim=16, qk_norm=QkNorm.PER_HEAD
         ),
         dense_ffn_size=_WIDTH,
         moe=MoeSpec(experts=shape.experts, ffn_size=_WIDTH, router=RouterSpec(top_k=2)),
