@@ -12,9 +12,11 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules.routing import gathered_rows
 from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, TimePart, TimeShare
+from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 
 QWEN = catalogue.model("Qwen3-30B-A3B")
@@ -80,3 +82,18 @@ def test_parts_gathered_over_expert_tensor_ranks_are_padded_to_the_widest() -> N
     # The largest of four draws about 1,000 with a deviation of 27: a little above one of them.
     assert 4 * 1020 < padded < 4 * 1040
     assert gathered_rows(drawn, replace(layout, etp=1), 4000) == 4000
+
+
+def test_copies_of_a_shard_are_summed_in_the_open() -> None:
+    """Where all of ZeRO-3's own collectives hide, what shows of a hybrid's is the sum over its copies."""
+    hardware = catalogue.hardware("16xH100")
+    hiding = Constant(
+        name="overlapped_dp_share", value=Sourced(value=0.0, kind=SourceKind.ASSUMED, source="all of it hides")
+    )
+    hardware = replace(hardware, constants=(*hardware.constants, hiding))
+    shown = [
+        sum(share.seconds for share in estimate(QWEN, WORK, hardware, layout).shares if share.part is TimePart.DP_COMM)
+        for layout in (parse_layout(text, world_size=16) for text in ("ep2,zero3", "ep2,zero3,shard=8"))
+    ]
+    assert shown[0] == 0
+    assert shown[1] > 0

@@ -344,7 +344,7 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
         reduce_s += often * calls * links.seconds(op, where, nbytes)
         if layout.shard:
             across = links.span(layout, fully.spread(layout, group).copies)
-            reduce_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
+            copies_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
         if layout.zero:
             gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)
             gather_s += (2 * often if layout.zero == 3 else 1) * gather
@@ -362,7 +362,7 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     on_device = sum(rates.seconds(row) for row in optimizer_ops(size, held=held.dense + held.expert, owned=owned))
     on_host = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     return Tail(
-        reduce_s=reduce_s - hidden_reduce,
+        reduce_s=reduce_s - hidden_reduce + copies_s,
         gather_s=gather_s - hidden_gather,
         optimizer_s=c["step_tail_s"]
         + (1 - on_host) * on_device
