@@ -329,7 +329,7 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     """
     c = links.constants
     often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
-    reduce_s, gather_s = 0.0, 0.0
+    reduce_s, copies_s, gather_s = 0.0, 0.0, 0.0
     beside_s = (0.0, 0.0)  # of both, what may run beside computation
     for group, numel, calls in (
         ("dp_cp", held.dense, held.dense_calls),
