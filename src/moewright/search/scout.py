@@ -86,7 +86,7 @@ class Scout:
         """
         size = self.prices.size(group.layout)
         at_once = self._room.layers(size)
-        prices = self.prices.of_group(group.layout, at_once)
+        prices, fits = self.prices.of_group(group.layout, at_once), True
         for overlap in self._expert_overlaps(group.layout):
             cut, layers = replace(group.layout, overlap=overlap), at_once
             legal, suits = self._legality(group, cut)
@@ -95,14 +95,15 @@ class Scout:
             stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
             if Overlap.WGRAD in overlap:
                 # Late weight gradients fit nowhere that others do not, so those that are too slow are not even weighed.
-                if not self._in_time(self.prices.settled(cut, prices, paces[0]), stacked, prices, paces, below_s):
+                if not fits or not self._in_time(cut, stacked, prices, paces, below_s):
                     continue
                 layers = self._room.late(size, at_once)
             peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked, suits)
             worth = legal & (peak <= room_bytes + spread)
             base, floor_s = cut, np.inf
             step, dp_overlap = np.broadcast_to(np.inf, peak.shape), np.broadcast_to(False, peak.shape)
-            if worth.any():
+            fits = bool(worth.any())
+            if fits:
                 base = self.prices.settled(cut, prices, paces[0])
                 floor_s = prices.floor_s(base, paces)
                 if floor_s < below_s:
@@ -120,10 +121,9 @@ class Scout:
                 dp_overlap=dp_overlap,
             )
 
-    def _in_time(
-        self, base: Layout, stacked: Stack, prices: GroupPrices, paces: Sequence[Pace], below_s: float
-    ) -> bool:
+    def _in_time(self, cut: Layout, stacked: Stack, prices: GroupPrices, paces: Sequence[Pace], below_s: float) -> bool:
         """Whether any pipeline takes less than `below_s` without recompute."""
+        base = self.prices.settled(cut, prices, paces[0])
         if prices.floor_s(base, paces) >= below_s:
             return False
         return bool((self._moving(prices, base, stacked, paces, np.array([0])) < below_s).any())
