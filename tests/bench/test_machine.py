@@ -247,15 +247,15 @@ def test_a_killed_bench_leaves_no_process() -> None:
 def test_this_machine() -> None:
     """A short real run: every kind of work and every collective is there, with figures of a possible size."""
     started = time.monotonic()
-    hardware = measure(nproc=2, budget_s=8.0)
-    assert time.monotonic() - started < 30
+    hardware = measure(nproc=2, budget_s=14.0)
+    assert time.monotonic() - started < 40
     rates = {(rate.op, rate.dtype): rate.curve.points for rate in hardware.device.rates}
     assert 1e8 < max(y for _, y in rates[Op.GEMM, Dtype.FP32]) < 1e13
     assert 1e7 < max(y for _, y in rates[Op.ELEMENTWISE, Dtype.BF16]) < 1e13
     assert {one.op for one in hardware.fabric.times} == set(Collective)
     assert all(1e-6 < y < 10 for one in hardware.fabric.times for _, y in one.curve.points)
     constants = {constant.name: constant.value.value for constant in hardware.constants}
-    assert 1e-4 < constants["host_s_per_layer_microbatch"] < 1
+    assert 0 <= constants["host_s_per_layer_microbatch"] < 1  # a difference: 0 where other jobs took the machine
     assert 0 <= constants["host_s_per_local_expert"] < 0.1
     assert hardware.fingerprint == machine_fingerprint(2)
 

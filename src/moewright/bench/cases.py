@@ -41,7 +41,7 @@ PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
 LINK_BYTES = 4 * MIB
 SETS = 4  # of inputs of a product: a training step finds few of its operands in the nearest cache
-STEP_SLICES = 8  # steps of tiny models are told apart by their differences, which takes many repeats
+STEP_SLICES = 4  # steps of tiny models are told apart by their differences, which takes many repeats
 UNEVEN = 0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
 FEW_ROWS, FEW_COLUMNS = 8, 32  # of a call that costs its launch alone, by the kernels that larger ones take
 
@@ -124,7 +124,6 @@ def _needed(curve: Sequence[Case]) -> int:
 
 def _compute(kind: DeviceKind) -> Iterable[Case]:
     cpu = kind is DeviceKind.CPU
-    yield from (_step(number, shape) for number, shape in enumerate(SHAPES, 1))
     for dtype, torch_dtype in TORCH_DTYPES:
         for m, n, k in CPU_GEMMS if cpu else CUDA_GEMMS:
             yield _gemm(dtype, torch_dtype, m, n, k)
@@ -144,6 +143,7 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
     for parameters in UPDATED:
         yield _update(parameters)
     yield _copy(COPIED_BYTES)
+    yield from (_step(number, shape) for number, shape in enumerate(SHAPES, 1))
 
 
 def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:

@@ -99,9 +99,9 @@ def _past_caches(curves: dict[tuple[str, Dtype], Points], dtype: Dtype) -> Point
 def _constants(host: HostWork, how: str) -> tuple[Constant, ...]:
     """The host's work, which the steps of models of a few columns consist of."""
     found = (
-        ("host_s_per_layer_microbatch", host.layer_s, "two layers more"),
+        ("host_s_per_layer_microbatch", host.layer_s, "more layers"),
         ("host_s_per_local_expert", host.expert_s, "more experts"),
-        ("host_dense_layer_share", host.dense_share, "two layers without experts more"),
+        ("host_dense_layer_share", host.dense_share, "more layers without experts"),
         ("step_tail_s", host.step_s, "what is left besides layers"),
     )
     return tuple(

@@ -18,7 +18,8 @@ from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
 MICRO_BATCHES = 2
 _WIDTH, _SEQ_LEN, _VOCAB = 32, 8, 32  # no narrower: oneDNN leaves products of up to 16^3 to a simpler kernel
-_FEW, _MANY = 4, 20  # experts
+_MORE = 4  # layers than one
+_FEW, _MANY = 4, 36  # experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +32,11 @@ class Shape:
 
 
 ONE = Shape(dense=0, moe=1, experts=_FEW)
-# Beside ONE: two layers more, two layers without experts more, more experts.
+# Beside ONE: more layers, more layers without experts, more experts.
 SHAPES = (
     ONE,
-    Shape(dense=0, moe=3, experts=_FEW),
-    Shape(dense=2, moe=1, experts=_FEW),
+    Shape(dense=0, moe=1 + _MORE, experts=_FEW),
+    Shape(dense=_MORE, moe=1, experts=_FEW),
     Shape(dense=0, moe=1, experts=_MANY),
 )
 
@@ -56,13 +57,13 @@ def host_work(step_s: Sequence[float]) -> HostWork:
     """From the seconds of a step of each of SHAPES."""
     one, *others = step_s
     whole_s, dense_s, more_s = (max(0.0, other - one) / MICRO_BATCHES for other in others)
-    whole_s, dense_s, expert_s = whole_s / 2, dense_s / 2, more_s / (_MANY - _FEW)
+    whole_s, dense_s, expert_s = whole_s / _MORE, dense_s / _MORE, more_s / (_MANY - _FEW)
     layer_s = max(whole_s - _FEW * expert_s, 0.1 * whole_s)
     return HostWork(
         layer_s=layer_s,
         expert_s=expert_s,
         step_s=max(0.0, one - MICRO_BATCHES * whole_s),
-        dense_share=dense_s / layer_s if layer_s else 1.0,
+        dense_share=min(1.0, dense_s / layer_s) if layer_s else 1.0,
     )
 
 
