@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -42,3 +43,9 @@ def test_a_peer_that_cannot_be_had_is_named_with_its_reason(tmp_path: Path) -> N
     with pytest.raises(BadInput, match="nobody: it cannot be had here"):
         contest.prepare(nowhere, tmp_path / "peers")
     assert not (tmp_path / "peers" / "nobody" / "ready").exists()
+
+
+def test_a_peers_environment_finds_our_code(tmp_path: Path) -> None:
+    python = contest.prepare(contest.Contestant(name="none", module="none", needs="pip"), tmp_path / "peers")
+    bare = {"PATH": os.environ["PATH"]}
+    subprocess.run([str(python), "-c", "import moewright.bench.peers.contest, torch"], env=bare, check=True)

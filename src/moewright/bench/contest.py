@@ -74,7 +74,9 @@ def prepare(who: Contestant, folder: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(home)], who)
     inside = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
-    Path(inside, "lender.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Where an editable install keeps our own code is said by a .pth of its own, which nobody reads in a lent folder.
+    ours = str(Path(__file__).resolve().parents[2])
+    Path(inside, "lender.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), ours))) + "\n")
     _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *who.needs.split()], who)
     (home / "ready").touch()
     return python
