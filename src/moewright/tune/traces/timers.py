@@ -98,9 +98,6 @@ def timed(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
     if not (timers and step_s):
         return
 
-    def most(*names: str) -> float:
-        return sum(timers[name].most_s for name in names if name in timers)
-
     def found(wall: Wall, cause: Cause, seconds: float, what: str, *names: str) -> Iterator[Finding]:
         if seconds > _SAID * step_s:
             said = tuple(_said(name, timers[name]) for name in names if name in timers)
@@ -108,52 +105,67 @@ def timed(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
             yield Finding(wall=wall, cause=cause, title=title, share=seconds / step_s, evidence=said, fixes=())
 
     for cause, names, what in _SUMS:
-        exchange = sum(timers[name].least_s for name in names if name in timers)
+        exchange = _least(timers, *names)
         yield from found(Wall.COMMUNICATION, cause, exchange, what, *names)
-        late = most(*names) - exchange
+        late = _most(timers, *names) - exchange
         if late > _LATE * step_s:
             yield from found(Wall.COMMUNICATION, Cause.STRAGGLER, late, f"{what}: a late rank costs", *names)
-    yield from found(Wall.HOST, Cause.DATA, most(LOADING), "Batches are waited for", LOADING)
-    computed, messages = most(FORWARD, BACKWARD), _messages(timers)
-    if all(name in timers for name in (WHOLE, FORWARD, BACKWARD)):
-        between = _between_s(timers)
-        if messages:
-            what = "The ranks that compute most wait for the pipeline"
-            yield from found(Wall.COMMUNICATION, Cause.PP, between, what, WHOLE, FORWARD, BACKWARD, *messages)
-        else:
-            yield from found(Wall.HOST, Cause.HOST_OTHER, between, "Between micro-batches pass", WHOLE, FORWARD)
+    yield from found(Wall.HOST, Cause.DATA, _most(timers, LOADING), "Batches are waited for", LOADING)
+    computed, messages, between = _most(timers, FORWARD, BACKWARD), _messages(timers), _between_s(timers)
+    if messages and between is None:
+        waited = _most(timers, *messages)
+        yield from found(Wall.COMMUNICATION, Cause.PP, waited, "The pipeline is waited for", *messages)
     elif messages:
-        yield from found(Wall.COMMUNICATION, Cause.PP, most(*messages), "The pipeline is waited for", *messages)
+        what = "The ranks that compute most wait for the pipeline"
+        yield from found(Wall.COMMUNICATION, Cause.PP, between or 0.0, what, WHOLE, FORWARD, BACKWARD, *messages)
+    else:
+        yield from found(Wall.HOST, Cause.HOST_OTHER, between or 0.0, "Between micro-batches pass", WHOLE, FORWARD)
     if WHOLE in timers and OPTIMIZER in timers:
-        outside = step_s - most(WHOLE, OPTIMIZER)
+        outside = step_s - _most(timers, WHOLE, OPTIMIZER)
         yield from found(Wall.HOST, Cause.HOST_OTHER, outside, "Outside of training steps pass", WHOLE, OPTIMIZER)
     if computed:
-        work = computed - most(LOADING) + most(OPTIMIZER) - most(_GATHERED)
+        work = computed - _most(timers, LOADING) + _updated_s(timers)
         yield from found(Wall.COMPUTE, Cause.RATES, work, "Compute takes", FORWARD, BACKWARD, OPTIMIZER)
 
 
 def timed_parts(timers: Mapping[str, Timer]) -> Mapping[TimePart, float]:
     """Seconds of the planner's parts of a step that timers measured; a pipeline's messages count with its bubble."""
     parts: dict[TimePart, float] = {}
-    sums = [timers[name].least_s for name in (*_GRADIENTS, _GATHERED) if name in timers]
-    if sums:
-        parts[TimePart.DP_COMM] = sum(sums)
+    summed = (*_GRADIENTS, _GATHERED)
+    if any(name in timers for name in summed):
+        parts[TimePart.DP_COMM] = _least(timers, *summed)
     if OPTIMIZER in timers:
-        gathered = timers[_GATHERED].most_s if _GATHERED in timers else 0.0
-        parts[TimePart.OPTIMIZER] = timers[OPTIMIZER].most_s - gathered
-    if _messages(timers) and all(name in timers for name in (WHOLE, FORWARD, BACKWARD)):
-        parts |= {TimePart.BUBBLE: _between_s(timers), TimePart.PP_COMM: 0.0}
+        parts[TimePart.OPTIMIZER] = _updated_s(timers)
+    between = _between_s(timers)
+    if _messages(timers) and between is not None:
+        parts |= {TimePart.BUBBLE: between, TimePart.PP_COMM: 0.0}
     return parts
+
+
+def _least(timers: Mapping[str, Timer], *names: str) -> float:
+    return sum(timers[name].least_s for name in names if name in timers)
+
+
+def _most(timers: Mapping[str, Timer], *names: str) -> float:
+    return sum(timers[name].most_s for name in names if name in timers)
+
+
+def _updated_s(timers: Mapping[str, Timer]) -> float:
+    return _most(timers, OPTIMIZER) - _most(timers, _GATHERED)
 
 
 def _messages(timers: Mapping[str, Timer]) -> tuple[str, ...]:
     return tuple(name for name in timers if _MESSAGE.match(name))
 
 
-def _between_s(timers: Mapping[str, Timer]) -> float:
-    """Of forward and backward, what is neither computed, by the ranks that compute most, nor the sum of a gradient."""
-    inside = (FORWARD, BACKWARD, *_INSIDE)
-    return timers[WHOLE].most_s - sum(timers[name].most_s for name in inside if name in timers)
+def _between_s(timers: Mapping[str, Timer]) -> float | None:
+    """Of forward and backward, what is neither computed, by the ranks that compute most, nor the sum of a gradient.
+
+    None where that was not timed.
+    """
+    if not all(name in timers for name in (WHOLE, FORWARD, BACKWARD)):
+        return None
+    return _most(timers, WHOLE) - _most(timers, FORWARD, BACKWARD, *_INSIDE)
 
 
 def _said(name: str, timer: Timer) -> str:
