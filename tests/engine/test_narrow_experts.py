@@ -65,7 +65,8 @@ def test_a_layer_equals_the_plain_formula() -> None:
     mixed = sum(best[:, slot, None] * torch.stack(each)[chosen[:, slot], torch.arange(32)] for slot in range(2))
     shared = silu_mlp(x, moe.shared.gate_up.weight, moe.shared.down.weight)
     wanted = mixed @ moe.latent.up.weight.T + shared
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    # Sums of large numbers that cancel: the error is of the output's size, not of each number's.
+    assert (out - wanted).norm() <= 1e-6 * wanted.norm()
     weights = [moe.latent.down.weight, moe.latent.up.weight, moe.experts.gate_up.weight, moe.router.weight]
     for ours, plain in zip(
         torch.autograd.grad(out.square().sum(), weights, retain_graph=True),

@@ -81,10 +81,10 @@ def passes(dtype: Dtype, tokens: int, width: int, device: torch.device) -> Calla
     leaves = x, wide, weight, shares
 
     def call() -> None:
-        normed = RmsNorm.apply(x, weight, EPS, None, None, False)
-        turned = Rotary.apply(normed.view(1, tokens, -1, HEAD), cos, sin)
+        normed = RmsNorm.apply(x, weight, EPS, None, None, False, kernels)
+        turned = Rotary.apply(normed.view(1, tokens, -1, HEAD), cos, sin, kernels)
         first = x + turned.view_as(x)
-        normed = RmsNorm.apply(first, weight, EPS, None, None, False)
+        normed = RmsNorm.apply(first, weight, EPS, None, None, False, kernels)
         rows = Spread.apply(normed, of_row, of_slot, True, kernels)
         out = first + SumSlots.apply(rows, of_row, of_slot, True, kernels)
         active = SwiGlu.apply(wide, shares, kernels)

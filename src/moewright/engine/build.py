@@ -13,6 +13,7 @@ from moewright.engine.dispatch.fused import prove
 from moewright.engine.dispatch.libraries import Library, opened
 from moewright.engine.feed import Batches
 from moewright.engine.fused.choice import kernels_for
+from moewright.engine.fused.seam import Kernels
 from moewright.engine.keep import Keeper
 from moewright.engine.mesh import Mesh, build_mesh
 from moewright.engine.model.layers import Slot
@@ -64,8 +65,11 @@ def trainee(
     device: torch.device,
     initial: Initial,
     rule: Update = adamw_update,
+    kernels: Kernels | None = None,
 ) -> Trainee:
-    """This rank's mesh, part of the model with its `initial` weights, and optimizer."""
+    """This rank's mesh, part of the model with its `initial` weights, and optimizer; `kernels` other than those that
+    the workload asks for.
+    """
     books = Books(blocking=device.type == "cpu")
     mesh = build_mesh(layout, rank, books, shared_tables(model, layout).values())
     run = Runtime(
@@ -74,7 +78,7 @@ def trainee(
         mesh=mesh,
         books=books,
         keeper=Keeper(books, at_work=bool(layout.recompute or layout.offload)),
-        kernels=kernels_for(workload.fused_kernels, DeviceKind(device.type)),
+        kernels=kernels or kernels_for(workload.fused_kernels, DeviceKind(device.type)),
         device=device,
         library=_library(model, workload, mesh, device) if layout.dispatcher in LIBRARIES else None,
     )

@@ -21,6 +21,7 @@ from moewright.engine import collectives
 from moewright.engine.batch import Batch, batch_here
 from moewright.engine.books import Books, identity
 from moewright.engine.build import trainee
+from moewright.engine.fused.plain import Plain
 from moewright.engine.kernels import native_bf16
 from moewright.engine.model.layers import Slot
 from moewright.engine.runtime import Runtime
@@ -32,7 +33,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Dispatcher, ExpertPlacement, Layout
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DropPolicy, Dtype, FusedKernels, RouterForce, Workload
+from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
 
 _aten = torch.ops.aten
 
@@ -72,16 +73,13 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
         with FakeTensorMode(), Meter() as meter:
             here = trainee(
                 model,
-                replace(
-                    workload,
-                    router=replace(workload.router, force=RouterForce.BALANCED),
-                    fused_kernels=FusedKernels.PLAIN,  # which keep the same, and run without data
-                ),
+                replace(workload, router=replace(workload.router, force=RouterForce.BALANCED)),
                 layout,
                 _Blank(),
                 rank=rank,
                 device=torch.device("cpu"),
                 initial=lambda slot, run: _no_value(slot),
+                kernels=Plain(),  # they keep the same, and run without data
             )
             states = here.optimizer.memory()  # of zero=3 without gradients, which end with the step before
             meter.start(here.run.books)

@@ -8,6 +8,7 @@ with fp32 accumulation, at fp32 speed.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +37,28 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     return _product(widened(a_MK), widened(b_KN)).to(a_MK.dtype)
 
 
-def _product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """a @ b. torch.mm takes MKL for fp32 on a CPU, which runs at half of oneDNN's rate where the CPU is not Intel's;
-    both are fp32 throughout. A product must be worth the kernel that oneDNN makes for each new shape.
+@cache
+def _mkl_is_fast() -> bool:
+    """Whether torch.mm runs fp32 at this CPU's rate: MKL, which it takes for that, does on Intel's alone."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return torch.backends.mkl.is_available() and cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
+
+
+def _by_onednn(dtype: torch.dtype) -> bool:
+    """Of what is on a CPU, where torch has oneDNN."""
+    return dtype == torch.float32 and not _mkl_is_fast()
+
+
+def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b, into `out` where it is given; fp32 is fp32 throughout with either library.
+
+    A product must be worth the kernel that oneDNN makes for each new shape.
     """
-    fp32_on_cpu = a_MK.dtype == torch.float32 and a_MK.device.type == "cpu"
-    if ONEDNN_LINEAR is None or not fp32_on_cpu or a_MK.numel() * b_KN.shape[1] < _WORTH_A_KERNEL:
-        return torch.mm(a_MK, b_KN)
-    return ONEDNN_LINEAR(a_MK, b_KN.mT, None, "none", [], "")
+    worth = a_MK.device.type == "cpu" and a_MK.numel() * b_KN.shape[1] >= _WORTH_A_KERNEL
+    if ONEDNN_LINEAR is None or not worth or not _by_onednn(a_MK.dtype):
+        return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
+    made = ONEDNN_LINEAR(a_MK, b_KN.mT, None, "none", [], "")
+    return made if out is None else out.copy_(made)
 
 
 def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -65,27 +80,33 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tupl
 
 
 def _group_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`grouped_matmul` on a CPU, where a product's kernel is made for its exact shape when that is first seen.
+    """`grouped_matmul` on a CPU, where oneDNN makes a product's kernel for its exact shape when that is first seen.
 
-    Making one takes longer than the product of a few hundred rows, and routing brings new shapes in every step. So
-    groups are worked on in multiples of 16 rows: beside rows of other groups, whose results are left, and in a
-    contraction beside zeros.
+    Making one takes longer than the product of a few hundred rows, and keeps up to a MiB; routing brings new shapes in
+    every step. So a group's rows are filled up to one of a few counts: with rows of other groups, whose results are
+    left, and in a contraction with zeros. MKL, which is taken for fp32 on Intel's CPUs, has its kernels for any shape.
     """
     out = a.new_empty(_grouped_shape(a, b, ends))
+    shaped = a.dtype != torch.float32 or _by_onednn(a.dtype)
     stops = ends.tolist()
-    groups = list(zip([0, *stops[:-1]], stops, strict=True))
+    groups = [
+        (start, stop, _filled(stop - start) if shaped else stop - start)
+        for start, stop in zip([0, *stops[:-1]], stops, strict=True)
+    ]
     if b.dim() == 3:
-        for of_group, (start, stop) in zip(b, groups, strict=True):
-            _rows_times(a, of_group, out, start, stop)
-        return out
-    widest = _filled(max(stop - start for start, stop in groups))
-    rows_a, rows_b = a.new_empty(widest, a.shape[0]), b.new_empty(widest, b.shape[1])
-    for of_group, (start, stop) in zip(out, groups, strict=True):
-        count, filled = stop - start, _filled(stop - start)
-        for rows, x in ((rows_a, a.mT), (rows_b, b)):
-            rows[:count] = x[start:stop]
-            rows[count:filled] = 0
-        of_group.copy_(_product(rows_a[:filled].mT, rows_b[:filled]))
+        for of_group, (start, stop, filled) in zip(b, groups, strict=True):
+            _rows_times(a, of_group, out, start, stop, filled)
+    elif shaped:
+        widest = max(filled for _, _, filled in groups)
+        rows_a, rows_b = a.new_empty(widest, a.shape[0]), b.new_empty(widest, b.shape[1])
+        for of_group, (start, stop, filled) in zip(out, groups, strict=True):
+            for rows, x in ((rows_a, a.mT), (rows_b, b)):
+                rows[: stop - start] = x[start:stop]
+                rows[stop - start : filled] = 0
+            _product(rows_a[:filled].mT, rows_b[:filled], of_group)
+    else:
+        for of_group, (start, stop, _) in zip(out, groups, strict=True):
+            _product(a[:, start:stop], b[start:stop], of_group)
     return out
 
 
@@ -98,18 +119,19 @@ _LIBRARY.impl("group_by_group", lambda a, b, ends: a.new_empty(_grouped_shape(a,
 GROUP_BY_GROUP = torch.ops.moewright.group_by_group
 
 
-def _rows_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, start: int, stop: int) -> None:
-    """out[start:stop] = a[start:stop] @ b."""
-    filled = _filled(stop - start)
+def _rows_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, start: int, stop: int, filled: int) -> None:
+    """out[start:stop] = a[start:stop] @ b. Rows of later groups are written too, before their own results are."""
     if start == stop:
         return
     if start + filled <= len(a):
-        out[start:stop] = _product(a[start : start + filled], b)[: stop - start]
+        _product(a[start : start + filled], b, out[start : start + filled])
     elif filled <= stop:  # no rows behind: take some before
         out[start:stop] = _product(a[stop - filled : stop], b)[start - stop :]
     else:
-        out[start:stop] = _product(a[start:stop], b)
+        _product(a[start:stop], b, out[start:stop])
 
 
 def _filled(rows: int) -> int:
-    return -(-rows // 16) * 16
+    """The next of 16, 32, ... 256 and, from there on, of eight counts between each power of two and the next."""
+    step = max(16, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step

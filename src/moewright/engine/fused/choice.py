@@ -12,6 +12,8 @@ from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.workload import FusedKernels
 
+_IN_CACHE = 1 << 18  # fp32 numbers that a core's cache has beside what is made of them
+
 
 def unavailable(choice: FusedKernels, device: DeviceKind) -> tuple[Reason, ...]:
     """Why the kernels that a job asks for cannot be had on the devices it is for."""
@@ -36,7 +38,7 @@ def implementation(choice: FusedKernels, device: DeviceKind) -> str:
 def kernels_for(choice: FusedKernels, device: DeviceKind) -> Kernels:
     """Imports Triton where it is used, and nowhere else."""
     if not _triton(choice, device):
-        return Plain()
+        return Plain(_IN_CACHE if device is DeviceKind.CPU else 0)
     from moewright.engine.fused.compiled import Compiled
 
     return Compiled()

@@ -64,38 +64,42 @@ class RmsNorm(torch.autograd.Function):
         across: Group | None,
         sharers: Group | None,
         keep_scale: bool,
+        kernels: Kernels,
     ) -> torch.Tensor:
-        wide = x.float()
-        scale = _scale(wide, eps, across)
+        ctx.eps, ctx.across, ctx.sharers, ctx.kernels = eps, across, sharers, kernels
+        if across is None:
+            out, scale = kernels.norm(x, weight, eps)
+        else:
+            scale = _scale(x.float(), eps, across)
+            out = (x.float() * scale).to(x.dtype) * weight
         ctx.save_for_backward(x, weight, scale if keep_scale else None)
-        ctx.eps, ctx.across, ctx.sharers = eps, across, sharers
-        return (wide.mul_(scale) if wide is not x else wide * scale).to(x.dtype) * weight
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        wide_x = x.float()
-        if scale is None:
-            scale = _scale(wide_x, ctx.eps, ctx.across)
-        normed = wide_x * scale
-        wide = grad.float()
-        products = (wide * normed).flatten(0, -2)
+        count, mine = grad[..., 0].numel(), slice(None)
         if ctx.sharers is not None:
-            products = products.tensor_split(ctx.sharers.size)[ctx.sharers.index]
-        grad_weight = products.sum(0)
+            mine = slice(*(count * i // ctx.sharers.size for i in (ctx.sharers.index, ctx.sharers.index + 1)))
+        if ctx.across is None:
+            made = ctx.kernels.norm_backward(grad, x, weight, ctx.eps, scale, mine)
+            return *made, None, None, None, None, None
+        if scale is None:
+            scale = _scale(x.float(), ctx.eps, ctx.across)
+        normed, wide = x.float() * scale, grad.float()
+        grad_weight = (wide * normed).flatten(0, -2)[mine].sum(0)
         wide = wide * weight.float()
         grad_x = (wide - normed * _mean(wide * normed, ctx.across)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None, None
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _scale(wide: torch.Tensor, eps: float, across: Group | None) -> torch.Tensor:
+def _scale(wide: torch.Tensor, eps: float, across: Group) -> torch.Tensor:
     return torch.rsqrt(_mean(wide.square(), across) + eps)
 
 
-def _mean(x: torch.Tensor, across: Group | None) -> torch.Tensor:
+def _mean(x: torch.Tensor, across: Group) -> torch.Tensor:
     """Over the last dim, which is kept as 1, and over the ranks that hold its parts."""
-    mean = x.mean(-1, keepdim=True)
-    return mean if across is None else all_reduce(mean, across).div_(across.size)
+    return all_reduce(x.mean(-1, keepdim=True), across).div_(across.size)
 
 
 class Rotary(torch.autograd.Function):
@@ -105,20 +109,14 @@ class Rotary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.angles = (cos, sin)
-        return _rotate(x_BSHD, cos, sin)
+    def forward(ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        ctx.angles, ctx.kernels = (cos, sin), kernels
+        return kernels.rotate(x_BSHD, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cos, sin = ctx.angles
-        return _rotate(grad, cos, -sin), None, None
-
-
-def _rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = x_BSHD.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSHD.dtype)
+        return ctx.kernels.rotate(grad, cos, -sin), None, None, None
 
 
 class CausalAttention(Booked):

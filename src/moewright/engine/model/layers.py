@@ -18,6 +18,7 @@ from torch import nn
 
 from moewright.engine.attention import Runs
 from moewright.engine.collectives import Group
+from moewright.engine.fused.seam import Kernels
 from moewright.engine.keep import replayed
 from moewright.engine.model import vocabulary
 from moewright.engine.model.activations import SwiGlu
@@ -86,12 +87,12 @@ class Norm(Weight):
         self, run: Runtime, width: int, cuts: Cuts = (), *, replayed: bool = False, of_hidden: bool = False
     ) -> None:
         super().__init__(run, width, cuts=cuts)
-        self._eps, self._keep_scale = run.model.norm_eps, not replayed
+        self._eps, self._keep_scale, self._kernels = run.model.norm_eps, not replayed, run.kernels
         self._across = run.mesh.group("tp") if cuts and run.mesh.layout.tp > 1 else None
         self._sharers = sharers_of(run) if of_hidden else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return RmsNorm.apply(x, self.weight, self._eps, self._across, self._sharers, self._keep_scale)
+        return RmsNorm.apply(x, self.weight, self._eps, self._across, self._sharers, self._keep_scale, self._kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +109,10 @@ class Sequences:
     cos: torch.Tensor
     sin: torch.Tensor
     first: int | None
+    kernels: Kernels
 
     def rotated(self, x_BSHD: torch.Tensor) -> torch.Tensor:
-        return Rotary.apply(x_BSHD, self.cos, self.sin)
+        return Rotary.apply(x_BSHD, self.cos, self.sin, self.kernels)
 
 
 class RotaryTable:
@@ -136,10 +138,20 @@ class RotaryTable:
         """Those of a micro-batch of `count` sequences that consist of `runs`."""
         met, near = self._whole if runs is None else self._meetings(runs)
         if runs is None or not self._restarted:
-            return Sequences(count=count, met=met, near=near, cos=self.cos, sin=self.sin, first=first)
+            return Sequences(
+                count=count, met=met, near=near, cos=self.cos, sin=self.sin, first=first, kernels=self._run.kernels
+            )
         places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
         places = places[:, self._run.positions].to(self.cos.device)
-        return Sequences(count=count, met=met, near=near, cos=self.cos[places], sin=self.sin[places], first=first)
+        return Sequences(
+            count=count,
+            met=met,
+            near=near,
+            cos=self.cos[places],
+            sin=self.sin[places],
+            first=first,
+            kernels=self._run.kernels,
+        )
 
     def _meetings(self, runs: Runs | None) -> tuple[Meetings, Meetings]:
         met = meetings(self._run, runs)
@@ -291,7 +303,7 @@ def token_loss(
     """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under the projection."""
     with run.books.within(Module.HEAD):
         (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.tensor, run.books, table.weight)
-        return vocabulary.CrossEntropy.apply(logits_TV, targets_T, table.part), logits_TV.detach()
+        return vocabulary.CrossEntropy.apply(logits_TV, targets_T, table.part, run.kernels), logits_TV.detach()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

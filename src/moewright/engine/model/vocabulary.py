@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from moewright.engine.collectives import Group, TensorParallel, all_reduce
-
-_LOSS_ROWS = 512  # rows of logits widened to fp32 at a time
+from moewright.engine.fused.seam import Kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,46 +64,38 @@ class Embed(torch.autograd.Function):
 class CrossEntropy(torch.autograd.Function):
     """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is negative.
 
-    Softmax is taken in fp32 over a few rows at a time, so no fp32 copy of all logits ever exists. Keeps logits, targets
-    and, when the vocabulary is cut, the log of the partition sum [T].
+    Softmax is taken in fp32 over a few rows at a time. Keeps logits, targets and, when the vocabulary is cut, the log
+    of the partition sum [T].
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part) -> torch.Tensor:
-        ctx.part = part
+    def forward(
+        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
+    ) -> torch.Tensor:
+        ctx.part, ctx.kernels = part, kernels
         if part.group.size == 1:
             ctx.save_for_backward(logits_TV, targets_T)
-            parts = []
-            for rows, targets in zip(logits_TV.split(_LOSS_ROWS), targets_T.split(_LOSS_ROWS), strict=True):
-                log_probs = torch.log_softmax(rows.float(), -1)
-                parts.append(-log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0])
-            return torch.cat(parts).masked_fill_(targets_T < 0, 0.0)
-        log_sum, chosen = _partition(logits_TV[:, : part.size], targets_T, part)
-        ctx.save_for_backward(logits_TV, targets_T, log_sum)
-        return (log_sum - chosen).masked_fill_(targets_T < 0, 0.0)
+            losses = kernels.losses(logits_TV, targets_T)
+        else:
+            log_sum, chosen = _partition(logits_TV[:, : part.size], targets_T, part, kernels)
+            ctx.save_for_backward(logits_TV, targets_T, log_sum)
+            losses = log_sum - chosen
+        return losses.masked_fill_(targets_T < 0, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits_TV, targets_T, *rest = ctx.saved_tensors
-        grad_T = grad_T.masked_fill(targets_T < 0, 0.0)
-        out = torch.empty_like(logits_TV)
-        columns, minus = targets_T.clamp(min=0), grad_T.new_full((len(targets_T),), -1.0)
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits_TV, columns_T, *rest = ctx.saved_tensors
+        log_sum = rest[0] if rest else None
+        grad_T = grad_T.masked_fill(columns_T < 0, 0.0)
         if rest:
-            columns, elsewhere = ctx.part.local(targets_T)
-            minus.masked_fill_(elsewhere, 0.0)
-        pieces = (x.split(_LOSS_ROWS) for x in (logits_TV, columns, minus, grad_T, out, *rest))
-        for rows, column, one, grad, piece, *log_sum in zip(*pieces, strict=True):
-            if log_sum:
-                probs = (rows.float() - log_sum[0][:, None]).exp_()
-                probs[:, ctx.part.size :] = 0.0
-            else:
-                probs = torch.softmax(rows.float(), -1)
-            probs.scatter_add_(1, column[:, None], one[:, None])
-            piece.copy_(probs.mul_(grad[:, None]))
-        return out, None, None
+            columns, elsewhere = ctx.part.local(columns_T)
+            columns_T = columns.masked_fill(elsewhere, -1)
+        return ctx.kernels.losses_backward(grad_T, logits_TV, columns_T, log_sum, ctx.part.size), None, None, None
 
 
-def _partition(logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+def _partition(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
+) -> tuple[torch.Tensor, torch.Tensor]:
     """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two all-reduces."""
     top = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
     if part.size:
@@ -112,8 +103,7 @@ def _partition(logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part) -> 
     all_reduce(top, part.group, maximum=True)
     sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
     if part.size:
-        pieces = zip(logits_TV.split(_LOSS_ROWS), top.split(_LOSS_ROWS), strict=True)
-        torch.cat([(rows.float() - high[:, None]).exp_().sum(-1) for rows, high in pieces], out=sums[0])
+        sums[0] = kernels.sums(logits_TV, top)
         columns, elsewhere = part.local(targets_T)
         sums[1] = logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
     partition, chosen = all_reduce(sums, part.group)
