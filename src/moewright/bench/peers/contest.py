@@ -39,6 +39,7 @@ WORK = Workload(
     loss=LossSpec(),
 )
 _BATCHES = 8
+Turn = Callable[[int], Callable[[], float]]  # of its number, what is timed: inputs are made before
 
 
 class Part(StrEnum):
@@ -92,15 +93,16 @@ def hidden(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
     return x, grad
 
 
-def take_turns(turn: Callable[[int], float], split: Callable[[int], Mapping[str, float]] | None = None) -> None:
-    """Run `turn(number)`, which returns a number to compare, once for every line that comes, and answer with its wall
-    and CPU seconds. The line "split" asks for a turn's seconds by kind of work instead.
+def take_turns(turn: Turn, split: Callable[[Callable[[], float]], Mapping[str, float]] | None = None) -> None:
+    """Make `turn(number)` ready, run it, and answer with its wall and CPU seconds and the number that it returns to be
+    compared, once for every line that comes. The line "split" asks for a turn's seconds by kind of work instead.
     """
     for number, line in enumerate(sys.stdin):
+        run = turn(number)
         if split is not None and line.strip() == "split":
-            print(json.dumps(split(number)), flush=True)
+            print(json.dumps(split(run)), flush=True)
             continue
         wall, cpu = time.perf_counter(), time.process_time()
-        value = turn(number)
+        value = run()
         answer = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "value": value}
         print(json.dumps(answer), flush=True)

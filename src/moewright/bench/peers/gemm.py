@@ -31,4 +31,4 @@ def best_rate(a: torch.Tensor, b: torch.Tensor) -> float:
 if __name__ == "__main__":
     how = asked()
     a, b = (torch.randn(_SIDE, _SIDE).to(how.torch_dtype) for _ in range(2))
-    take_turns(lambda _: best_rate(a, b))
+    take_turns(lambda _: lambda: best_rate(a, b))

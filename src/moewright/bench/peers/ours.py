@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, asked, hidden, take_turns, tokens
+from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, Turn, asked, hidden, take_turns, tokens
+from moewright.engine.allocator import keep_freed_memory
 from moewright.engine.batch import Batch, batch_here
 from moewright.engine.build import trainee
 from moewright.engine.model.transformer import initial_value
@@ -41,45 +42,46 @@ def job(how: Asked) -> Trainee:
     return trainee(MODEL, work, _LAYOUT, _Tokens(), rank=0, device=device, initial=initial_value)
 
 
-def turn(how: Asked) -> Callable[[int], float]:
+def turn(how: Asked) -> Turn:
     """One training step, or one pass of the first MoE layer."""
     made = job(how)
     if how.part is Part.STEP:
 
-        def step(number: int) -> float:
-            return train_step(made, step=number + 1, lr=WORK.optimizer.lr, stop_asked=False, counted=False).loss
+        def step(number: int) -> Callable[[], float]:
+            return lambda: train_step(made, step=number + 1, lr=WORK.optimizer.lr, stop_asked=False, counted=False).loss
 
         return step
     layer: Any = made.model.layers["0"].moe
 
-    def once(number: int) -> float:
+    def once(number: int) -> Callable[[], float]:
         x, grad = hidden(number, how.torch_dtype)
-        leaf: Any = x.detach().requires_grad_()
-        out, _, _ = layer(leaf, None, None)
-        out.backward(grad)
-        return float(leaf.grad.norm())
+        leaf: Any = x.requires_grad_()
+        made.optimizer.begin(1)  # gradients are the first of their step
+
+        def run() -> float:
+            out, _, _ = layer(leaf, None, None)
+            out.backward(grad)
+            return float(leaf.grad.norm())
+
+        return run
 
     return once
 
 
-def split(run: Callable[[int], float]) -> Callable[[int], Mapping[str, float]]:
+def split(run: Callable[[], float]) -> Mapping[str, float]:
     """Seconds of a turn by kind of torch operation, and the host's outside of them."""
-
-    def seconds(number: int) -> Mapping[str, float]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            started = time.perf_counter()
-            run(number)
-            wall = time.perf_counter() - started
-        found = dict.fromkeys((*_KINDS, _REST), 0.0)
-        for row in profile.key_averages():
-            if "::" in row.key:
-                kind = next((kind for kind, words in _KINDS.items() if any(word in row.key for word in words)), _REST)
-                found[kind] += row.self_cpu_time_total * 1e-6
-        return {**found, "outside of torch": wall - sum(found.values())}
-
-    return seconds
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        started = time.perf_counter()
+        run()
+        wall = time.perf_counter() - started
+    found = dict.fromkeys((*_KINDS, _REST), 0.0)
+    for row in profile.key_averages():
+        if "::" in row.key:
+            kind = next((kind for kind, words in _KINDS.items() if any(word in row.key for word in words)), _REST)
+            found[kind] += row.self_cpu_time_total * 1e-6
+    return {**found, "outside of torch": wall - sum(found.values())}
 
 
 if __name__ == "__main__":
-    one = turn(asked())
-    take_turns(one, split(one))
+    keep_freed_memory()  # as every rank does
+    take_turns(turn(asked()), split)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, asked, hidden, take_turns, tokens
+from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, Turn, asked, hidden, take_turns, tokens
 from moewright.intake.hf_write import config_of
 
 
@@ -19,25 +20,29 @@ def model(how: Asked) -> Any:
     return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm").to(how.torch_dtype).train()
 
 
-def turn(how: Asked, made: Any) -> Callable[[int], float]:
+def turn(how: Asked, made: Any) -> Turn:
     """One training step of a model of transformers, or one pass of its first MoE layer."""
     if how.part is Part.STEP:
         return _step(made)
     layer = made.model.layers[0].mlp
 
-    def once(number: int) -> float:
+    def once(number: int) -> Callable[[], float]:
         x, grad = hidden(number, how.torch_dtype)
         leaf: Any = x[None].detach().requires_grad_()
-        out = layer(leaf)
-        (out[0] if isinstance(out, tuple) else out).backward(grad[None])
-        for parameter in layer.parameters():
-            parameter.grad = None
-        return float(leaf.grad.norm())
+
+        def run() -> float:
+            out = layer(leaf)
+            (out[0] if isinstance(out, tuple) else out).backward(grad[None])
+            for parameter in layer.parameters():
+                parameter.grad = None
+            return float(leaf.grad.norm())
+
+        return run
 
     return once
 
 
-def _step(made: Any) -> Callable[[int], float]:
+def _step(made: Any) -> Turn:
     """Mixed precision with fp32 master weights where the model is bf16: the arithmetic of the engine's optimizer."""
     weights: list[Any] = [p for p in made.parameters() if p.requires_grad]
     narrow = weights[0].dtype != torch.float32
@@ -49,8 +54,7 @@ def _step(made: Any) -> Callable[[int], float]:
     ]
     rule = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
 
-    def step(number: int) -> float:
-        inputs, targets = tokens(number)
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         loss = made(input_ids=inputs, labels=targets, shift_labels=targets).loss
         loss.backward()
         if narrow:
@@ -63,7 +67,7 @@ def _step(made: Any) -> Callable[[int], float]:
                 torch._foreach_copy_(weights, master)
         return float(loss.detach())
 
-    return step
+    return lambda number: partial(step, *tokens(number))
 
 
 if __name__ == "__main__":

@@ -64,17 +64,19 @@ class Plain:
                 act = opened * gate
             else:
                 act = F.silu(gate)
+            of_act = wide * up
             if weight_R is not None and grad_weight is not None:
-                grad_weight[part] = (wide * act).mul_(up).sum(-1)
-                wide = wide * weight_R[part, None]
+                grad_weight[part] = (of_act * act).sum(-1)
+                of_act.mul_(weight_R[part, None])
+                act.mul_(weight_R[part, None])
             of_gate, of_up = grad_x[part].chunk(2, -1)
             if clamped:
-                slope = (1 - opened).mul_(act).mul_(SLOPE).add_(opened)
-                of_gate.copy_(slope.mul_(up).mul_(wide).mul_(whole_gate <= LIMIT))
+                slope = (1 - opened).mul_(gate).mul_(SLOPE).add_(1).mul_(opened)
+                of_gate.copy_(slope.mul_(of_act).mul_(whole_gate <= LIMIT))
                 of_up.copy_(act.mul_(wide).mul_(whole_up.abs() <= LIMIT))
             else:
-                of_up.copy_(act.mul_(wide))
-                of_gate.copy_(torch.ops.aten.silu_backward(wide * up, gate))
+                of_gate.copy_(torch.ops.aten.silu_backward(of_act, gate))
+                torch.mul(act, wide, out=of_up)
         return grad_x, grad_weight
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
