@@ -6,7 +6,6 @@ import pickle
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,9 +215,11 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
     )
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - started)
+        after = os.times()
+        # Of the processor: the wall's clock also runs while others work on this machine.
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert done.stdout.endswith("[]\n")
     assert min(times) < 0.5
 
