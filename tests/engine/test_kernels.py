@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moewright.engine import kernels
 from moewright.engine.attention import attention, attention_backward
 from moewright.engine.books import Books
 from moewright.engine.fused.plain import Plain
@@ -18,8 +19,15 @@ from moewright.spec.ledger import FlopOp
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
 
 
+@pytest.fixture(params=["MKL", "oneDNN"])
+def _fp32_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an Intel CPU, and as on another."""
+    monkeypatch.setattr(kernels, "_mkl_is_fast", lambda: request.param == "MKL")
+
+
+@pytest.mark.usefixtures("_fp32_by")
 @given(sizes=SIZES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
     """Whatever stands behind a group, and at the end; each row is booked once, those that fill a shape are not."""
     make = torch.Generator().manual_seed(len(sizes))
@@ -35,6 +43,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
     assert booked == 2 * sum(sizes) * 24 * (8 + 12)
 
 
+@pytest.mark.usefixtures("_fp32_by")
 def test_a_large_product_is_fp32_throughout_and_booked() -> None:
     make = torch.Generator().manual_seed(2)
     a, b = torch.randn(256, 384, generator=make), torch.randn(96, 384, generator=make)
@@ -44,6 +53,20 @@ def test_a_large_product_is_fp32_throughout_and_booked() -> None:
     wide = a.double() @ b.double().T
     assert (out - wide).norm() <= 1e-6 * wide.norm()
     assert sum(books.flops.values()) == 2 * 256 * 384 * 96
+
+
+@pytest.mark.usefixtures("_fp32_by")
+def test_large_groups_are_multiplied_by_their_own_matrices() -> None:
+    """So large that each product is worth a kernel of oneDNN, and fills up into rows of the next group, or of none."""
+    sizes = [150, 0, 300, 1, 129]
+    make = torch.Generator().manual_seed(4)
+    a, b = torch.randn(580, 256, generator=make), torch.randn(5, 256, 160, generator=make)
+    g, ends = torch.randn(580, 160, generator=make), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
+    rows = list(zip(a.double().split(sizes), g.double().split(sizes), b.double(), strict=True))
+    wanted = torch.cat([x @ w for x, _, w in rows]), torch.stack([y.T @ x for x, y, _ in rows])
+    for found, one in zip((out, contracted), wanted, strict=True):
+        assert (found - one).norm() <= 1e-6 * one.norm()
 
 
 def test_a_bf16_product_is_rounded_once() -> None:
