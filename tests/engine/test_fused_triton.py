@@ -99,6 +99,17 @@ def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
         assert torch.equal(of_weight, FUSED.norm_backward(*given)[1])
 
 
+def test_a_norm_rounds_before_its_weight() -> None:
+    """As the reference does; without it a quarter of these numbers round to a neighbour."""
+    make = dice(3)
+    x, weight = torch.randn(9, 256, generator=make).half(), (1 + torch.randn(256, generator=make) / 8).half()
+    found, wanted = (k.norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
+    assert found.dtype == torch.float16
+    assert float((found != wanted).float().mean()) < 0.01
+    once = (x * PLAIN.norm(x, weight, 1e-5)[1] * weight).half()
+    assert float((once != wanted).float().mean()) > 0.1
+
+
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "width"), [(2, 5, 3, 24), (1, 7, 1, 2), (2, 3, 2, 2200), (3, 70, 2, 64), (0, 4, 2, 8)]
 )
