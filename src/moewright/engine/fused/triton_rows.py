@@ -198,6 +198,7 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
         _, tokens, heads, width = x.shape
         count, half = out.numel() // width, width // 2
         rows, block = tile(half)
+        rows //= 2  # of an element a program has two numbers, two angles and their addresses: more do not fit registers
         cos, sin = (angles.contiguous().expand(len(x), tokens, half) for angles in (cos, sin))
         _rotate[(triton.cdiv(count, rows), triton.cdiv(half, block))](
             x, cos, sin, out, count, tokens, heads, half, *x.stride()[:3], cos.stride(0), ROWS=rows, BLOCK=block
