@@ -6,6 +6,7 @@ Both sum in fp32, in orders of their own: a few units of its rounding apart, of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -57,17 +58,102 @@ def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None
 
 @pytest.mark.parametrize(("rows", "width"), [(20, 1100), (7, 24), (1, 1), (0, 8)])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_gated_activations(rows: int, width: int, weighted: bool) -> None:
+@pytest.mark.parametrize("clamped", [True, False])
+def test_gated_activations(rows: int, width: int, weighted: bool, clamped: bool) -> None:
+    """With gates and ups on both sides of gpt-oss's limits."""
     make = dice(rows)
     x, grad = 4 * torch.randn(rows, 2 * width, generator=make), torch.randn(rows, width, generator=make)
     weight = torch.rand(rows, generator=make) if weighted else None
-    assert_close(FUSED.swiglu(x, weight), PLAIN.swiglu(x, weight))
-    (of_x, of_weight), (wanted_x, wanted_weight) = (k.swiglu_backward(grad, x, weight) for k in (FUSED, PLAIN))
+    assert_close(FUSED.swiglu(x, weight, clamped), PLAIN.swiglu(x, weight, clamped))
+    (of_x, of_weight), (wanted_x, wanted_weight) = (k.swiglu_backward(grad, x, weight, clamped) for k in (FUSED, PLAIN))
     assert_close(of_x, wanted_x)
     assert (of_weight is None) == (weight is None)
     if of_weight is not None and wanted_weight is not None:
         # a sum of `width` products, which may cancel: the error is of their sizes, not of the sum's
         assert_close(of_weight, wanted_weight, 8 * CLOSE)
+
+
+def test_a_clamped_activation_hides_no_nan() -> None:
+    x = torch.tensor([[math.nan, 1.0, 1.0, math.nan]])
+    assert FUSED.swiglu(x, None, True).isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 24), (19, 700), (30, 4, 128), (1, 3), (0, 8), (2, 0, 8)])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("cut", [True, False])
+def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
+    """Of heads and of whole rows, which may be parts of longer ones; the weight's gradient of some rows, too."""
+    make, (*outer, width) = dice(len(shape)), shape
+    extra = 3 if cut else 0
+    x, grad = (torch.randn(*outer, width + extra, generator=make)[..., :width] for _ in range(2))
+    weight = 1 + torch.randn(width, generator=make)
+    (found, scale), (wanted, wanted_scale) = (k.norm(x, weight, 1e-5) for k in (FUSED, PLAIN))
+    assert_close(found, wanted)
+    assert_close(scale, wanted_scale)
+    rows = math.prod(outer)
+    for mine in (slice(None), slice(rows // 3, rows - rows // 3), slice(rows, rows)):
+        given = (grad, x, weight, 1e-5, wanted_scale if kept else None, mine)
+        (of_x, of_weight), (wanted_x, wanted_weight) = (k.norm_backward(*given) for k in (FUSED, PLAIN))
+        assert_close(of_x, wanted_x)
+        assert_close(of_weight, wanted_weight, 8 * CLOSE)
+        assert torch.equal(of_weight, FUSED.norm_backward(*given)[1])
+
+
+def test_a_norm_rounds_before_its_weight() -> None:
+    """As the reference does; without it a quarter of these numbers round to a neighbour."""
+    make = dice(3)
+    x, weight = torch.randn(9, 256, generator=make).half(), (1 + torch.randn(256, generator=make) / 8).half()
+    found, wanted = (k.norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
+    assert found.dtype == torch.float16
+    assert float((found != wanted).float().mean()) < 0.01
+    once = (x * PLAIN.norm(x, weight, 1e-5)[1] * weight).half()
+    assert float((once != wanted).float().mean()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "width"), [(2, 5, 3, 24), (1, 7, 1, 2), (2, 3, 2, 2200), (3, 70, 2, 64), (0, 4, 2, 8)]
+)
+@pytest.mark.parametrize("angles", ["of all", "of each"])
+@pytest.mark.parametrize("laid", ["whole", "part of a projection", "heads first", "every other column"])
+def test_rotations(batch: int, tokens: int, heads: int, width: int, angles: str, laid: str) -> None:
+    make = dice(width)
+    if laid == "heads first":
+        x = torch.randn(batch, heads, tokens, width, generator=make).transpose(1, 2)
+    elif laid == "part of a projection":
+        x = torch.randn(batch, tokens, heads, width + 3, generator=make)[..., 3:]
+    elif laid == "every other column":
+        x = torch.randn(batch, tokens, heads, 2 * width, generator=make)[..., ::2]
+    else:
+        x = torch.randn(batch, tokens, heads, width, generator=make)
+    angle = 9 * torch.randn(*((batch,) if angles == "of each" else ()), tokens, width // 2, generator=make)
+    found, wanted = (k.rotate(x, angle.cos(), angle.sin()) for k in (FUSED, PLAIN))
+    assert_close(found, wanted)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "pads"), [(7, 37, 0), (7, 37, 5), (3, 9001, 0), (3, 9001, 1), (1, 1, 0), (0, 9, 0)]
+)
+def test_losses(tokens: int, width: int, pads: int) -> None:
+    """Of large logits, of tokens without a target, and of a part of a vocabulary with columns that are nobody's."""
+    make, size = dice(width), width - pads
+    logits = 40 * torch.randn(tokens, width, generator=make)
+    targets = torch.randint(0, size, (tokens,), generator=make)
+    targets[1::3] = -1
+    grad = torch.randn(tokens, generator=make)
+    meant = targets >= 0
+    found, wanted = (k.losses(logits, targets) for k in (FUSED, PLAIN))
+    assert_close(found[meant], wanted[meant])
+    assert found.isfinite().all()
+    inside = logits[:, :size]
+    top = inside.amax(-1) + torch.rand(tokens, generator=make)
+    found, wanted = (k.sums(inside, top) for k in (FUSED, PLAIN))
+    assert_close(found, wanted)
+    for log_sum in (None, top + wanted.log()):
+        given = (grad, logits, targets, log_sum, size)
+        found, wanted = (k.losses_backward(*given) for k in (FUSED, PLAIN))
+        assert_close(found, wanted)
+        assert not found[:, size:].any()
 
 
 _ROUTERS = [

@@ -3,7 +3,8 @@
 CUDA stacks fuse a chain into one kernel: it reads its inputs and writes its outputs. The engine on CPU runs one pass
 an operation, mostly in fp32: its bytes are counted operation by operation from what each function does (widen c + 4,
 multiply in place 8, multiply two 12, narrow 4 + c, and so on), and an exponential as EXP_BYTES. With
-fused_kernels=plain it does so on CUDA too for the chains that it has kernels for, exponentials hidden behind the bytes.
+fused_kernels=plain it does so on CUDA too, exponentials hidden behind the bytes, for the chains that are kernels of its
+own: norms, rotation, gated activations, copies and sums of rows, the router and cross-entropy.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6), ex
 # gradient written in their place; backward scales it.
 CROSS_ENTROPY = Kernel(fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(1, 1), fused_backward=2 / 3)
 
-_KERNELS = (GATED, SPREAD, GATHER, ROUTE)  # of the engine's seam (docs/adr/0019)
+_KERNELS = (RMS_NORM, ROTATE, GATED, SPREAD, GATHER, ROUTE, CROSS_ENTROPY)  # of the engine's seam (docs/adr/0019)
+
+
+def _fuses(kernel: Kernel, size: Sizes) -> bool:
+    return size.fused and not (size.workload.fused_kernels is FusedKernels.PLAIN and kernel in _KERNELS)
 
 
 def light(
@@ -72,8 +77,7 @@ def light(
     pieces: float = 1.0,
 ) -> tuple[OpRow, OpRow]:
     """The forward and the backward row of a kernel over so many elements, taken eagerly in so many pieces."""
-    plain = size.workload.fused_kernels is FusedKernels.PLAIN and kernel in _KERNELS
-    if size.fused and not plain:
+    if _fuses(kernel, size):
         constant, factor = kernel.fused
         forward_bytes = (constant + factor * size.c) * elements
         back_bytes = forward_bytes * kernel.fused_backward
@@ -120,12 +124,12 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
         yield light(ROTATE, "rope", size, size.T * widths / tp, Recompute.MLA_UP_PROJ)
     else:
         # Fused stacks split and lay out the values in the same three passes.
-        widths = spec.q_width + (2 if size.fused else 1) * spec.kv_width
+        widths = spec.q_width + (2 if _fuses(ROTATE, size) else 1) * spec.kv_width
         yield light(ROTATE, "rope", size, size.T * widths / tp)
     if spec.qk_norm is not QkNorm.NONE:
         elements = size.T * (spec.q_width + spec.kv_width) / tp
         # One pass more than the rotation's own when fused into it.
-        yield light(RMS_NORM, "qk_norm", size, elements / 2 if size.fused else elements)
+        yield light(RMS_NORM, "qk_norm", size, elements / 2 if _fuses(RMS_NORM, size) else elements)
     if size.narrow:
         yield _quantise(size, "quantise", 1.5 * (t * h + size.T * spec.out_width / tp))
     if moe and size.model.moe is not None:

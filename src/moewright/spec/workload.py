@@ -122,7 +122,9 @@ class Documents(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """Who works on rows (permute, unpermute), router scores and SwiGLU, each a chain of small operations."""
+    """Who works on what lies between products and attention, chains of small operations: norms, rotation, rows
+    (permute, unpermute), router scores, gated activations, cross-entropy.
+    """
 
     AUTO = "auto"  # Triton on CUDA devices where the package is installed, else plain
     TRITON = "triton"  # a kernel each

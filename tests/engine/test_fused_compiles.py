@@ -1,0 +1,104 @@
+"""The Triton kernels compile for an H100 where there is none: the interpreter runs programs that the compiler refuses.
+
+Run as a program, since the interpreter is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moewright.spec.model import RouterSpec, ScoreFunction
+
+TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
+
+
+def call_all() -> None:
+    """Every kernel in bf16, and each of its branches."""
+    from moewright.engine.fused.compiled import Compiled
+
+    kernels, make = Compiled(), torch.Generator().manual_seed(0)
+    x, weight = torch.randn(TOKENS, WIDTH, generator=make).bfloat16(), torch.ones(WIDTH, dtype=torch.bfloat16)
+    ids, one = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS)
+    kernels.spread(x, ids)
+    kernels.sum_slots(x, ids[:, None], True)
+    for of_rows, clamped in ((None, False), (one, True)):
+        kernels.swiglu(x, of_rows, clamped)
+        kernels.swiglu_backward(x[:, : WIDTH // 2], x, of_rows, clamped)
+    kernels.norm(x, weight, 1e-6)
+    for scale in (None, one[:, None]):
+        kernels.norm_backward(x, x, weight, 1e-6, scale, slice(1, 9))
+    angle = torch.zeros(TOKENS // 2, HEAD // 2)
+    for heads in (1, HEADS):
+        kernels.rotate(torch.zeros(2, TOKENS // 2, heads, HEAD, dtype=torch.bfloat16), angle, angle)
+    logits = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bfloat16)
+    kernels.losses(logits, ids)
+    kernels.sums(logits[:, :-3], one)
+    for log_sum in (None, one):
+        kernels.losses_backward(one, logits, ids, log_sum, VOCABULARY - 3)
+    for score in ScoreFunction:
+        scores = torch.zeros(TOKENS, EXPERTS, requires_grad=True)
+        _, weights, scored = kernels.weigh(scores, RouterSpec(top_k=2, score=score), torch.zeros(EXPERTS), None)
+        (weights.sum() + scored.sum()).backward()
+
+
+def compile_all() -> None:
+    """Each kernel that is launched is compiled instead."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class H100:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    compiled, run = set(), JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args: Any, **settings: Any) -> None:
+        found = run(kernel, *args, **{**settings, "warmup": True})
+        assert found.asm["cubin"]
+        compiled.add(kernel.__name__)
+
+    triton.runtime.driver.set_active(H100())
+    JITFunction.run = compile_only
+    call_all()
+    print(*sorted(compiled))
+
+
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs the package triton")
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, __file__], env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        "_losses",
+        "_losses_backward",
+        "_norm",
+        "_norm_backward",
+        "_rotate",
+        "_spread",
+        "_sum_slots",
+        "_sums",
+        "_swiglu",
+        "_swiglu_backward",
+        "_weigh",
+        "_weigh_backward",
+    ]
+
+
+if __name__ == "__main__":
+    compile_all()
