@@ -214,6 +214,10 @@ CORNERS = (
     _corner("depths of which the experts alone are whole", "ahead", 2, "etp2,mbs4,zero3"),
     _corner("replicated optimizer", "qwen", 4, "tp2,ep2,zero0,mbs2"),
     _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
+    _corner("logits in pieces of a tied and padded table", "olmoe", 2, "tp2,ep2,mbs2,recompute=loss"),
+    _corner("logits in pieces, TP without SP, a depth", "dense", 2, "tp2,sp=false,mbs4,recompute=loss"),
+    _corner("logits in pieces, weights in shards", "ahead", 4, "tp2,ep2,zero3,mbs2,recompute=full+loss"),
+    _corner("logits in pieces where weight gradients wait", "ahead", 2, "pp2,schedule=zb-h1,mbs2,recompute=loss"),
 )
 
 

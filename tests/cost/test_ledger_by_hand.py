@@ -13,7 +13,7 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank
 from moewright.spec.errors import BadInput
-from moewright.spec.ledger import Component, Ledger, Selection
+from moewright.spec.ledger import Component, FlopOp, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, RouterSpec
 from moewright.spec.workload import Workload
 
@@ -116,6 +116,20 @@ def test_saved_activations() -> None:
     assert held["embedding"] == 8 * 8
     # The head's input, the logits, the targets.
     assert memory(ledger(), Component.LOGITS) == {"head": bf16 * 4 + bf16 * 16 + 8 * 8}
+
+
+def test_logits_in_pieces() -> None:
+    """In backward they are made once more; of them the log of each token's partition sum is kept."""
+    bf16, found = 2 * 8, ledger(text="ep2,recompute=loss")
+    assert memory(found, Component.LOGITS) == {"head": bf16 * 4 + 4 * 8 + 8 * 8}
+    plain = {(row.op, row.module): row.flops for row in ledger().flops}
+    more = {(row.op, row.module): row.flops - plain[row.op, row.module] for row in found.flops}
+    assert [added for added in more.values() if added] == [2 * 16 * 4 * 16]
+    assert more[FlopOp.GEMM, Module.HEAD]
+    assert (found.comm, memory(found, Component.ACTIVATIONS)) == (
+        ledger().comm,
+        memory(ledger(), Component.ACTIVATIONS),
+    )
 
 
 def test_selection_moves_rows() -> None:

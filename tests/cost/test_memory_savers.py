@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import layout_text, parse_layout
+from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
+from moewright.cost.memory import Head, head_bytes
+from moewright.cost.sizes import sizes
 from moewright.cost.states import bucket_sets, copied_bytes
 from moewright.intake import catalogue
 from moewright.rules.inventory import count
@@ -35,7 +38,7 @@ def held(found: Estimate, *components: Component, pp_rank: int = 0, module: Modu
     return sum(row.bytes for row in rows if row.component in components and module in (None, row.module))
 
 
-@pytest.mark.parametrize("text", ["recompute=block5", "recompute=uniform2", "offload=optimizer0.25+moe_act"])
+@pytest.mark.parametrize("text", ["recompute=block5", "recompute=uniform2+loss", "offload=optimizer0.25+moe_act"])
 def test_numbers_in_a_set_are_read_and_written(text: str) -> None:
     layout = parse_layout(f"{CUT},{text}", world_size=256)
     assert parse_layout(layout_text(layout), world_size=256) == layout
@@ -85,6 +88,40 @@ def test_one_checkpoint_over_two_layers_keeps_half_the_inputs() -> None:
     assert less == 7 * 6 * 16 * MIB
     more = held(two, Component.TRANSIENT, pp_rank=1) - held(one, Component.TRANSIENT, pp_rank=1)
     assert more / MIB == pytest.approx(424, abs=1)  # what a layer keeps, 440 MiB, less its input
+
+
+@pytest.mark.parametrize("beside", ["", "full+"])
+def test_logits_in_pieces_are_neither_kept_nor_whole(beside: str) -> None:
+    """16,384 tokens of Qwen3-8B on the second of two ranks; the logits' product comes once more in backward."""
+    model, hardware = catalogue.model("Qwen3-8B"), catalogue.hardware("16xH100")
+    work = Workload(seq_len=16384, global_batch=64)
+    plain, found = (
+        estimate(model, work, hardware, parse_layout(f"tp2,pp2,recompute={text}", world_size=16))
+        for text in (beside.strip("+") or "none", f"{beside}loss")
+    )
+    assert found.ledgers[1].device_bytes < plain.ledgers[1].device_bytes - 4 * GIB
+    assert held(found, Component.ACTIVATIONS, pp_rank=1) == held(plain, Component.ACTIVATIONS, pp_rank=1)
+    assert found.step_s > plain.step_s
+    head = 2 * work.tokens_per_step * 151936 * 4096
+    added = (found.hfu / found.mfu - plain.hfu / plain.mfu) * found.model_flops_per_step
+    assert added == pytest.approx(head, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_what_a_piece_of_the_logits_takes(kind: DeviceKind) -> None:
+    """16,384 tokens, 4096 columns: the logits in 16 bits and, of a fused stack, in 32 (it is the larger of what its
+    forward and its backward take); in backward their gradient, that of the weight, and of the head's input in fp32.
+    """
+    model, work = catalogue.model("Qwen3-8B"), Workload(seq_len=16384, global_batch=64)
+    layout = parse_layout("tp2,recompute=loss", world_size=16)
+    size = sizes(model, work, layout, kind=kind, load=1.0, router_share=1.0)
+    found = head_bytes(Constants(catalogue.hardware("16xH100")), size)
+    piece, weight = 16384 * 4096, 151936 * 4096 // 2
+    assert piece == 16384 * model.hidden_size  # also the numbers of the head's input
+    if kind is DeviceKind.CPU:
+        assert found == Head(forward=2 * piece, backward=4 * piece + 2 * weight + 4 * piece)
+    else:
+        assert found == Head(forward=4 * piece + 2 * weight + 2 * piece + 4 * piece, backward=0)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])

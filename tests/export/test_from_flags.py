@@ -177,6 +177,7 @@ REFUSED = [
         "stands with full recompute alone",
         "leave it out",
     ),
+    ("--recompute-granularity selective --recompute-modules loss", "is one of layernorm, moe_act,", "moe_act"),
     ("--recompute-granularity full", "needs --recompute-method", "--recompute-method uniform"),
     ("--deepspeed --deepspeed_config ds_config.json", "takes no DeepSpeed config", "--use-distributed-optimizer"),
     ("--dataloader-type dynamic", "pads no batches", "single"),

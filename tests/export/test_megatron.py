@@ -212,6 +212,7 @@ REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
     (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
     (changed(dispatcher=Dispatcher.DEDUP), "layout.dispatcher=dedup", "deepep"),
+    (changed(recompute=(Recompute.LAYERNORM, Recompute.LOSS)), "layout.recompute=loss", "layernorm"),
     (on_gpus("pp2,vpp3,schedule=zbv,overlap=p2p", 4), "layout.schedule=zbv", "interleaved"),
     (changed(overlap=(Overlap.PARAM,)), "layout.overlap=param", "grad+param"),
     (changed(overlap=(Overlap.P2P,)), "layout.overlap=p2p", "vpp above 1"),

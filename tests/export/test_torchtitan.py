@@ -119,6 +119,7 @@ REFUSED = [
     (planned("zero3,cp2,cp_comm=a2a"), "layout.cp_comm", "p2p"),
     (planned("zero3,pp2,schedule=zb-h1"), "layout.schedule", "1f1b"),
     (planned("zero3,recompute=mlp"), "layout.recompute", "full"),
+    (planned("zero3,recompute=full+loss"), "layout.recompute", "full"),
     (planned("zero3,offload=optimizer"), "layout.offload", "none"),
     (planned("zero3,tp2,overlap=tp"), "layout.overlap", "none"),
     (planned("zero3,graphs=attn"), "layout.graphs", "none"),

@@ -275,6 +275,7 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
     ("change", "says", "near"),
     [
         ({"recompute": (Recompute.FULL, Recompute.MOE_ACT)}, "full replays every module", "full"),
+        ({"recompute": (Recompute.FULL, Recompute.LOSS, Recompute.MOE)}, "full replays every module", "full+loss"),
         ({"recompute": (Recompute.MLP,)}, "mlp needs a layer with a dense MLP", "none"),
         ({"recompute": (Recompute.LAYERNORM, Recompute.SHARED_EXPERTS)}, "needs a shared expert", "layernorm"),
         ({"recompute": (Recompute.MLA_UP_PROJ,)}, "needs multi-latent attention", "none"),
@@ -314,6 +315,8 @@ def test_exclusions(change: dict[str, Any], says: str, near: str) -> None:
     "change",
     [
         {"recompute": (Recompute.LAYERNORM, Recompute.MOE_ACT)},
+        {"recompute": (Recompute.FULL, Recompute.LOSS), "recompute_block": 1},
+        {**EP_OVERLAP, "recompute": (Recompute.LOSS,)},
         {"offload": (Offload.ATTN_PROJ, Offload.CORE_ATTN, Offload.OPTIMIZER)},
         {"overlap": (Overlap.GRAD, Overlap.PARAM)},
         {**EP_OVERLAP, "dispatcher": Dispatcher.HYBRIDEP, "graphs": (Graphs.FULL,)},

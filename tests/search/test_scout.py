@@ -31,6 +31,7 @@ CASES = (
     ("Mixtral-8x7B-v0.1", "64xA100", Workload(seq_len=4096, global_batch=256), "zero3"),
     ("Qwen3-8B", "16xH100", Workload(seq_len=4096, global_batch=256), ""),
     ("Qwen3-235B-A22B", "256xH800", Workload(seq_len=4096, global_batch=2048), "offload=optimizer+core_attn"),
+    ("Qwen3-8B", "16xH100", Workload(seq_len=16384, global_batch=256), "recompute=loss+layernorm"),
 )
 
 

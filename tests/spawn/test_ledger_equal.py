@@ -55,6 +55,10 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         (2, "cp2,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
         (4, "cp4,ep2,cp_comm=a2a+p2p,recompute=core_attn", Dtype.BF16, LossSpec()),
         (8, "tp2,cp4,ep4,cp_comm=a2a+p2p,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (1, "mbs2,recompute=loss", Dtype.BF16, LossSpec()),
+        (2, "cp2,zero3,recompute=loss+core_attn", Dtype.BF16, LossSpec()),
+        (3, "pp3,schedule=zb-h1,recompute=loss", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (4, "pp2,tp2,ep2,recompute=full+loss,layout='Et|ttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
     ],
 )
 def test_predicted_equals_counted(
@@ -65,7 +69,7 @@ def test_predicted_equals_counted(
 
 
 @pytest.mark.parametrize(
-    "recompute", ["", ",recompute=full", ",recompute=shared_experts+layernorm+mlp", ",recompute=moe"]
+    "recompute", ["", ",recompute=full", ",recompute=shared_experts+layernorm+mlp", ",recompute=moe", ",recompute=loss"]
 )
 def test_cut_norms_shared_experts_and_a_padded_vocabulary(recompute: str, data: DataSpec, tmp_path: Path) -> None:
     base = tiny_jobs.MODEL

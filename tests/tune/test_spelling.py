@@ -71,6 +71,10 @@ def test_a_layout_column_fills_what_is_empty(tmp_path: Path) -> None:
     assert row.layout.dispatcher is Dispatcher.DEEPEP
     assert row.layout.graphs == (Graphs.ATTN,)
     assert layout_text(row.layout) == "tp2,pp32,vpp3,ep8,mbs1,dispatcher=deepep,recompute=moe_act,graphs=attn"
+    for recompute in ("full", "full+loss", "loss", "layernorm+loss"):
+        given = {**ROW, "seq_len": "4096", "gbs": "2048", "layout": f"tp2,ep8,pp32,vpp3,mbs1,recompute={recompute}"}
+        (row,) = read(tmp_path, given).rows
+        assert "+".join(row.layout.recompute) == recompute
     (bad,) = read(tmp_path, {**ROW, "seq_len": "4096", "gbs": "2048", "layout": "tq2"}).skipped
     assert "tq" in bad.reason
 

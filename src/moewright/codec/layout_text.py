@@ -56,6 +56,7 @@ MAX_DIGITS = 18  # far beyond any size, below 2**63
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
 _ALONE = (Recompute.FULL, Graphs.FULL)
+_BESIDE = frozenset({Recompute.LOSS})  # no module of a layer
 _SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)
 
 
@@ -302,7 +303,7 @@ def _set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
             members.update(_SELECT)
         else:
             members.add(_choice(item.key, word, choices))
-    if len(members) > 1 and (alone := members.intersection(_ALONE)):
+    if len(members - _BESIDE) > 1 and (alone := members.intersection(_ALONE)):
         rule = f"{next(iter(alone))} stands alone"
         raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(next(iter(alone)))))
     return tuple(sorted(members))

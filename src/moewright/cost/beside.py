@@ -13,6 +13,8 @@ Seconds = Sequence[tuple[OpRow, float]]
 
 # Rows between dispatch and combine; the others come before the dispatch.
 BETWEEN = ("experts", "sort_received")
+# A product of the backward whose weight gradient is never put off.
+AT_ONCE = "at_once"
 # The seconds of gradients with respect to weights: half of each product of the backward, and their sums.
 _PRODUCTS = (Op.GEMM, Op.GROUPED_GEMM)
 
@@ -26,9 +28,13 @@ class Covered:
 
 
 def weights_s(rows: Iterable[tuple[OpRow, float]]) -> float:
-    """Seconds of the backward rows that weight gradients take: half of each product, and their accumulation."""
+    """Seconds of the backward rows that weight gradients take where they may come later: half of each product, and
+    their accumulation.
+    """
     total = 0.0
     for row, seconds in rows:
+        if row.name.endswith(AT_ONCE):
+            continue
         if row.op in _PRODUCTS:
             total += seconds / 2
         elif row.name.endswith("gradient_sum"):

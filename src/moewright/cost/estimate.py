@@ -10,7 +10,7 @@ from moewright.cost.comm import Links
 from moewright.cost.compute import Rates, misses
 from moewright.cost.constants import OF_NVFP4, OF_OFFLOAD, Constants
 from moewright.cost.layer_time import Times
-from moewright.cost.ledger import flop_rows, replayed_rows
+from moewright.cost.ledger import flop_rows, loss_rows, replayed_rows
 from moewright.cost.outside import optimizer_ops
 from moewright.cost.sizes import Sizes, sizes
 from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, routed
@@ -245,10 +245,12 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
         layers=tuple(range(model.layers)),
         tokens=workload.tokens_per_step,
         routed_rows=workload.tokens_per_step * top_k * moe_layers,
-        head=False,
+        head=True,
         mtp=model.mtp_layers,
         attended=flops.expected_pairs(workload.seq_len, size.attended_share, workload.global_batch),
     )
+    one = Layout(world_size=1, recompute=size.layout.recompute)
+    logits = loss_rows(model, one, whole)
     if size.layout.recompute_block:
         chunks = stages.chunks(model, size.layout)
         layers = replayed_layers(model, size.layout, chunks)
@@ -259,8 +261,7 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
             routed_rows=workload.tokens_per_step * top_k * moe_layers,
             mtp=sum(layer > model.layers for layer in layers),
         )
-    one = Layout(world_size=1, recompute=size.layout.recompute)
-    return flops.total_model_flops(replayed_rows(model, workload, one, whole))
+    return flops.total_model_flops((*logits, *replayed_rows(model, workload, one, whole)))
 
 
 def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Workload) -> Iterator[Assumption]:

@@ -376,8 +376,8 @@ def _exponent(links: Links, size: Sizes, *, synced: bool) -> float:
 
 
 def _small(recompute: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """Recompute choices that replay a few kernels inside backward, not a block of their own."""
-    return tuple(choice for choice in recompute if choice not in (Recompute.FULL, Recompute.MOE))
+    """Recompute choices that replay a few kernels of a layer inside backward, not a block of their own."""
+    return tuple(choice for choice in recompute if choice not in (Recompute.FULL, Recompute.MOE, Recompute.LOSS))
 
 
 def _replayed_share(layout: Layout, model: ModelSpec) -> float:

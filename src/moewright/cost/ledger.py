@@ -82,7 +82,7 @@ def flop_rows(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int
     sums: dict[tuple[FlopOp, Module], int] = {}
     trained = flops.flop_rows(model, layout, share, seq_len=workload.seq_len)
     again = _share(model, workload, layout, pp_rank, rows, replayed=True)
-    for row in (*trained, *replayed_rows(model, workload, layout, again)):
+    for row in (*trained, *replayed_rows(model, workload, layout, again), *loss_rows(model, layout, share)):
         sums[row.op, row.module] = sums.get((row.op, row.module), 0) + row.flops
     return tuple(FlopRow(op=op, module=module, flops=value) for (op, module), value in sorted(sums.items()) if value)
 
@@ -111,7 +111,7 @@ def _share(
 
 
 def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
-    """Forward FLOPs that the recompute choices run a second time in backward. The head is never replayed."""
+    """Forward FLOPs of layers that the recompute choices run a second time in backward."""
     chosen, spec = layout.recompute, model.attention
     work = [
         one
@@ -126,6 +126,11 @@ def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: f
             again = flops.Work(op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, depth=depth)
             work.append(again)
     return flops.summed(work)
+
+
+def loss_rows(model: ModelSpec, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
+    """FLOPs of the logits that backward makes again."""
+    return flops.summed([flops.head_work(model, layout, share)] if Recompute.LOSS in layout.recompute else [])
 
 
 def _replays(work: flops.Work, chosen: tuple[Recompute, ...]) -> bool:

@@ -16,7 +16,7 @@ from moewright.cost.stage import Routed, is_moe
 from moewright.cost.states import BucketSet, copied_bytes, state_rows
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Layout, Overlap
+from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
@@ -147,12 +147,20 @@ class Head:
 def head_bytes(constants: Constants, size: Sizes) -> Head:
     """Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in forward, or the
     logits' gradient, the head's weight gradient and the gathered input in backward, the larger booked to forward. The
-    engine's own cross-entropy keeps the logits as a saved activation and makes their gradient.
+    engine's own cross-entropy keeps the logits as a saved activation and makes their gradient. Under recompute=loss
+    both hold a piece of the logits, in backward its gradient too, and sum that of the head's input in fp32.
     """
     layout = size.layout
     logits = size.T * size.model.vocab_size // layout.tp
     head_input = size.c * size.T * size.model.hidden_size
     head_weight = _BF16_BYTES * size.model.vocab_size * size.model.hidden_size // layout.tp
+    if Recompute.LOSS in layout.recompute:
+        piece = size.T * recompute.loss_columns(size.model, layout)
+        summed = 4 * size.T * size.model.hidden_size
+        if not size.fused:
+            return Head(forward=size.c * piece, backward=2 * size.c * piece + head_weight + summed)
+        fused = max(round(constants["logit_bytes"] * piece), 4 * piece + head_weight + head_input + summed)
+        return Head(forward=fused, backward=0)
     if not size.fused:
         return Head(forward=0, backward=size.c * logits + head_weight)
     fused = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moewright.cost.beside import AT_ONCE
 from moewright.cost.compute import OpRow
 from moewright.cost.light import CROSS_ENTROPY, RMS_NORM, light, moved
 from moewright.cost.ops import LayerOps, gemm, summed_bytes
 from moewright.cost.sizes import Sizes
+from moewright.rules.recompute import loss_columns
 from moewright.spec.hardware import Op
+from moewright.spec.layout import Recompute
 from moewright.spec.plan import TimePart
 
 _HEAD = TimePart.HEAD
@@ -29,16 +32,27 @@ def embedding_ops(size: Sizes) -> LayerOps:
 
 
 def head_ops(size: Sizes) -> LayerOps:
-    """Final norm, logits, and cross-entropy over the vocabulary."""
+    """Final norm, logits, and cross-entropy over the vocabulary. Logits that are not kept are made again, in pieces;
+    the gradient of the head's input is summed over these in fp32, and its weight's is never put off.
+    """
     h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
     norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
     pieces = max(1.0, size.T / _LOSS_ROWS)
     loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=pieces)
     logits = replace(gemm("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide)
+    again = Recompute.LOSS in size.layout.recompute
+    if again:
+        pieces = vocab / min(vocab, loss_columns(size.model, size.layout))
+        logits = replace(logits, x=logits.x / pieces)
+        products = replace(logits, name=f"head.logits.{AT_ONCE}", amount=3 * logits.amount, replay=())
+        summing = moved("head.input_gradient", size, (8 + size.c) * size.T * h * pieces, part=_HEAD, calls=pieces)
+        backward = [products, norm_back, loss_back, summing]
+    else:
+        backward = [_twice(logits), norm_back, loss_back]
     forward = (logits, norm, loss)
-    backward = [_twice(logits), norm_back, loss_back]
     if not size.fused:
-        backward.append(moved("head.gradient_sum", size, summed_bytes(size) * h * vocab, part=_HEAD, calls=2))
+        name = "head.gradient_sum" + (f".{AT_ONCE}" if again else "")
+        backward.append(moved(name, size, summed_bytes(size) * h * vocab, part=_HEAD, calls=2))
     return LayerOps(forward=forward, backward=tuple(backward))
 
 

@@ -14,7 +14,7 @@ from moewright.cost.sizes import Sizes
 from moewright.cost.stage import Routed
 from moewright.rules import recompute, routing, schedule, shards
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Layout, Offload, Overlap
+from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
@@ -149,7 +149,8 @@ def outside_bytes(
     model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, *, logits_kept: bool = True
 ) -> dict[Module, int]:
     """What embedding, final norm, head and loss keep: token ids; the norm's input and statistic; the head's input,
-    the logits (once, in the compute dtype) and the targets. An MTP depth makes a pass through the head too.
+    the logits (once, in the compute dtype) unless they are made again, and the targets. An MTP depth makes a pass
+    through the head too.
     """
     c, t = recompute.activation_bytes(workload), routing.micro_batch_tokens(workload, layout)
     T = workload.seq_len * layout.mbs // layout.cp
@@ -159,8 +160,10 @@ def outside_bytes(
     passes = chunk.mtp + chunk.loss
     if passes:
         sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
-        # A cut vocabulary leaves each token's log of the partition sum too, which no rank can find alone.
-        logits = c * T * shards.even_part(model.vocab_size, layout.tp) + (FP32_BYTES * T if layout.tp > 1 else 0)
+        again = Recompute.LOSS in layout.recompute
+        logits = 0 if again else c * T * shards.even_part(model.vocab_size, layout.tp)
+        # Each token's log of the partition sum, which no rank can find alone, nor from a piece of the vocabulary.
+        logits += FP32_BYTES * T if again or layout.tp > 1 else 0
         logits = logits if logits_kept else 0
         sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits + INT64_BYTES * T)
     return sums

@@ -37,6 +37,11 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     return _product(widened(a_MK), widened(b_KN)).to(a_MK.dtype)
 
 
+def add_product(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
+    """sum += a @ b, the sum in fp32; the product is rounded before where the device multiplies the operands' dtype."""
+    sum_MN.add_(_product(widened(a_MK), widened(b_KN)))
+
+
 @cache
 def _mkl_is_fast() -> bool:
     """Whether torch.mm runs fp32 at this CPU's rate: MKL, which it takes for that, does on Intel's alone."""

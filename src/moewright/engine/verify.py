@@ -204,7 +204,7 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
             )
 
     count = micro_batches(run.workload, run.mesh.layout)
-    evaluate(run, here.model, [batches.micro_batch(run, 0, number) for number in range(count)], see)
+    evaluate(run, here.model, [batches.micro_batch(run, 0, number) for number in range(count)], see, logits=True)
     return found
 
 

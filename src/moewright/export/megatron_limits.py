@@ -121,6 +121,9 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield _no("layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS)
     if layout.zero == 3 and layout.pp > 1 and layout.vpp > 1:
         yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
+    if Recompute.LOSS in layout.recompute:
+        rest = "+".join(one for one in layout.recompute if one is not Recompute.LOSS) or "none"
+        yield _no("layout.recompute", Recompute.LOSS, "export has no loss that makes its logits in pieces", rest)
     if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:
         yield _no("layout.offload", Offload.OPTIMIZER, "offloads the optimizer of mixed precision", Dtype.BF16)
     moments = workload.optimizer.moment_dtype

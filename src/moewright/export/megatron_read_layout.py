@@ -252,8 +252,9 @@ def _recompute(given: Given) -> tuple[int, int, tuple[Recompute, ...]]:
 
 
 def _module(name: str) -> Recompute:
-    if name not in [module.value for module in Recompute if module is not Recompute.FULL]:
-        legal = ", ".join(module.value for module in Recompute if module is not Recompute.FULL)
+    modules = [module.value for module in Recompute if module not in (Recompute.FULL, Recompute.LOSS)]
+    if name not in modules:
+        legal = ", ".join(modules)
         raise BadInput(Reason(field="--recompute-modules", value=name, rule=f"is one of {legal}", nearest="moe_act"))
     return Recompute(name)
 

@@ -205,8 +205,12 @@ def _shards(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
 
 
 def _memory(layout: Layout) -> Iterator[Reason]:
-    if layout.recompute not in ((), (Recompute.FULL,)) or layout.recompute_block or layout.recompute_span > 1:
-        value = "+".join(layout.recompute)
+    layers = tuple(one for one in layout.recompute if one is not Recompute.LOSS)
+    if layers != layout.recompute:
+        rule = "export has no loss that makes its logits in pieces"
+        yield _no("layout.recompute", Recompute.LOSS, rule, "+".join(layers) or "none")
+    if layers not in ((), (Recompute.FULL,)) or layout.recompute_block or layout.recompute_span > 1:
+        value = "+".join(layers)
         yield _no(
             "layout.recompute", value, "replays each layer in full, operators of its own choice, or nothing", "full"
         )

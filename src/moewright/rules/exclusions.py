@@ -55,13 +55,9 @@ def _drop(field: str, chosen: tuple[StrEnum, ...], dropped: Iterable[StrEnum], r
 
 def _recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     chosen = layout.recompute
-    if Recompute.FULL in chosen and len(chosen) > 1:
-        yield Reason(
-            field="layout.recompute",
-            value="+".join(chosen),
-            rule="full replays every module and stands alone",
-            nearest="full",
-        )
+    inside = [item for item in chosen if item not in (Recompute.FULL, Recompute.LOSS)]
+    if Recompute.FULL in chosen and inside:
+        yield _drop("recompute", chosen, inside, "full replays every module and stands alone")
     if Recompute.FULL in chosen and layout.recompute_block and layout.recompute_span > 1:
         value, rule = (
             f"block{layout.recompute_block}+uniform{layout.recompute_span}",

@@ -142,15 +142,20 @@ def forward_work(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
         yield Work(op=FlopOp.GEMM, module=Module.MTP, flops=2 * tokens * 2 * h * h // tp)
         for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], share, seq_len):
             yield Work(op=op, module=module, flops=flops, depth=True)
-    passes = share.mtp + (1 if share.head else 0)
-    head = passes * 2 * tokens * h * even_part(model.vocab_size, tp)
-    yield Work(op=FlopOp.GEMM, module=Module.HEAD, flops=head)
+    yield head_work(model, layout, share)
     if model.moe and share.routed_rows:
         matrices = 3 if model.gated else 2
         per_row = 2 * matrices * model.expert_width * model.moe.ffn_size // layout.etp
         grouped, experts = FlopOp.GROUPED_GEMM, Module.EXPERTS
         yield Work(op=grouped, module=experts, flops=(share.routed_rows - share.mtp_rows) * per_row)
         yield Work(op=grouped, module=experts, flops=share.mtp_rows * per_row, depth=True)
+
+
+def head_work(model: ModelSpec, layout: Layout, share: Share) -> Work:
+    """The logits, of the head and of each MTP depth."""
+    passes = share.mtp + (1 if share.head else 0)
+    flops = passes * 2 * share.tokens * model.hidden_size * even_part(model.vocab_size, layout.tp)
+    return Work(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
 
 
 def _layer(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from moewright.rules import placement, routing
 from moewright.rules.context import factors
+from moewright.rules.shards import even_part
 from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
@@ -116,6 +117,14 @@ def kept_at(rows: Collection[Saved], layout: Layout, place: int) -> tuple[Saved,
 def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Saved, ...]:
     """The rows that stay when `policies` are on."""
     return tuple(row for row in rows if not any(policy in policies for policy in row.freed_by))
+
+
+def loss_columns(model: ModelSpec, layout: Layout) -> int:
+    """Columns of the logits that a rank makes at a time: under recompute=loss as many as the hidden state has, so that
+    they take what the head's input takes; else all of its part of the vocabulary, padding among them.
+    """
+    part = even_part(model.vocab_size, layout.tp)
+    return min(part, model.hidden_size) if Recompute.LOSS in layout.recompute else part
 
 
 def activation_bytes(workload: Workload) -> int:

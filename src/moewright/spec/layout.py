@@ -54,7 +54,9 @@ class ExpertPlacement(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Modules replayed in backward; FULL stands alone. See docs/formulas.md 6."""
+    """What is made again in backward: modules of a layer, FULL for layers whole, or LOSS, the logits, of which no more
+    than a piece is ever there. FULL stands alone, or beside LOSS. See docs/formulas.md 6.
+    """
 
     FULL = "full"
     LAYERNORM = "layernorm"
@@ -64,6 +66,7 @@ class Recompute(StrEnum):
     CORE_ATTN = "core_attn"
     SHARED_EXPERTS = "shared_experts"
     MLA_UP_PROJ = "mla_up_proj"
+    LOSS = "loss"
 
 
 class Offload(StrEnum):

@@ -120,7 +120,7 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
     if folded in ("", "none"):
         return ()
     if folded == "full":
-        return (Recompute.FULL,)
+        return (Recompute.FULL, Recompute.LOSS) if Recompute.LOSS in modules.split() else (Recompute.FULL,)
     if modules == "(empty list)":
         return ()
     words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()

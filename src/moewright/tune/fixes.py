@@ -57,7 +57,13 @@ def _latent(model: ModelSpec) -> bool:
 
 
 def _only(*chosen: Recompute) -> Change:
-    return lambda job: replace(job.layout, recompute=tuple(sorted(chosen)), recompute_block=0, recompute_span=1)
+    """These of a layer; whether logits are kept stays as it is."""
+
+    def change(job: Job) -> Layout:
+        loss = {Recompute.LOSS}.intersection(job.layout.recompute)
+        return replace(job.layout, recompute=tuple(sorted({*chosen, *loss})), recompute_block=0, recompute_span=1)
+
+    return change
 
 
 def _offload(*more: Offload) -> Change:

@@ -106,9 +106,9 @@ def with_layout(cells: Mapping[str, str]) -> dict[str, str]:
     layout, given = parse_layout(text, world_size=int(devices) if devices.isdecimal() else 1), given_fields(text)
     said: dict[str, str] = {name: str(getattr(layout, name)) for name in _DEGREES if name in given}
     if "recompute" in given:
-        selective = [str(one) for one in layout.recompute if one is not Recompute.FULL]
-        said["recompute_modules"] = " ".join(selective)
-        said["recompute_granularity"] = "selective" if selective else "full" if layout.recompute else "none"
+        said["recompute_modules"] = " ".join(one for one in layout.recompute if one is not Recompute.FULL)
+        full = "full" if Recompute.FULL in layout.recompute else ""
+        said["recompute_granularity"] = full or ("selective" if layout.recompute else "none")
     if "dispatcher" in given:
         said["dispatcher"] = layout.dispatcher
     if "graphs" in given:

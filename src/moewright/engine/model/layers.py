@@ -25,12 +25,14 @@ from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.biases import AddBias
 from moewright.engine.model.context import attend, meetings, to_heads, to_tokens
 from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary
+from moewright.engine.model.linear_loss import LinearLoss
 from moewright.engine.model.linears import ColumnLinear, RowLinear
 from moewright.engine.model.meeting import Meetings
 from moewright.engine.model.rope import frequencies
 from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
 from moewright.rules.inventory import decays
+from moewright.rules.recompute import loss_columns
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import QkNorm
@@ -298,10 +300,16 @@ class Head(Table):
 
 
 def token_loss(
-    run: Runtime, x_tH: torch.Tensor, table: Table, targets_T: torch.Tensor
+    run: Runtime, x_tH: torch.Tensor, table: Table, targets_T: torch.Tensor, whole: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under the projection."""
+    """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under the projection; under
+    recompute=loss none, [0], unless they are asked for `whole`.
+    """
     with run.books.within(Module.HEAD):
+        if run.replays(Recompute.LOSS) and not whole:
+            most = loss_columns(run.model, run.mesh.layout)
+            nll = LinearLoss.apply(x_tH, table.weight, targets_T, table.part, most, run.books, run.kernels)
+            return nll, x_tH.new_zeros(0)
         (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.tensor, run.books, table.weight)
         return vocabulary.CrossEntropy.apply(logits_TV, targets_T, table.part, run.kernels), logits_TV.detach()
 

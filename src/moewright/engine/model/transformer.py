@@ -41,8 +41,9 @@ class Output:
     """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), the sum of the nll of
     its MTP depths; of its MoE layers the auxiliary losses [layers, 4] as a Router returns them, counts [layers, E].
 
-    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary. Both are empty after a
-    chunk without the loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks add up.
+    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary; empty where none are
+    kept, unless they were asked for. Both are empty after a chunk without the loss. The TP group shares one nll; the
+    auxiliary losses and the counts of its ranks add up.
     """
 
     hidden_tH: torch.Tensor
@@ -118,10 +119,11 @@ class Transformer(nn.Module):
         chunk: int = 0,
         hidden_tH: torch.Tensor | None = None,
         first: int | None = None,
+        logits: bool = False,
     ) -> Output:
         """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding.
 
-        `first` as in Sequences.
+        `first` as in Sequences; `logits`: whole ones are wanted, whatever the layout makes of them.
         """
         here = self.chunks[chunk]
         x_tH = hidden_tH
@@ -134,10 +136,10 @@ class Transformer(nn.Module):
             x_tH, *routed = self._through(layers, again, lie, x_tH)
             losses += routed[::2]
             counts += routed[1::2]
-        nll, logits = x_tH.new_zeros(0, dtype=torch.float32), x_tH.new_zeros(0)
+        nll, seen = x_tH.new_zeros(0, dtype=torch.float32), x_tH.new_zeros(0)
         if here.loss:
             assert self.final_norm is not None  # made with the chunk
-            nll, logits = self._loss(self.final_norm, x_tH, batch.targets)
+            nll, seen = self._loss(self.final_norm, x_tH, batch.targets, whole=logits)
         ahead_nll, hidden_tH = nll.new_zeros(()), x_tH
         for place, depth in enumerate(self._depths if here.mtp else (), len(here.layers)):
             ids_BS, targets_BS = batch.ahead[place - len(here.layers)]
@@ -147,10 +149,10 @@ class Transformer(nn.Module):
             hidden_tH, *routed = depth(embedded_tH, hidden_tH, lie, again)
             losses += routed[::2]
             counts += routed[1::2]
-            ahead_nll = ahead_nll + self._loss(depth.final_norm, hidden_tH, targets_BS)[0].sum()
+            ahead_nll = ahead_nll + self._loss(depth.final_norm, hidden_tH, targets_BS, whole=False)[0].sum()
         aux = torch.stack(losses) if losses else nll.new_zeros(0, len(coefficients_of(self._run.workload.loss)))
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-        return Output(hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=logits, aux=aux, counts=counted)
+        return Output(hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=seen, aux=aux, counts=counted)
 
     def _checkpoints(self, numbers: Sequence[int]) -> Iterator[tuple[list[nn.Module], bool]]:
         """The layers of a chunk, those that one checkpoint of full recompute covers together, and whether it does."""
@@ -171,12 +173,14 @@ class Transformer(nn.Module):
             out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(_in_turn, layers, decided, batch), x_tH)
             return out
 
-    def _loss(self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(
+        self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.head or self.embedding
         assert table is not None  # made with the chunk
         with self._run.books.within(Module.NORM):
             x_tH = norm(x_tH)
-        return token_loss(self._run, x_tH, table, targets_BS.flatten())
+        return token_loss(self._run, x_tH, table, targets_BS.flatten(), whole)
 
 
 def _in_turn(

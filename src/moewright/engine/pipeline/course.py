@@ -25,12 +25,21 @@ def train(run: Runtime, batches: Sequence[Batch], *, forward: Forward, backward:
 
 
 @torch.no_grad()
-def evaluate(run: Runtime, model: Transformer, batches: Sequence[Batch], see: Callable[[Key, Output], None]) -> None:
-    """Every forward of `batches`; `see` gets what each chunk on this rank made of each of them."""
+def evaluate(
+    run: Runtime,
+    model: Transformer,
+    batches: Sequence[Batch],
+    see: Callable[[Key, Output], None],
+    *,
+    logits: bool = False,
+) -> None:
+    """Every forward of `batches`; `see` gets what each chunk on this rank made of each of them, with whole logits where
+    they are asked for.
+    """
     stops = _forward_stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
 
     def forward(key: Key, hidden: torch.Tensor | None) -> Made:
-        out = model(batches[key[0]], chunk=key[1], hidden_tH=hidden)
+        out = model(batches[key[0]], chunk=key[1], hidden_tH=hidden, logits=logits)
         see(key, out)
         return Made(hidden=None if model.chunks[key[1]].loss else out.hidden_tH, loss=None)
 

@@ -1,0 +1,105 @@
+"""The head's product and its loss in one, for recompute=loss: logits are made a few columns at a time, twice.
+
+A piece is some rows of the projection, so some columns of the logits. Cut that way a piece's part of the weight's
+gradient is whole at once, and what is summed over pieces is as wide as the hidden state, not as the vocabulary.
+Shapes: t of the T tokens of the group are this rank's between blocks; K width, V this rank's rows of the projection, P
+those of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moewright.engine.books import Books
+from moewright.engine.collectives import all_reduce
+from moewright.engine.fused.seam import Kernels
+from moewright.engine.kernels import add_product, matmul
+from moewright.engine.model.functions import Booked
+from moewright.engine.model.vocabulary import Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Rows of the projection, of which the first `inside` are of the vocabulary; `first` is the id of the first."""
+
+    rows: slice
+    first: int
+    inside: int
+
+    def columns(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """The column of each id in the piece, -1 for ids of others."""
+        elsewhere = (ids_T < self.first) | (ids_T >= self.first + self.inside)
+        return (ids_T - self.first).masked_fill(elsewhere, -1)
+
+
+def _pieces(part: Part, rows: int, most: int) -> Iterator[_Piece]:
+    """Of so many `rows`, padding among them: each of the same number, `most`, but the last."""
+    for start in range(0, rows, most):
+        stop = min(start + most, rows)
+        inside = max(0, min(part.size, stop) - start)
+        yield _Piece(rows=slice(start, stop), first=part.start + start, inside=inside)
+
+
+class LinearLoss(Booked):
+    """Negative log-likelihood [T] fp32 of targets [T] under logits x w^T, x [t,K] and w [V,K]; 0 where the target is
+    negative.
+
+    No more than `most` columns of the logits are there at once. Keeps x as it came, the targets and the log of the
+    partition sum [T]. The weight's gradient comes with that of x, also where a schedule would have it later: it would
+    need all logits a third time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_tK: torch.Tensor,
+        w_VK: torch.Tensor,
+        targets_T: torch.Tensor,
+        part: Part,
+        most: int,
+        books: Books,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.part, ctx.most, ctx.kernels = part, most, kernels
+        x_TK = part.tp.whole(x_tK)
+        top = torch.full((len(targets_T),), -torch.inf, device=x_TK.device)
+        sums = torch.zeros(2, len(targets_T), device=x_TK.device)  # of exp(logit - top), and of the target's logit
+        for piece in _pieces(part, len(w_VK), most):
+            # Padding is multiplied as in a product with all rows, so that every rank of the group does the same.
+            logits_TP = matmul(x_TK, w_VK[piece.rows].T)[:, : piece.inside]
+            if not piece.inside:
+                continue
+            higher = torch.maximum(top, logits_TP.amax(-1).float())
+            sums[0].mul_((top - higher).exp_()).add_(kernels.sums(logits_TP, higher))
+            top = higher
+            columns = piece.columns(targets_T)
+            chosen = logits_TP.gather(1, columns.clamp(min=0)[:, None])[:, 0].float()
+            sums[1].add_(chosen.masked_fill_(columns < 0, 0.0))
+        highest = all_reduce(top.clone(), part.group, maximum=True)
+        sums[0].mul_((top - highest).exp_())
+        partition, chosen = all_reduce(sums, part.group)
+        log_sum = highest.add_(partition.log_())
+        ctx.save_for_backward(x_tK, w_VK, targets_T, log_sum)
+        return (log_sum - chosen).masked_fill_(targets_T < 0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_tK, w_VK, targets_T, log_sum = ctx.saved_tensors
+        grad_T = grad_T.masked_fill(targets_T < 0, 0.0)
+        with ctx.books.within(ctx.where):
+            x_TK = ctx.part.tp.whole(x_tK)
+            grad_TK = torch.zeros(x_TK.shape, dtype=torch.float32, device=x_TK.device)
+            grad_VK = torch.empty_like(w_VK)
+            for piece in _pieces(ctx.part, len(w_VK), ctx.most):
+                w_PK = w_VK[piece.rows]
+                logits_TP, columns = matmul(x_TK, w_PK.T), piece.columns(targets_T)
+                grad_TP = ctx.kernels.losses_backward(grad_T, logits_TP, columns, log_sum, piece.inside)
+                add_product(grad_TK, grad_TP, w_PK)
+                grad_VK[piece.rows] = matmul(grad_TP.T, x_TK)
+            grad_tK = ctx.part.tp.summed(grad_TK.to(x_tK.dtype))
+        return grad_tK, grad_VK, None, None, None, None, None
