@@ -34,7 +34,7 @@ from moewright.spec.hardware import (
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-BENCH_VERSION = 4  # part of the fingerprint: raise it when the same machine would be described differently
+BENCH_VERSION = 5  # part of the fingerprint: raise it when the same machine would be described differently
 LEAST_WORK = 0.1  # of a call, in case the launch was measured too slow
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 

@@ -46,10 +46,10 @@ class Kernel:
 EXP_BYTES = 20
 
 # Per element of the tensor named in each row of `layer_rows`.
-RMS_NORM = Kernel(fused=(0, 2), forward=(28, 4), backward=(88, 3), calls=(6, 12))
+RMS_NORM = Kernel(fused=(0, 2), forward=(24, 4), backward=(80, 3), calls=(6, 11))
 ADD = Kernel(fused=(0, 3), forward=(0, 3), backward=(0, 3), calls=(1, 1))
-ROTATE = Kernel(fused=(0, 3), forward=(40, 2), backward=(40, 2), calls=(9, 9))
-GATED = Kernel(fused=(0, 3), forward=(40, 3), backward=(144, 5), calls=(6, 15), exps=(1, 1))
+ROTATE = Kernel(fused=(0, 3), forward=(28, 2), backward=(28, 2), calls=(7, 7))
+GATED = Kernel(fused=(0, 3), forward=(36, 3), backward=(88, 5), calls=(5, 11), exps=(1, 1))
 UNGATED = Kernel(fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8), exps=(1, 1))
 SPREAD = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0)
 GATHER = Kernel(fused=(0, 2.4), forward=(0, 3), backward=(0, 2), calls=(2, 1), fused_backward=1.0)

@@ -15,7 +15,8 @@ from moewright.spec.layout import Recompute
 from moewright.spec.plan import TimePart
 
 _HEAD = TimePart.HEAD
-_LOSS_ROWS = 512  # the engine takes the softmax of so many rows at a time
+# The engine takes the softmax of so many rows at a time, on a CPU of about so many numbers, and of no fewer rows.
+_LOSS_ROWS, _LOSS_NUMBERS, _FEWEST_ROWS = 512, 1 << 18, 16
 
 
 def embedding_ops(size: Sizes) -> LayerOps:
@@ -37,7 +38,7 @@ def head_ops(size: Sizes) -> LayerOps:
     """
     h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
     norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
-    pieces = max(1.0, size.T / _LOSS_ROWS)
+    pieces = max(1.0, size.T / (_LOSS_ROWS if size.fused else max(_FEWEST_ROWS, _LOSS_NUMBERS / vocab)))
     loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=pieces)
     logits = replace(gemm("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide)
     again = Recompute.LOSS in size.layout.recompute
