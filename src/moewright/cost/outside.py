@@ -43,7 +43,7 @@ def head_ops(size: Sizes) -> LayerOps:
     logits = replace(gemm("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide)
     again = Recompute.LOSS in size.layout.recompute
     if again:
-        pieces = vocab / min(vocab, loss_columns(size.model, size.layout))
+        pieces = max(1.0, vocab / loss_columns(size.model, size.layout))
         logits = replace(logits, x=logits.x / pieces)
         products = replace(logits, name=f"head.logits.{AT_ONCE}", amount=3 * logits.amount, replay=())
         summing = moved("head.input_gradient", size, (8 + size.c) * size.T * h * pieces, part=_HEAD, calls=pieces)

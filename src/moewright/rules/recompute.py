@@ -120,11 +120,10 @@ def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Save
 
 
 def loss_columns(model: ModelSpec, layout: Layout) -> int:
-    """Columns of the logits that a rank makes at a time: under recompute=loss as many as the hidden state has, so that
-    they take what the head's input takes; else all of its part of the vocabulary, padding among them.
+    """Columns of the logits that a rank makes at a time under recompute=loss: as many as the hidden state has, so that
+    they take what the head's input takes; at most its part of the vocabulary, padding among them.
     """
-    part = even_part(model.vocab_size, layout.tp)
-    return min(part, model.hidden_size) if Recompute.LOSS in layout.recompute else part
+    return min(model.hidden_size, even_part(model.vocab_size, layout.tp))
 
 
 def activation_bytes(workload: Workload) -> int:
