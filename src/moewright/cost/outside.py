@@ -16,7 +16,7 @@ from moewright.spec.plan import TimePart
 
 _HEAD = TimePart.HEAD
 # The engine takes the softmax of so many rows at a time, on a CPU of about so many numbers, and of no fewer rows.
-_LOSS_ROWS, _LOSS_NUMBERS, _FEWEST_ROWS = 512, 1 << 18, 16
+_LOSS_ROWS, _LOSS_NUMBERS, _FEWEST_ROWS = 512, 1 << 17, 16
 
 
 def embedding_ops(size: Sizes) -> LayerOps:

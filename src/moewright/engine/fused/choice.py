@@ -12,7 +12,7 @@ from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.workload import FusedKernels
 
-_IN_CACHE = 1 << 18  # fp32 numbers that a core's cache has beside what is made of them
+_IN_CACHE = 1 << 17  # fp32 numbers that a core's cache has beside what is made of them
 
 
 def unavailable(choice: FusedKernels, device: DeviceKind) -> tuple[Reason, ...]:
