@@ -9,14 +9,13 @@ from moewright.cost.compute import OpRow
 from moewright.cost.light import CROSS_ENTROPY, RMS_NORM, light, moved
 from moewright.cost.ops import LayerOps, gemm, summed_bytes
 from moewright.cost.sizes import Sizes
+from moewright.rules.pieces import IN_CACHE, LOSS_ROWS, rows_at_a_time
 from moewright.rules.recompute import loss_columns
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import TimePart
 
 _HEAD = TimePart.HEAD
-# The engine takes the softmax of so many rows at a time, on a CPU of about so many numbers, and of no fewer rows.
-_LOSS_ROWS, _LOSS_NUMBERS, _FEWEST_ROWS = 512, 1 << 17, 16
 
 
 def embedding_ops(size: Sizes) -> LayerOps:
@@ -38,8 +37,8 @@ def head_ops(size: Sizes) -> LayerOps:
     """
     h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
     norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
-    pieces = max(1.0, size.T / (_LOSS_ROWS if size.fused else max(_FEWEST_ROWS, _LOSS_NUMBERS / vocab)))
-    loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=pieces)
+    passes = max(1.0, size.T / (LOSS_ROWS if size.fused else rows_at_a_time(int(vocab), IN_CACHE)))
+    loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=passes)
     logits = replace(gemm("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide)
     again = Recompute.LOSS in size.layout.recompute
     if again:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 _WORTH_A_KERNEL = 1 << 22  # multiplications
 # x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
-ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+ONEDNN_LINEAR: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 
 
 @cache
@@ -50,8 +51,8 @@ def _mkl_is_fast() -> bool:
 
 
 def _by_onednn(dtype: torch.dtype) -> bool:
-    """Of what is on a CPU, where torch has oneDNN."""
-    return dtype == torch.float32 and not _mkl_is_fast()
+    """Of what is on a CPU."""
+    return dtype == torch.float32 and ONEDNN_LINEAR is not None and not _mkl_is_fast()
 
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,8 +61,8 @@ def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = 
     A product must be worth the kernel that oneDNN makes for each new shape.
     """
     worth = a_MK.device.type == "cpu" and a_MK.numel() * b_KN.shape[1] >= _WORTH_A_KERNEL
-    if ONEDNN_LINEAR is None or not worth or not _by_onednn(a_MK.dtype):
-        return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
+    if not worth or not _by_onednn(a_MK.dtype):
+        return torch.mm(a_MK, b_KN, out=out)
     made = ONEDNN_LINEAR(a_MK, b_KN.mT, None, "none", [], "")
     return made if out is None else out.copy_(made)
 

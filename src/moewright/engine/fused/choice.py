@@ -8,11 +8,10 @@ from importlib.util import find_spec
 from moewright.engine.env import interprets_triton
 from moewright.engine.fused.plain import Plain
 from moewright.engine.fused.seam import Kernels
+from moewright.rules.pieces import IN_CACHE
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.workload import FusedKernels
-
-_IN_CACHE = 1 << 17  # fp32 numbers that a core's cache has beside what is made of them
 
 
 def unavailable(choice: FusedKernels, device: DeviceKind) -> tuple[Reason, ...]:
@@ -38,7 +37,7 @@ def implementation(choice: FusedKernels, device: DeviceKind) -> str:
 def kernels_for(choice: FusedKernels, device: DeviceKind) -> Kernels:
     """Imports Triton where it is used, and nowhere else."""
     if not _triton(choice, device):
-        return Plain(_IN_CACHE if device is DeviceKind.CPU else 0)
+        return Plain(IN_CACHE if device is DeviceKind.CPU else 0)
     from moewright.engine.fused.compiled import Compiled
 
     return Compiled()

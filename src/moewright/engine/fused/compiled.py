@@ -12,52 +12,19 @@ from moewright.spec.model import RouterSpec
 class Compiled:
     """See seam.Kernels."""
 
-    def spread(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
-        return triton_rows.spread(x_TH, tokens_R)
+    spread = staticmethod(triton_rows.spread)
 
     def sum_slots(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
         return triton_rows.sum_slots(rows_RH, rows_Tk)
 
-    def swiglu(self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) -> torch.Tensor:
-        return triton_rows.swiglu(x_R2F, weight_R, clamped)
-
-    def swiglu_backward(
-        self, grad_RF: torch.Tensor, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return triton_rows.swiglu_backward(grad_RF, x_R2F, weight_R, clamped)
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return triton_norm.norm(x, weight, eps)
-
-    def norm_backward(
-        self,
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        scale: torch.Tensor | None,
-        mine: slice,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return triton_norm.norm_backward(grad, x, weight, eps, scale, mine)
-
-    def rotate(self, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return triton_rows.rotate(x_BSHD, cos, sin)
-
-    def losses(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        return triton_loss.losses(logits_TV, targets_T)
-
-    def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
-        return triton_loss.sums(logits_TV, top_T)
-
-    def losses_backward(
-        self,
-        grad_T: torch.Tensor,
-        logits_TV: torch.Tensor,
-        columns_T: torch.Tensor,
-        log_sum_T: torch.Tensor | None,
-        size: int,
-    ) -> torch.Tensor:
-        return triton_loss.losses_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
+    swiglu = staticmethod(triton_rows.swiglu)
+    swiglu_backward = staticmethod(triton_rows.swiglu_backward)
+    norm = staticmethod(triton_norm.norm)
+    norm_backward = staticmethod(triton_norm.norm_backward)
+    rotate = staticmethod(triton_rows.rotate)
+    losses = staticmethod(triton_loss.losses)
+    sums = staticmethod(triton_loss.sums)
+    losses_backward = staticmethod(triton_loss.losses_backward)
 
     def weigh(
         self, logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None, forced_Tk: torch.Tensor | None

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from moewright.rules.pieces import LOSS_ROWS, rows_at_a_time
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 # Of gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are clamped to.
 SLOPE, LIMIT = 1.702, 7.0
-_FEWEST = 16  # rows that are worth a round of operations
-_LOSS_ROWS = 512  # so no fp32 copy of all logits ever exists
 TINY = 1e-20  # under a sum of independent scores, all of which may be zero
 
 
@@ -26,7 +25,7 @@ class Plain:
 
     def _parts(self, count: int, width: int, *, most: int = 0) -> Iterator[slice]:
         """Of `count` rows of `width`; `most` rows where all would be taken."""
-        step = max(_FEWEST, self._at_a_time // max(1, width)) if self._at_a_time else most or max(1, count)
+        step = rows_at_a_time(width, self._at_a_time) if self._at_a_time else most or max(1, count)
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def spread(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
@@ -132,14 +131,14 @@ class Plain:
 
     def losses(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         found = torch.empty(len(targets_T), device=targets_T.device)
-        for part in self._parts(*logits_TV.shape, most=_LOSS_ROWS):
+        for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
             log_probs = torch.log_softmax(logits_TV[part].float(), -1)
             found[part] = log_probs.gather(1, targets_T[part].clamp(min=0)[:, None])[:, 0].neg_()
         return found
 
     def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
         found = torch.empty_like(top_T)
-        for part in self._parts(*logits_TV.shape, most=_LOSS_ROWS):
+        for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
             found[part] = (logits_TV[part].float() - top_T[part, None]).exp_().sum(-1)
         return found
 
@@ -153,7 +152,7 @@ class Plain:
     ) -> torch.Tensor:
         out = torch.empty_like(logits_TV)
         columns, minus = columns_T.clamp(min=0)[:, None], -(columns_T >= 0).float()[:, None]
-        for part in self._parts(*logits_TV.shape, most=_LOSS_ROWS):
+        for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
             wide = logits_TV[part].float()
             probs = torch.softmax(wide, -1) if log_sum_T is None else (wide - log_sum_T[part, None]).exp_()
             probs[:, size:] = 0.0

@@ -6,6 +6,8 @@ some rows, for most vocabularies one. Rows past the last one repeat it, so no la
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,24 +76,22 @@ def _losses_backward(
 
 def losses(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
     """seam.Kernels.losses."""
-    logits, (count, width) = by_rows(logits_TV), logits_TV.shape
-    out = torch.empty(count, device=logits.device)
-    if count:
-        rows, block = tile(width, _WIDEST)
-        _losses[(triton.cdiv(count, rows),)](
-            logits, targets_T.contiguous(), out, count, width, logits.stride(0), ROWS=rows, BLOCK=block
-        )
-    return out
+    return _one_a_row(_losses, logits_TV, targets_T)
 
 
 def sums(logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
     """seam.Kernels.sums."""
+    return _one_a_row(_sums, logits_TV, top_T)
+
+
+def _one_a_row(kernel: Any, logits_TV: torch.Tensor, beside_T: torch.Tensor) -> torch.Tensor:
+    """One fp32 number of each row of logits and what stands beside it: [T]."""
     logits, (count, width) = by_rows(logits_TV), logits_TV.shape
     out = torch.empty(count, device=logits.device)
     if count:
         rows, block = tile(width, _WIDEST)
-        _sums[(triton.cdiv(count, rows),)](
-            logits, top_T.contiguous(), out, count, width, logits.stride(0), ROWS=rows, BLOCK=block
+        kernel[(triton.cdiv(count, rows),)](
+            logits, beside_T.contiguous(), out, count, width, logits.stride(0), ROWS=rows, BLOCK=block
         )
     return out
 

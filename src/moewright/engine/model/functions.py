@@ -70,8 +70,9 @@ class RmsNorm(torch.autograd.Function):
         if across is None:
             out, scale = kernels.norm(x, weight, eps)
         else:
-            scale = _scale(x.float(), eps, across)
-            out = (x.float() * scale).to(x.dtype) * weight
+            wide = x.float()
+            scale = _scale(wide, eps, across)
+            out = (wide * scale).to(x.dtype) * weight
         ctx.save_for_backward(x, weight, scale if keep_scale else None)
         return out
 
@@ -84,9 +85,8 @@ class RmsNorm(torch.autograd.Function):
         if ctx.across is None:
             made = ctx.kernels.norm_backward(grad, x, weight, ctx.eps, scale, mine)
             return *made, None, None, None, None, None
-        if scale is None:
-            scale = _scale(x.float(), ctx.eps, ctx.across)
-        normed, wide = x.float() * scale, grad.float()
+        normed, wide = x.float(), grad.float()
+        normed = normed * (_scale(normed, ctx.eps, ctx.across) if scale is None else scale)
         grad_weight = (wide * normed).flatten(0, -2)[mine].sum(0)
         wide = wide * weight.float()
         grad_x = (wide - normed * _mean(wide * normed, ctx.across)).mul_(scale)

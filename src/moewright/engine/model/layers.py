@@ -139,21 +139,12 @@ class RotaryTable:
     def sequences(self, count: int, runs: Runs | None, first: int | None) -> Sequences:
         """Those of a micro-batch of `count` sequences that consist of `runs`."""
         met, near = self._whole if runs is None else self._meetings(runs)
-        if runs is None or not self._restarted:
-            return Sequences(
-                count=count, met=met, near=near, cos=self.cos, sin=self.sin, first=first, kernels=self._run.kernels
-            )
-        places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
-        places = places[:, self._run.positions].to(self.cos.device)
-        return Sequences(
-            count=count,
-            met=met,
-            near=near,
-            cos=self.cos[places],
-            sin=self.sin[places],
-            first=first,
-            kernels=self._run.kernels,
-        )
+        cos, sin = self.cos, self.sin
+        if runs is not None and self._restarted:
+            places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
+            places = places[:, self._run.positions].to(cos.device)
+            cos, sin = cos[places], sin[places]
+        return Sequences(count=count, met=met, near=near, cos=cos, sin=sin, first=first, kernels=self._run.kernels)
 
     def _meetings(self, runs: Runs | None) -> tuple[Meetings, Meetings]:
         met = meetings(self._run, runs)

@@ -9,7 +9,7 @@ those of a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,26 +22,12 @@ from moewright.engine.model.functions import Booked
 from moewright.engine.model.vocabulary import Part
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """Rows of the projection, of which the first `inside` are of the vocabulary; `first` is the id of the first."""
-
-    rows: slice
-    first: int
-    inside: int
-
-    def columns(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """The column of each id in the piece, -1 for ids of others."""
-        elsewhere = (ids_T < self.first) | (ids_T >= self.first + self.inside)
-        return (ids_T - self.first).masked_fill(elsewhere, -1)
-
-
-def _pieces(part: Part, rows: int, most: int) -> Iterator[_Piece]:
-    """Of so many `rows`, padding among them: each of the same number, `most`, but the last."""
+def _pieces(part: Part, rows: int, most: int) -> Iterator[tuple[slice, Part]]:
+    """Of so many `rows` of the projection, padding among them, `most` at a time; and the ids of each piece."""
     for start in range(0, rows, most):
         stop = min(start + most, rows)
         inside = max(0, min(part.size, stop) - start)
-        yield _Piece(rows=slice(start, stop), first=part.start + start, inside=inside)
+        yield slice(start, stop), replace(part, start=part.start + start, size=inside)
 
 
 class LinearLoss(Booked):
@@ -69,17 +55,15 @@ class LinearLoss(Booked):
         x_TK = part.tp.whole(x_tK)
         top = torch.full((len(targets_T),), -torch.inf, device=x_TK.device)
         sums = torch.zeros(2, len(targets_T), device=x_TK.device)  # of exp(logit - top), and of the target's logit
-        for piece in _pieces(part, len(w_VK), most):
+        for rows, piece in _pieces(part, len(w_VK), most):
             # Padding is multiplied as in a product with all rows, so that every rank of the group does the same.
-            logits_TP = matmul(x_TK, w_VK[piece.rows].T)[:, : piece.inside]
-            if not piece.inside:
+            logits_TP = matmul(x_TK, w_VK[rows].T)[:, : piece.size]
+            if not piece.size:
                 continue
             higher = torch.maximum(top, logits_TP.amax(-1).float())
             sums[0].mul_((top - higher).exp_()).add_(kernels.sums(logits_TP, higher))
             top = higher
-            columns = piece.columns(targets_T)
-            chosen = logits_TP.gather(1, columns.clamp(min=0)[:, None])[:, 0].float()
-            sums[1].add_(chosen.masked_fill_(columns < 0, 0.0))
+            sums[1].add_(piece.chosen(logits_TP, targets_T))
         highest = all_reduce(top.clone(), part.group, maximum=True)
         sums[0].mul_((top - highest).exp_())
         partition, chosen = all_reduce(sums, part.group)
@@ -95,11 +79,11 @@ class LinearLoss(Booked):
             x_TK = ctx.part.tp.whole(x_tK)
             grad_TK = torch.zeros(x_TK.shape, dtype=torch.float32, device=x_TK.device)
             grad_VK = torch.empty_like(w_VK)
-            for piece in _pieces(ctx.part, len(w_VK), ctx.most):
-                w_PK = w_VK[piece.rows]
+            for rows, piece in _pieces(ctx.part, len(w_VK), ctx.most):
+                w_PK = w_VK[rows]
                 logits_TP, columns = matmul(x_TK, w_PK.T), piece.columns(targets_T)
-                grad_TP = ctx.kernels.losses_backward(grad_T, logits_TP, columns, log_sum, piece.inside)
+                grad_TP = ctx.kernels.losses_backward(grad_T, logits_TP, columns, log_sum, piece.size)
                 add_product(grad_TK, grad_TP, w_PK)
-                grad_VK[piece.rows] = matmul(grad_TP.T, x_TK)
+                grad_VK[rows] = matmul(grad_TP.T, x_TK)
             grad_tK = ctx.part.tp.summed(grad_TK.to(x_tK.dtype))
         return grad_tK, grad_VK, None, None, None, None, None

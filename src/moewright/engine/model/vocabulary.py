@@ -33,6 +33,16 @@ class Part:
         elsewhere = (ids < self.start) | (ids >= self.start + self.size)
         return (ids - self.start).masked_fill(elsewhere, 0), elsewhere
 
+    def columns(self, ids: torch.Tensor) -> torch.Tensor:
+        """The column of each id in the logits here, -1 for other ids."""
+        columns, elsewhere = self.local(ids)
+        return columns.masked_fill_(elsewhere, -1)
+
+    def chosen(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+        """Each target's logit [T] fp32, 0 where it is not here."""
+        columns, elsewhere = self.local(targets_T)
+        return logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
+
 
 class Embed(torch.autograd.Function):
     """Rows of the table by ids [T] -> [t,K]; keeps the ids.
@@ -88,8 +98,7 @@ class CrossEntropy(torch.autograd.Function):
         log_sum = rest[0] if rest else None
         grad_T = grad_T.masked_fill(columns_T < 0, 0.0)
         if rest:
-            columns, elsewhere = ctx.part.local(columns_T)
-            columns_T = columns.masked_fill(elsewhere, -1)
+            columns_T = ctx.part.columns(columns_T)
         return ctx.kernels.losses_backward(grad_T, logits_TV, columns_T, log_sum, ctx.part.size), None, None, None
 
 
@@ -104,7 +113,6 @@ def _partition(
     sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
     if part.size:
         sums[0] = kernels.sums(logits_TV, top)
-        columns, elsewhere = part.local(targets_T)
-        sums[1] = logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
+        sums[1] = part.chosen(logits_TV, targets_T)
     partition, chosen = all_reduce(sums, part.group)
     return top.add_(partition.log_()), chosen
