@@ -25,27 +25,27 @@ from torch.distributed.tensor import DTensor
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
-from moewright.engine import collectives
-from moewright.engine.attention import Runs
-from moewright.engine.batch import Batch, batch_here
-from moewright.engine.build import join, trainee
+from moewright.diagnosis.compare_ledgers import Section, Status, compare
 from moewright.engine.checkpoint import Piece
-from moewright.engine.fused import plain
-from moewright.engine.launch import launch
+from moewright.engine.comm import collectives
+from moewright.engine.data.batch import Batch, batch_here
+from moewright.engine.kernels.attention import Runs
+from moewright.engine.kernels.fused import reference as reference_kernels
 from moewright.engine.model import router
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.transformer import initial_value
 from moewright.engine.optim.update import Update, adamw_update, sgd_update
-from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.run.build import join, trainee
+from moewright.engine.run.launch import launch
+from moewright.engine.run.step import Clock, Trainee, accumulate, apply, train_step
+from moewright.engine.run.train import _close_books
+from moewright.engine.run.verify import FixedBatches, _outputs, rows_here
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
-from moewright.engine.step import Clock, Trainee, accumulate, apply, train_step
-from moewright.engine.train import _close_books
-from moewright.engine.verify import FixedBatches, _outputs, rows_here
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Documents, Dtype, FusedKernels, LossSpec, OptimizerSpec, Workload
-from moewright.tune.compare import Section, Status, compare
 
 BATCH, LENGTH, STEPS = 8, 16, 8
 _BATCHES = 4
@@ -319,7 +319,7 @@ def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
 def _watch_margins() -> list[float]:
     """The least margin of every choice of experts from now on, in this process."""
     margins: list[float] = []
-    choose = plain.choose
+    choose = reference_kernels.choose
 
     @torch.no_grad()
     def watched(scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -334,7 +334,7 @@ def _watch_margins() -> list[float]:
         margins.append(_gap(wanted, spec.top_k))
         return chosen
 
-    plain.choose = watched
+    reference_kernels.choose = watched
     return margins
 
 

@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 from layout_proof import WORK
 from moewright.codec import layout_text, parse_layout
-from moewright.engine.support import unsupported_layout
 from moewright.rules.legality import illegal, micro_batches
+from moewright.rules.runnable import unsupported_layout
 from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Overlap, Recompute, Schedule
 from moewright.spec.model import (
     AttentionKind,

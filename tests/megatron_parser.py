@@ -5,7 +5,7 @@ transformer_config.py at d98e8a64). Nothing of the exporter is used here.
 import csv
 from importlib import resources
 
-TABLE = resources.files("moewright.export").joinpath("data/megatron_flags.csv").read_text()
+TABLE = resources.files("moewright.intake.megatron").joinpath("data/megatron_flags.csv").read_text()
 OPTIONS = {row["flag"]: row for row in csv.DictReader(TABLE.splitlines())}
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from moewright.bench import cases as cases_module
-from moewright.bench import machine, team
+from moewright.bench import machine, workers
 from moewright.bench.cases import Case, Place, Probe, all_cases, group_sizes, rounds, uneven
 from moewright.bench.machine import machine_fingerprint, measure
-from moewright.bench.team import run_team
-from moewright.bench.tiny import SHAPES, host_work
+from moewright.bench.tiny_steps import SHAPES, host_work
+from moewright.bench.workers import run_team
 from moewright.codec import read_toml, write_toml
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective, DeviceKind, Hardware, Op
@@ -138,7 +138,7 @@ def test_uneven_rows_are_as_many_as_even_ones() -> None:
 def test_groups_of_every_size_and_all_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks: two pairs at once, all of them, and each with each."""
     chosen = tuple(case for case in all_cases(CPU, 4) if case.moves and case.x <= 64)
-    monkeypatch.setattr(team, "all_cases", lambda *_: chosen)
+    monkeypatch.setattr(workers, "all_cases", lambda *_: chosen)
     taken = run_team(CPU, ranks=4, budget_s=10)
     assert {case.ranks for case in chosen} == {2, 4}
     assert all(seconds is not None and len(seconds) == 4 and min(seconds) > 0 for seconds in taken)
@@ -173,7 +173,7 @@ def sleepy(seconds: float) -> Case:
 @pytest.mark.spawn
 def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = (sleepy(0.01), sleepy(0.5), sleepy(5.0))
-    monkeypatch.setattr(team, "all_cases", lambda *_: chosen)
+    monkeypatch.setattr(workers, "all_cases", lambda *_: chosen)
     started = time.monotonic()
     first, second, third = run_team(CPU, ranks=2, budget_s=1.5)
     assert time.monotonic() - started < 8
@@ -184,10 +184,10 @@ def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.spawn
 def test_work_is_timed_without_what_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "all_cases", lambda *_: (replace(sleepy(0.05), op=Op.GEMM),))
-    monkeypatch.setattr(team, "cores", lambda: 2)
+    monkeypatch.setattr(workers, "all_cases", lambda *_: (replace(sleepy(0.05), op=Op.GEMM),))
+    monkeypatch.setattr(workers, "cores", lambda: 2)
     assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0, 0), abs=0.01)
-    monkeypatch.setattr(team, "cores", lambda: 1)
+    monkeypatch.setattr(workers, "cores", lambda: 1)
     assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0.05, 0.05), rel=0.5)
 
 
@@ -207,7 +207,7 @@ def break_on_rank_1(case: Case, how: str) -> Case:
     ("how", "words"), [("raise", "rank 1 .*failed:.*no such kernel"), ("kill", "rank 1 .*killed by signal 9")]
 )
 def test_a_broken_rank_ends_the_team_by_name(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "all_cases", lambda *_: (break_on_rank_1(sleepy(0), how),))
+    monkeypatch.setattr(workers, "all_cases", lambda *_: (break_on_rank_1(sleepy(0), how),))
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"(?s){words}"):
         run_team(CPU, ranks=2, budget_s=30)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moewright.diagnosis.compare_ledgers import compare
+from moewright.diagnosis.own_run import diagnose
 from moewright.report.html import write_report
-from moewright.tune.compare import compare
-from moewright.tune.diagnose import diagnose
 from sample_run import counted, ledger, record
 
 pytestmark = pytest.mark.browser

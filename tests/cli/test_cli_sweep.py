@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
-from moewright.tune.sweep import Trial, read_trials, write_trial
+from moewright.tuning.sweep import Trial, read_trials, write_trial
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

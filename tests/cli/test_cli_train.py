@@ -12,7 +12,7 @@ import pytest
 import sample_run
 from moewright.cli.main import main
 from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_json, write_toml
-from moewright.engine.support import unsupported_layout
+from moewright.rules.runnable import unsupported_layout
 from moewright.search import search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -72,7 +72,7 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
     monkeypatch.setattr("moewright.search.search.search", stage.search)
-    monkeypatch.setattr("moewright.engine.train.run", stage.run)
+    monkeypatch.setattr("moewright.engine.run.train.run", stage.run)
     monkeypatch.setattr("moewright.engine.data.preflight.check_data", stage.check_data)
     monkeypatch.setattr("moewright.bench.machine.measure", stage.measure)
     monkeypatch.setattr("moewright.cli.report.write_run_report", stage.report)

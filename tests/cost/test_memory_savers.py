@@ -10,11 +10,11 @@ from moewright.codec import layout_text, parse_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.memory import Head, head_bytes
-from moewright.cost.sizes import sizes
-from moewright.cost.states import bucket_sets, copied_bytes
+from moewright.cost.model_states import bucket_sets, copied_bytes
+from moewright.cost.symbols import sizes
 from moewright.intake import catalogue
-from moewright.rules.inventory import count
 from moewright.rules.legality import illegal
+from moewright.rules.parameters import count
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Recompute

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.comm import Links, Span, span
-from moewright.cost.compute import OpRow, Rates, interpolate, misses
+from moewright.cost.collective_time import Links, Span, span
 from moewright.cost.estimate import estimate
+from moewright.cost.op_time import OpRow, Rates, interpolate, misses
 from moewright.intake import catalogue
 from moewright.rules import grid
 from moewright.spec.hardware import Collective, CollectiveTime, Constant, Curve, Hardware, Op, OpRate

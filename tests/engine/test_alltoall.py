@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moewright.engine.books import Books
-from moewright.engine.collectives import Group
+from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import Dedup, first_of_each
-from moewright.engine.fused.plain import Plain
+from moewright.engine.kernels.fused.reference import Plain
 from moewright.engine.model.moe import Slots
+from moewright.engine.observe.counters import Books
 from moewright.rules.routing import in_turn, slot_rows
 
 

@@ -28,7 +28,7 @@ from moewright.engine.checkpoint import (
     save,
 )
 from moewright.engine.checkpoint import index as index_module
-from moewright.engine.start import identity_of, steps_done
+from moewright.engine.run.restore import identity_of, steps_done
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import DataSpec, Documents
 from sharded import LAYOUTS, bits, blank, full_state, on_ranks, pieces_of

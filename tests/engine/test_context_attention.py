@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moewright.engine.attention import Runs
-from moewright.engine.books import Books
-from moewright.engine.collectives import Group
-from moewright.engine.model.context import GatheredAttention, RingAttention
-from moewright.engine.model.functions import CausalAttention
-from moewright.engine.model.meeting import Host
-from moewright.rules.context import held
+from moewright.engine.comm.collectives import Group
+from moewright.engine.kernels.attention import Runs
+from moewright.engine.model.attention_blocks import Host
+from moewright.engine.model.autograd import CausalAttention
+from moewright.engine.model.context_parallel import GatheredAttention, RingAttention
+from moewright.engine.observe.counters import Books
+from moewright.rules.context_parallel import held
 
 CP, LENGTH = 4, 256
 Tensors = list[torch.Tensor]

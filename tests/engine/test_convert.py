@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_families import FAMILIES, write_fused, write_model
 from moewright.cli.main import main
-from moewright.engine import hf_import, weights
 from moewright.engine.checkpoint import read_index
+from moewright.engine.hf import import_weights, names
 from moewright.intake.hf import read_config
 
 transformers = pytest.importorskip("transformers")
@@ -99,8 +99,8 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "new" / "config.json").read_text())
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, path)
-    with pytest.raises(weights.BadInput, match=r"layers.1.mlp.experts.down_proj_blocks: needs 16 bytes a block"):
-        hf_import.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
+    with pytest.raises(names.BadInput, match=r"layers.1.mlp.experts.down_proj_blocks: needs 16 bytes a block"):
+        import_weights.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
 
 
 def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
     assert {"mtp.0.proj.weight", "mtp.0.layer.moe.router.weight", "layers.3.moe.router.selection_bias"} <= held
     depth["model.layers.2.embed_tokens.weight"][0, 0] += 1
     save_file(stored | depth, path)
-    with pytest.raises(weights.BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"):
-        hf_import.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
+    with pytest.raises(names.BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"):
+        import_weights.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +207,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_table_that_writes_a_tensor_twice_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
-    good = dict(weights._LAYER)
-    same, half = weights.Spelling, weights._same
+    good = dict(names._LAYER)
+    same, half = names.Spelling, names._same
     for part, wrong, said in (
         ("attention.k.weight", half("self_attn.v_proj.weight"), "self_attn.v_proj.weight.*would be read for two"),
         ("mlp.gate_up.weight", half("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
@@ -219,9 +219,9 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(tmp_path: Path, monkey
             "would not be written exactly once",
         ),
     ):
-        monkeypatch.setattr(weights, "_LAYER", good | {part: wrong})
-        with pytest.raises(weights.BadInput, match=said):
-            hf_import.plan_import(tmp_path / "hf", model, tmp_path / "ours")
+        monkeypatch.setattr(names, "_LAYER", good | {part: wrong})
+        with pytest.raises(names.BadInput, match=said):
+            import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 
 
 # In a process of its own, whose memory holds nothing of other tests: the peak above the start, in bytes, of each way.

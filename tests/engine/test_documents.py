@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_model_oracle import single_process_model
 
-from moewright.engine.attention import Runs
-from moewright.engine.batch import batch_here
+from moewright.engine.data.batch import batch_here
 from moewright.engine.data.indexed import open_indexed, write_indexed
 from moewright.engine.data.sampler import attended_share, documents_end
+from moewright.engine.kernels.attention import Runs
 from moewright.engine.model.transformer import Transformer
 from moewright.spec.ledger import FlopOp
 from moewright.spec.model import AttentionKind, AttentionSpec, RopeSpec

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import tiny_jobs
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank
-from moewright.engine.dryrun import dry_run
+from moewright.diagnosis.compare_ledgers import Section, Status, compare
+from moewright.engine.run.dryrun import dry_run
 from moewright.intake import catalogue
 from moewright.rules.legality import micro_batches
 from moewright.rules.routing import selection_in_turn
@@ -20,7 +21,6 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, RouterTraining, Workload
-from moewright.tune.compare import Section, Status, compare
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
@@ -81,8 +81,8 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
     """By hand: a product's two operands, its output and a copy of it live at once, beside nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.books import Books
-    from moewright.engine.dryrun import Meter
+    from moewright.engine.observe.counters import Books
+    from moewright.engine.run.dryrun import Meter
 
     with FakeTensorMode(), Meter() as meter:
         state = torch.zeros(1000)
@@ -101,8 +101,8 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
     """As fully_shard treats gathered weights: of two of 8 floats one at a time, beside the 16 that they come from."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.books import Books
-    from moewright.engine.dryrun import Meter
+    from moewright.engine.observe.counters import Books
+    from moewright.engine.run.dryrun import Meter
 
     def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:
         weight.untyped_storage().resize_(32)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.engine.env import torchrun
+from moewright.engine.run.env import torchrun
 from moewright.spec.errors import BadInput
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

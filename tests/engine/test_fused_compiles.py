@@ -21,7 +21,7 @@ TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
 
 def call_all() -> None:
     """Every kernel in bf16, and each of its branches."""
-    from moewright.engine.fused.compiled import Compiled
+    from moewright.engine.kernels.fused.triton import Compiled
 
     kernels, make = Compiled(), torch.Generator().manual_seed(0)
     x, weight = torch.randn(TOKENS, WIDTH, generator=make).bfloat16(), torch.ones(WIDTH, dtype=torch.bfloat16)

@@ -13,13 +13,13 @@ from itertools import product
 import pytest
 import torch
 
-from moewright.engine.env import interprets_triton
-from moewright.engine.fused.plain import Plain
+from moewright.engine.kernels.fused.reference import Plain
+from moewright.engine.run.env import interprets_triton
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 pytest.importorskip("triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone")
 
-from moewright.engine.fused.compiled import Compiled
+from moewright.engine.kernels.fused.triton import Compiled
 
 CLOSE = 32 * 2.0**-24
 DEVICE = torch.device("cpu" if interprets_triton() else "cuda")

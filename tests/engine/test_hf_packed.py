@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_families import write_fp8, write_model
 from moewright.cli.main import main
-from moewright.engine.hf_packed import FP8, Stored, unpacked
+from moewright.engine.hf.packed import FP8, Stored, unpacked
 
 SIZES = (2, 300, 150)  # experts, rows and columns, the last blocks of 128 cut off
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moewright.engine.books import Books
-from moewright.engine.collectives import Group, TensorParallel
-from moewright.engine.fused.plain import Plain
+from moewright.engine.comm.collectives import Group, TensorParallel
+from moewright.engine.kernels.fused.reference import Plain
 from moewright.engine.model.linear_loss import LinearLoss
-from moewright.engine.model.linears import ColumnLinear
-from moewright.engine.model.vocabulary import CrossEntropy, Part
+from moewright.engine.model.parallel_linear import ColumnLinear
+from moewright.engine.model.vocab_parallel import CrossEntropy, Part
+from moewright.engine.observe.counters import Books
 from moewright.spec.ledger import FlopOp, Module
 
 T, K, VOCABULARY = 12, 16, 37

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from moewright.engine.batch import batch_here
-from moewright.engine.books import Books
-from moewright.engine.fused.plain import Plain
-from moewright.engine.keep import Keeper
-from moewright.engine.mesh import build_mesh
+from moewright.engine.comm.mesh import build_mesh
+from moewright.engine.data.batch import batch_here
+from moewright.engine.kernels.fused.reference import Plain
+from moewright.engine.memory.saved_tensors import Keeper
 from moewright.engine.model.layers import slots_of
 from moewright.engine.model.transformer import Transformer, initial_value
+from moewright.engine.observe.counters import Books
 from moewright.engine.runtime import Runtime
-from moewright.rules.inventory import parameters
+from moewright.rules.parameters import parameters
 from moewright.rules.stages import chunks
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, LossSpec, Workload

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moewright.engine.books import Books
-from moewright.engine.fused.plain import Plain
-from moewright.engine.keep import Keeper
-from moewright.engine.mesh import build_mesh
+from moewright.engine.comm.mesh import build_mesh
+from moewright.engine.kernels.fused.reference import Plain
+from moewright.engine.memory.saved_tensors import Keeper
 from moewright.engine.model.moe import Moe
+from moewright.engine.observe.counters import Books
 from moewright.engine.runtime import Runtime
 from moewright.intake import hf, hf_write
 from moewright.rules.flops import model_flops_per_token
-from moewright.rules.inventory import count
+from moewright.rules.parameters import count
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.workload import DataSpec

@@ -6,7 +6,7 @@ from typing import TextIO, cast
 import pytest
 
 import sample_run
-from moewright.engine.record import Screen
+from moewright.engine.observe.record import Screen
 
 
 class Leaving(io.StringIO):

@@ -10,18 +10,18 @@ import torch
 
 from layout_proof import WORK, batches
 from moewright.codec import parse_layout
-from moewright.engine.books import Books
-from moewright.engine.build import trainee
+from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.dispatch.dedup import first_of_each
-from moewright.engine.fused.plain import Plain, choose, scores_of
-from moewright.engine.keep import Keeper
-from moewright.engine.mesh import build_mesh
+from moewright.engine.kernels.fused.reference import Plain, choose, scores_of
+from moewright.engine.memory.saved_tensors import Keeper
 from moewright.engine.model.layers import Slot
-from moewright.engine.model.noise import uniform
 from moewright.engine.model.router import Router, select, sinkhorn
+from moewright.engine.model.router_jitter import uniform
 from moewright.engine.model.transformer import initial_value
+from moewright.engine.observe.counters import Books
+from moewright.engine.run.build import trainee
+from moewright.engine.run.step import Clock, accumulate
 from moewright.engine.runtime import Runtime
-from moewright.engine.step import Clock, accumulate
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
 from moewright.spec.workload import Assignment, DataSpec, DropPolicy, LossSpec, RouterDtype, RouterForce, RouterTraining

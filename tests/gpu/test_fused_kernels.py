@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moewright.engine.env import interprets_triton
-from moewright.engine.fused.plain import Plain
+from moewright.engine.kernels.fused.reference import Plain
+from moewright.engine.run.env import interprets_triton
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 pytest.importorskip("triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone")
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or interprets_triton(), reason="needs a CUDA device"),
 ]
 
-from moewright.engine.fused.compiled import Compiled  # noqa: E402 - which needs Triton
+from moewright.engine.kernels.fused.triton import Compiled  # noqa: E402 - which needs Triton
 
 PLAIN, FUSED = Plain(), Compiled()
 # Qwen3-30B-A3B on one device: 4096 tokens, 8 of 128 experts, hidden 2048, expert width 768, 32 heads of 128.

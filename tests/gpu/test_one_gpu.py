@@ -17,14 +17,14 @@ import layout_proof
 import tiny_jobs
 from layout_proof import WORK, batches
 from moewright.bench import overhead as bench
-from moewright.engine import collectives
-from moewright.engine.books import Books
-from moewright.engine.build import join, trainee
-from moewright.engine.launch import launch
-from moewright.engine.model.functions import CausalAttention
+from moewright.engine.comm import collectives
+from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.transformer import initial_value
-from moewright.engine.rank import Exit, Outcome, RankContext
-from moewright.engine.step import Clock, accumulate, train_step
+from moewright.engine.observe.counters import Books
+from moewright.engine.run.build import join, trainee
+from moewright.engine.run.launch import launch
+from moewright.engine.run.step import Clock, accumulate, train_step
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, FusedKernels, RouterForce, RouterTraining

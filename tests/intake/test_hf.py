@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moewright.cli.main import main
 from moewright.intake import catalogue, hf
 from moewright.intake.hf_write import config_of
-from moewright.rules import inventory
+from moewright.rules import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.model import AttentionKind, QkNorm, ScoreFunction
 
@@ -315,7 +315,7 @@ def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[
         model = hf.spec_of(base | junk, where="config.json", name="fuzz")
     except BadInput:
         return
-    assert inventory.count(model).total > 0
+    assert parameters.count(model).total > 0
 
 
 @pytest.mark.parametrize(

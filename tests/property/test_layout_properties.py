@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from model_shapes import moe_model
 from moewright.rules.buckets import plan_buckets, shard_range
-from moewright.rules.events import StageSeconds, ends_s
-from moewright.rules.fully import spread
+from moewright.rules.fsdp import spread
 from moewright.rules.grid import GROUPS, all_groups, axis_size, coordinate, group_ranks, group_size, min_world
 from moewright.rules.legality import divisors, illegal, micro_batches
 from moewright.rules.schedule import Kind, bubble_fraction, in_flight, peak_live, schedule_reasons, timetable
 from moewright.rules.shards import GRADIENT_GROUPS
+from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.rules.stages import Split, chunks, layout_string, stage_reasons, vpp_choices
 from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
 from moewright.spec.workload import Workload

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moewright.calibration.fit import Centre, Run, fit, leave_out
+from moewright.calibration.fit_inputs import errors, runs_of
+from moewright.calibration.score import FEWEST_LAYOUTS, rank_correlation
+from moewright.calibration.table import Measured, read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.prepared import Prepared
+from moewright.cost.repricing import Prepared
 from moewright.intake import catalogue
 from moewright.spec.layout import Layout
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, NormKind, PositionKind
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype, Routing, Workload
-from moewright.tune.fit import Centre, Run, fit, leave_out
-from moewright.tune.runs import errors, runs_of
-from moewright.tune.score import FEWEST_LAYOUTS, rank_correlation
-from moewright.tune.table import Measured, read_table
 
 DATA = Path(__file__).parent / "data"
 ROWS = read_table(DATA / "measured_steps.csv").rows

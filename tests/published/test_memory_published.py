@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from moewright.calibration.score import Score, score
+from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
@@ -23,8 +25,6 @@ from moewright.spec.plan import Estimate, Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GB, GIB
 from moewright.spec.workload import Dtype, OptimizerSpec, Workload
-from moewright.tune.score import Score, score
-from moewright.tune.table import read_table
 
 DATA = Path(__file__).parent / "data"
 STATES = (Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS)

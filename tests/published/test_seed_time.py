@@ -8,11 +8,11 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from moewright.calibration.score import rank_correlation
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.spec.workload import Workload
-from moewright.tune.score import rank_correlation
 
 SEQ_LEN, WORLD = 4096, 256
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moewright.calibration.fit import FREE, fit
+from moewright.calibration.fit_inputs import errors, runs_of
+from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
@@ -16,9 +19,6 @@ from moewright.spec.hardware import Constant
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Workload
-from moewright.tune.fit import FREE, fit
-from moewright.tune.runs import errors, runs_of
-from moewright.tune.table import read_table
 
 ROWS = read_table(Path(__file__).parent / "data" / "measured_steps.csv").rows
 NEAR = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"

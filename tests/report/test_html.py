@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from moewright.diagnosis.compare_ledgers import compare
+from moewright.diagnosis.own_run import diagnose
 from moewright.report.html import render, write_report
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component
-from moewright.tune.compare import compare
-from moewright.tune.diagnose import diagnose
 from sample_run import counted, ledger, record
 
 SECTIONS = ("verdict", "loss", "ledger", "experts", "time", "memory", "plan", "constants", "findings", "sessions")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewright.intake import catalogue
-from moewright.rules import placement, routing
+from moewright.rules import expert_placement, routing
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Routing, Workload
 
@@ -78,7 +78,7 @@ def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
     hottest = []
     for _ in range(1000):
         weights = [draw.lognormvariate(0, sigma) for _ in range(128)]
-        hottest.append(placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep))
+        hottest.append(expert_placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep))
     expected = routing.skewed_load(128, ep, 8, skew)
     assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
 
@@ -147,9 +147,9 @@ def test_the_95th_percentile_is_of_the_least_expert_that_95_in_100_do_not_exceed
 
 
 def test_rank_load() -> None:
-    assert placement.rank_loads([5, 1, 1, 1], ep=2) == (6, 2)
-    assert placement.rank_load_factor([5, 1, 1, 1], ep=2) == 1.5
-    assert placement.rank_load_factor([0, 0, 0, 0], ep=2) == 1.0
+    assert expert_placement.rank_loads([5, 1, 1, 1], ep=2) == (6, 2)
+    assert expert_placement.rank_load_factor([5, 1, 1, 1], ep=2) == 1.5
+    assert expert_placement.rank_load_factor([0, 0, 0, 0], ep=2) == 1.0
 
 
 def test_rank_rows_sum_the_sources() -> None:

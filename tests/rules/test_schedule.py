@@ -1,7 +1,7 @@
 import pytest
 
-from moewright.rules.events import StageSeconds, ends_s
 from moewright.rules.schedule import Kind, Row, bubble_fraction, in_flight, schedule_reasons, timetable
+from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap, Schedule
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import tiny_jobs
-from moewright.rules.inventory import parameters
+from moewright.rules.parameters import parameters
 from moewright.rules.upcycling import Scaling, Upcycling, Weighing, upcycled
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec

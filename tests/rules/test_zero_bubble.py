@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from moewright.rules.events import StageSeconds, ends_s
 from moewright.rules.schedule import Kind, in_flight, timetable
+from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.rules.stages import seat_of, stage_of
 from moewright.spec.layout import Layout, Schedule
 

@@ -12,7 +12,7 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
-from moewright.search import explain, habits
+from moewright.search import explain, heuristics
 from moewright.search.search import Ranked, search
 from moewright.search.space import space_of
 from moewright.spec.layout import Graphs, Overlap, Recompute
@@ -114,7 +114,7 @@ def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
     best, workload, hardware = ranked.plans[0], Workload(seq_len=4096, global_batch=256), catalogue.hardware("16xH100")
     space = space_of(best.model, workload, hardware, "zero1")
     told = [line for line in ranked.why if line.startswith("Departs from the usual")]
-    departures = habits.departed(best.layout, space)
+    departures = heuristics.departed(best.layout, space)
     assert departures
     for habit in departures:
         (line,) = (line for line in told if habit.said in line)

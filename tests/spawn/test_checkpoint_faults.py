@@ -17,8 +17,8 @@ from test_train_run import losses, start
 
 import tiny_jobs
 from moewright.engine.checkpoint import Piece, commit, committed, latest
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan

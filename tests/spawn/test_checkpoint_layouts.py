@@ -20,11 +20,11 @@ import torch
 import tiny_jobs
 from layout_space import SHAPES, rotated
 from moewright.codec import parse_layout
-from moewright.engine import train
 from moewright.engine.checkpoint import Coordinator, save
-from moewright.engine.rank import Exit
-from moewright.engine.start import restore
-from moewright.engine.step import Trainee
+from moewright.engine.run import train
+from moewright.engine.run.restore import restore
+from moewright.engine.run.step import Trainee
+from moewright.engine.run.worker import Exit
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, RouterTraining, ScalingSpec

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moewright.engine import collectives
 from moewright.engine.checkpoint import Coordinator, Saver, alone, committed, latest, load, save
-from moewright.engine.launch import launch
-from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.comm import collectives
+from moewright.engine.run.launch import launch
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.spec.workload import CheckpointSpec, SaveMode
 from sharded import bits, blank, full_state, pieces_of
 

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiny_jobs
 from layout_proof import WORK, batches
-from moewright.engine import collectives
-from moewright.engine.build import join, trainee
-from moewright.engine.launch import launch
+from moewright.engine.comm import collectives
 from moewright.engine.model.layers import slots_of
 from moewright.engine.model.transformer import Layer, initial_value
-from moewright.engine.rank import Exit, Outcome, RankContext
-from moewright.engine.step import Clock, Trainee, accumulate
+from moewright.engine.run.build import join, trainee
+from moewright.engine.run.launch import launch
+from moewright.engine.run.step import Clock, Trainee, accumulate
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan

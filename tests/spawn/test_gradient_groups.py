@@ -16,12 +16,12 @@ import torch
 
 import tiny_jobs
 from moewright.codec import parse_layout
-from moewright.engine.build import join, trainee
-from moewright.engine.collectives import all_reduce, gather_json, stop
-from moewright.engine.launch import launch
+from moewright.engine.comm.collectives import all_reduce, gather_json, stop
 from moewright.engine.model.layers import Slot
 from moewright.engine.model.transformer import initial_value
-from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.run.build import join, trainee
+from moewright.engine.run.launch import launch
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.rules.legality import illegal
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec

@@ -16,8 +16,8 @@ import torch
 import tiny_jobs
 from moewright.codec import parse_layout, read_json
 from moewright.engine.checkpoint import latest
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec, QkNorm, RouterSpec, ScoreFunction
 from moewright.spec.workload import DataSpec, Documents, DropPolicy, LossSpec, OptimizerSpec, RouterTraining

@@ -10,13 +10,13 @@ import pytest
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.diagnosis.compare_ledgers import Section, Status, compare
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Documents, Dtype, LossSpec
-from moewright.tune.compare import Section, Status, compare
 
 pytestmark = pytest.mark.spawn
 EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"

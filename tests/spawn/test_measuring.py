@@ -11,10 +11,10 @@ import pytest
 import tiny_jobs
 from moewright.cli.main import main
 from moewright.codec import read_run
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.diagnosis.traces.kineto import read_traces
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.spec.workload import ProfileSpec
-from moewright.tune.traces.kineto import read_traces
 
 pytestmark = pytest.mark.spawn
 

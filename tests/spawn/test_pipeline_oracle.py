@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from moewright.engine import collectives
-from moewright.engine.books import Books
-from moewright.engine.build import join
-from moewright.engine.launch import launch
-from moewright.engine.mesh import build_mesh
+from moewright.engine.comm import collectives
+from moewright.engine.comm.mesh import build_mesh
+from moewright.engine.observe.counters import Books
 from moewright.engine.pipeline.executor import Key, Made, execute
-from moewright.engine.pipeline.wires import Wires
-from moewright.engine.rank import Exit, Outcome, RankContext
-from moewright.rules.rows import Kind
+from moewright.engine.pipeline.p2p import Wires
+from moewright.engine.run.build import join
+from moewright.engine.run.launch import launch
+from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.rules.p2p import itinerary
 from moewright.rules.schedule import timetable
 from moewright.rules.stages import stage_of
-from moewright.rules.transfers import itinerary
+from moewright.rules.timetable_rows import Kind
 from moewright.spec.layout import Layout, Schedule
 
 pytestmark = pytest.mark.spawn

@@ -20,21 +20,22 @@ import torch.distributed as dist
 import tiny_jobs
 from moewright.codec import read_run, read_toml
 from moewright.cost.estimate import estimate
-from moewright.engine import collectives, feed
+from moewright.diagnosis.own_run import diagnose
+from moewright.diagnosis.traces.across import across
+from moewright.diagnosis.traces.breakdown import breakdown
+from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.verdict import findings, peak_of
+from moewright.engine.comm import collectives
+from moewright.engine.data import batches
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import DataSpec, LossSpec, ProfileSpec, RouterForce, RouterTraining
-from moewright.tune.diagnose import diagnose
-from moewright.tune.traces.across import across
-from moewright.tune.traces.breakdown import breakdown
-from moewright.tune.traces.kineto import read_traces
-from moewright.tune.traces.verdict import findings, peak_of
 
 pytestmark = pytest.mark.spawn
 
@@ -120,7 +121,7 @@ COMM, HOST, COMPUTE, MEMORY = Wall.COMMUNICATION, Wall.HOST, Wall.COMPUTE, Wall.
 LONG = (("seq_len", 256),)
 SKEW = (*LONG, ("router", RouterTraining(force=RouterForce.SKEWED, force_std=30.0)), ("loss", LossSpec()))
 FORWARD = (transformer.Transformer, "forward")
-LOADER = (feed.Data, "micro_batch")
+LOADER = (batches.Data, "micro_batch")
 CASES = (
     Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_group("ep")),
     Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,mbs2"),

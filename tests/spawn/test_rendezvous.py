@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moewright.engine import collectives
-from moewright.engine.launch import launch
-from moewright.engine.rank import Exit, Outcome, RankContext, Timeouts
+from moewright.engine.comm import collectives
+from moewright.engine.run.launch import launch
+from moewright.engine.run.worker import Exit, Outcome, RankContext, Timeouts
 from moewright.spec.errors import BadInput
 
 pytestmark = pytest.mark.spawn

@@ -12,9 +12,9 @@ from layout_proof import WORK, prove
 from layout_space import SHAPES
 from moewright.codec import parse_layout, read_run
 from moewright.cost.ledger import predict
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
-from moewright.rules.inventory import selection_bias_name
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
+from moewright.rules.parameters import selection_bias_name
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import MoeSpec, RouterSpec, ScoreFunction

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import tiny_jobs
-from moewright.engine import train
 from moewright.engine.checkpoint import Coordinator, latest
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.rank import Exit
+from moewright.engine.run import train
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.engine.runtime import Runtime
-from moewright.engine.train import run
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec

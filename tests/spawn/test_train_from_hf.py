@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import tiny_jobs
 from hf_families import write_fp8, write_model
 from moewright.cli.main import main
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.intake.hf import read_config
 from moewright.intake.job import read_job
 from moewright.spec.errors import BadInput

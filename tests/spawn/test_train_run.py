@@ -20,17 +20,17 @@ import torch
 
 import tiny_jobs
 from moewright.codec import read_json
-from moewright.engine import feed
-from moewright.engine.batch import Batch
 from moewright.engine.checkpoint import latest
+from moewright.engine.data import batches
+from moewright.engine.data.batch import Batch
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.sampler import Int64s, Sampler, sample_count
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.rank import Exit
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.engine.runtime import Runtime
-from moewright.engine.train import run
-from moewright.rules.inventory import count
+from moewright.rules.parameters import count
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
@@ -151,10 +151,10 @@ def test_data_goes_on_over_epochs_in_any_layout(tmp_path: Path, monkeypatch: pyt
     data = tiny_jobs.corpus(tmp_path / "corpus", documents=8, words=60)
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
-    micro_batch, fetched = feed.Data.micro_batch, feed.fetch
+    micro_batch, fetched = batches.Data.micro_batch, batches.fetch
     here: list[int] = []
 
-    def asked(data: feed.Data, run: Runtime, step: int, number: int) -> Batch:
+    def asked(data: batches.Data, run: Runtime, step: int, number: int) -> Batch:
         here[:] = [run.mesh.rank, step, run.mesh.coordinate("dp"), number] if data.grows else []
         return micro_batch(data, run, step, number)
 
@@ -164,8 +164,8 @@ def test_data_goes_on_over_epochs_in_any_layout(tmp_path: Path, monkeypatch: pyt
                 file.write(json.dumps([*here[1:], ids.tolist()]) + "\n")
         return fetched(dataset, ids, **more)
 
-    monkeypatch.setattr(feed.Data, "micro_batch", asked)
-    monkeypatch.setattr(feed, "fetch", noted)
+    monkeypatch.setattr(batches.Data, "micro_batch", asked)
+    monkeypatch.setattr(batches, "fetch", noted)
     for steps, layout in ((3, "ep2,mbs2"), (5, "cp2,mbs4"), (9, "tp2,ep2,mbs1")):
         work = tiny_jobs.workload(data, steps=steps)
         work = replace(work, optimizer=replace(work.optimizer, decay_steps=9))

@@ -11,13 +11,13 @@ import torch
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict
+from moewright.diagnosis.compare_ledgers import compare
 from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.rank import Exit
-from moewright.engine.train import run
+from moewright.engine.run.train import run
+from moewright.engine.run.worker import Exit
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, RampSpec, RouterForce, RouterTraining, ScalingSpec, Workload
-from moewright.tune.compare import compare
 from tiny_jobs import state, steps_of
 
 pytestmark = pytest.mark.spawn

@@ -14,11 +14,11 @@ from moewright.codec import read_json
 from moewright.engine.model.transformer import Transformer
 from moewright.intake.hf_write import config_of
 from moewright.spec.plan import Plan
-from moewright.tune.contract import Contract, Label
-from moewright.tune.journal import read_journal
-from moewright.tune.prices import Prices
-from moewright.tune.trials import Ask, Length
-from moewright.tune.turns import trial_workload
+from moewright.tuning.contract import Contract, Label
+from moewright.tuning.journal import read_journal
+from moewright.tuning.predictions import Prices
+from moewright.tuning.trial_runner import trial_workload
+from moewright.tuning.trials import Ask, Length
 from tiny_jobs import MODEL, corpus
 
 pytestmark = pytest.mark.spawn

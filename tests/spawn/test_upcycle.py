@@ -14,13 +14,13 @@ import tiny_jobs
 from layout_proof import batches
 from moewright.cli.main import main
 from moewright.codec import json_data
-from moewright.engine.build import join, trainee
 from moewright.engine.checkpoint import alone, checkpoint_at, load
-from moewright.engine.launch import launch
 from moewright.engine.model.transformer import initial_value
-from moewright.engine.rank import Exit, Outcome, RankContext
-from moewright.engine.train import run
-from moewright.engine.verify import _outputs
+from moewright.engine.run.build import join, trainee
+from moewright.engine.run.launch import launch
+from moewright.engine.run.train import run
+from moewright.engine.run.verify import _outputs
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from moewright.bench.passes import HEAD, counted, passes
-from moewright.bench.tiny import SHAPES, Shape, tiny_step
-from moewright.engine import kernels
-from moewright.engine.attention import attention, attention_backward
+from moewright.bench.elementwise_passes import HEAD, counted, passes
+from moewright.bench.tiny_steps import SHAPES, Shape, tiny_step
+from moewright.engine.kernels import matmul
+from moewright.engine.kernels.attention import attention, attention_backward
 from moewright.rules.legality import divisors
 from moewright.spec.hardware import Collective, DeviceKind, Op
 from moewright.spec.units import KIB, MIB
@@ -166,9 +166,9 @@ def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Cas
         x, w, g = (_random(shape, torch_dtype, place.device) for shape in ((m, k), (n, k), (m, n)))
 
         def call() -> None:
-            kernels.matmul(x, w.t())
-            kernels.matmul(g, w)
-            kernels.matmul(g.t(), x)
+            matmul.matmul(x, w.t())
+            matmul.matmul(g, w)
+            matmul.matmul(g.t(), x)
 
         return call
 
@@ -187,9 +187,9 @@ def _grouped(dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n:
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=place.device)
 
         def call() -> None:
-            kernels.grouped_matmul(x, w.mT, ends)
-            kernels.grouped_matmul(g, w, ends)
-            kernels.grouped_matmul(g.t(), x, ends)
+            matmul.grouped_matmul(x, w.mT, ends)
+            matmul.grouped_matmul(g, w, ends)
+            matmul.grouped_matmul(g.t(), x, ends)
 
         return call
 

@@ -13,9 +13,9 @@ from statistics import fmean
 import torch
 
 from moewright.bench.cases import Probe, all_cases, rounds
-from moewright.bench.team import Clock, clock_for, run_team
-from moewright.bench.tiny import SHAPES, HostWork, host_work
-from moewright.engine.crowd import cores, refuse_crowd
+from moewright.bench.tiny_steps import SHAPES, HostWork, host_work
+from moewright.bench.workers import Clock, clock_for, run_team
+from moewright.engine.run.process_limit import cores, refuse_crowd
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Collective,

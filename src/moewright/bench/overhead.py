@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from moewright.engine import collectives
-from moewright.engine.batch import Batch, batch_here
-from moewright.engine.build import join, trainee
-from moewright.engine.launch import launch
+from moewright.engine.comm import collectives
+from moewright.engine.data.batch import Batch, batch_here
 from moewright.engine.model.layers import slots_of
 from moewright.engine.model.transformer import initial_value
-from moewright.engine.rank import Exit, Outcome, RankContext
+from moewright.engine.run.build import join, trainee
+from moewright.engine.run.launch import launch
+from moewright.engine.run.step import Trainee, train_step
+from moewright.engine.run.worker import Exit, Outcome, RankContext
 from moewright.engine.runtime import Runtime
-from moewright.engine.step import Trainee, train_step
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Overlap

@@ -33,7 +33,7 @@ def bench_machine(
         Measure again even so.
     """
 
-    from moewright.engine.crowd import refuse_crowd
+    from moewright.engine.run.process_limit import refuse_crowd
 
     refuse_crowd(nproc, field="--nproc")
     if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):
@@ -47,9 +47,9 @@ def bench_machine(
 def _print_bandwidths(path: Path) -> None:
     """What nccl-tests would say of the largest message of each collective and group size, and which link is slow."""
     from moewright.codec import read_toml
+    from moewright.diagnosis.bandwidth import bandwidths, slow_links
     from moewright.spec.hardware import Hardware
     from moewright.spec.units import show_bytes, show_seconds
-    from moewright.tune.bandwidth import bandwidths, slow_links
 
     hardware = read_toml(Hardware, path)
     for one in bandwidths(hardware):
@@ -87,7 +87,7 @@ def bench_engine(*, nproc: int = 2) -> int:
     nproc
         Processes for the second; 1 leaves it out.
     """
-    from moewright.engine.crowd import refuse_crowd
+    from moewright.engine.run.process_limit import refuse_crowd
 
     refuse_crowd(nproc, field="--nproc")
     import torch

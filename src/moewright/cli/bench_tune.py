@@ -15,8 +15,8 @@ from cyclopts import Parameter
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
-    from moewright.tune.points import Point, Space
-    from moewright.tune.trials import Outcome, RunOne
+    from moewright.tuning.space import Point, Space
+    from moewright.tuning.trials import Outcome, RunOne
 
 MAX_ROUNDS = 100
 _DUEL = 5  # pairs of the winner and the best of all
@@ -49,11 +49,11 @@ def bench_tune(
     from moewright.cli.tune import NOT_VALID, read_tuning, run_trial, tune
     from moewright.codec import read_json, write_text
     from moewright.report.console import console_for
-    from moewright.report.tune_view import exhaustive_text
+    from moewright.report.tuning_markdown import exhaustive_text
     from moewright.spec.plan import Plan
-    from moewright.tune.journal import Journal, read_journal
-    from moewright.tune.points import point_of
-    from moewright.tune.trials import Length
+    from moewright.tuning.journal import Journal, read_journal
+    from moewright.tuning.space import point_of
+    from moewright.tuning.trials import Length
 
     if not 1 <= rounds <= MAX_ROUNDS:
         close = str(min(max(rounds, 1), MAX_ROUNDS))
@@ -100,8 +100,8 @@ def bench_tune(
 
 def _run(space: Space, run_one: RunOne, point: Point, repeat: int) -> Outcome:
     from moewright.search.search import plan_of
-    from moewright.tune.trials import Ask, Length
-    from moewright.tune.turns import trial_workload
+    from moewright.tuning.trial_runner import trial_workload
+    from moewright.tuning.trials import Ask, Length
 
     workload = point.on(trial_workload(space.workload, Length.SCREEN))
     plan = plan_of(space.model, workload, space.hardware, point.layout)

@@ -25,7 +25,7 @@ def convert_import(hf_dir: Path, /, *, out: Path) -> int:
     out
         The folder in which the checkpoint is to lie.
     """
-    from moewright.engine.hf_import import plan_import, run_import
+    from moewright.engine.hf.import_weights import plan_import, run_import
     from moewright.intake.hf import read_config
 
     plan = plan_import(hf_dir, read_config(hf_dir), out)
@@ -50,7 +50,7 @@ def convert_export(checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf
         Of the weights; as they were imported (packed ones: bf16), or as the run computed, when not given.
     """
     from moewright.engine.checkpoint import checkpoint_at
-    from moewright.engine.hf_export import plan_export, run_export
+    from moewright.engine.hf.export_weights import plan_export, run_export
     from moewright.spec.workload import Dtype
 
     plan = plan_export(checkpoint_at(checkpoint), Dtype(dtype) if dtype else None, _config)

@@ -12,9 +12,9 @@ from moewright.spec.workload import Dtype
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moewright.diagnosis.priced_fixes import Known
+    from moewright.diagnosis.traces.megatron_log import MegatronLog
     from moewright.spec.plan import Plan
-    from moewright.tune.advise import Known
-    from moewright.tune.traces.megatron_log import MegatronLog
 
 PLAN, TRACES, MERGED = "plan.json", "trace", "trace.json"  # of a run's folder
 _SQLITE = b"SQLite format 3\0"
@@ -93,7 +93,7 @@ def _known(
     from moewright.cli.jobs import as_written, option_field, read_asked
     from moewright.codec import parse_layout
     from moewright.cost.estimate import estimate
-    from moewright.tune.advise import Known
+    from moewright.diagnosis.priced_fixes import Known
 
     if not model:
         given = [name for name, value in (("--layout", layout), ("--seq-len", seq_len)) if value]
@@ -118,7 +118,7 @@ def _of_script(console: Console, script: Path, model: str, on: str) -> Known:
 
 
 def _of_plan(plan: Plan) -> Known:
-    from moewright.tune.advise import Known
+    from moewright.diagnosis.priced_fixes import Known
 
     return Known(
         model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=plan.estimate
@@ -127,10 +127,10 @@ def _of_plan(plan: Plan) -> Known:
 
 def _own_run(console: Console, run: Path) -> int:
     from moewright.codec import read_run
-    from moewright.report.wall_view import print_findings, print_waterfall
-    from moewright.tune.advise import priced
-    from moewright.tune.diagnose import diagnose as findings_of
-    from moewright.tune.diagnose import pace_of, waterfall_of
+    from moewright.diagnosis.own_run import diagnose as findings_of
+    from moewright.diagnosis.own_run import pace_of, waterfall_of
+    from moewright.diagnosis.priced_fixes import priced
+    from moewright.report.diagnosis_text import print_findings, print_waterfall
 
     record = read_run(run)
     findings = findings_of(record)
@@ -147,12 +147,12 @@ def _own_run(console: Console, run: Path) -> int:
 
 
 def _traces(console: Console, path: Path, known: Known | None) -> int:
-    from moewright.report.wall_view import print_breakdown, print_findings, print_waterfall
-    from moewright.tune.traces.across import across
-    from moewright.tune.traces.breakdown import breakdown
-    from moewright.tune.traces.kineto import read_traces
-    from moewright.tune.traces.nsight import read_nsight
-    from moewright.tune.traces.verdict import findings, peak_of, waterfall
+    from moewright.diagnosis.traces.across import across
+    from moewright.diagnosis.traces.breakdown import breakdown
+    from moewright.diagnosis.traces.kineto import read_traces
+    from moewright.diagnosis.traces.nsight import read_nsight
+    from moewright.diagnosis.traces.verdict import findings, peak_of, waterfall
+    from moewright.report.diagnosis_text import print_breakdown, print_findings, print_waterfall
 
     captures = read_nsight(path) if path.is_file() and _is_sqlite(path) else read_traces(path)
     if not captures:
@@ -189,11 +189,11 @@ def _of_dump(console: Console, log: MegatronLog, path: Path, model: str, on: str
 
 
 def _log(console: Console, path: Path, known: Known | None, model: str, on: str) -> int:
-    from moewright.report.wall_view import print_findings, print_log, print_waterfall
-    from moewright.tune.traces.log_verdict import findings
-    from moewright.tune.traces.megatron_log import read_log
-    from moewright.tune.traces.timers import timed_parts
-    from moewright.tune.waterfall import predicted
+    from moewright.diagnosis.traces.log_verdict import findings
+    from moewright.diagnosis.traces.megatron_log import read_log
+    from moewright.diagnosis.traces.timers import timed_parts
+    from moewright.diagnosis.waterfall import predicted
+    from moewright.report.diagnosis_text import print_findings, print_log, print_waterfall
 
     log = read_log(path)
     known = known or _of_dump(console, log, path, model, on)

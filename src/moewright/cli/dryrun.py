@@ -38,16 +38,16 @@ def dryrun(
     from moewright.codec import layout_text, parse_layout, write_json
     from moewright.cost.ledger import predict_rank
     from moewright.cost.memory import enough_micro_batches
-    from moewright.engine.support import refuse_unrunnable
+    from moewright.diagnosis.compare_ledgers import compare
     from moewright.intake import catalogue
     from moewright.intake.job import read_job
     from moewright.report.console import console_for
-    from moewright.report.dry_view import print_dry_run
+    from moewright.report.dryrun_text import print_dry_run
     from moewright.rules.grid import coordinate, on_fabric
     from moewright.rules.legality import micro_batches
     from moewright.rules.routing import selection_in_turn
+    from moewright.rules.runnable import refuse_unrunnable
     from moewright.search.search import plan_of
-    from moewright.tune.compare import compare
 
     asked = read_job(job, tuple(set_ or ()))
     with as_written(lambda field: "--rank" if field == "rank" else job_field(job)(field)):
@@ -58,7 +58,7 @@ def dryrun(
         refuse_unrunnable(asked.model, asked.workload, layout)
         coordinate(layout, rank, "pp")  # refuses a rank outside of the world
 
-        from moewright.engine.dryrun import dry_run  # torch takes seconds: after what is refused without it
+        from moewright.engine.run.dryrun import dry_run  # torch takes seconds: after what is refused without it
 
         count = micro_batches(asked.workload, layout)
         run = enough_micro_batches(layout, count)

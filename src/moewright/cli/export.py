@@ -93,12 +93,12 @@ def _read_back(script: Path, *, arguments: str, on: str, model: str, shown: bool
 
 
 def _written(plan: PlanNoun, to: Target, *, job: str, image: str, run_dir: str) -> str:
-    from moewright.export.bridge import bridge
-    from moewright.export.kubernetes import kubernetes
-    from moewright.export.megatron import megatron
-    from moewright.export.slurm import slurm
-    from moewright.export.torchrun import torchrun
-    from moewright.export.torchtitan import torchtitan
+    from moewright.exporters.bridge import bridge
+    from moewright.exporters.kubernetes import kubernetes
+    from moewright.exporters.megatron.script import megatron
+    from moewright.exporters.slurm import slurm
+    from moewright.exporters.torchrun import torchrun
+    from moewright.exporters.torchtitan import torchtitan
 
     if job and to in ("megatron", "bridge", "torchtitan"):
         raise BadInput(Reason(field="--job", value=job, rule=f"says nothing to {to}", nearest="leave it out"))

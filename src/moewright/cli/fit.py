@@ -12,11 +12,11 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 
 if TYPE_CHECKING:
-    from moewright.tune.table import Measured
+    from moewright.calibration.table import Measured
 
 
 def _runs_here(row: Measured, layout: Layout) -> bool:
-    from moewright.engine.support import unsupported_layout
+    from moewright.rules.runnable import unsupported_layout
 
     return not unsupported_layout(layout, model=row.model, workload=row.workload)
 
@@ -36,14 +36,14 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
     """
     from statistics import fmean
 
+    from moewright.calibration.fit import Centre, leave_out
+    from moewright.calibration.fit import fit as fit_runs
+    from moewright.calibration.fit_inputs import elsewhere, enough, errors, fitted_hardware, next_run, runs_of, unfit
+    from moewright.calibration.own_runs import read_runs
+    from moewright.calibration.table import read_table
     from moewright.codec import write_toml
     from moewright.intake import catalogue
     from moewright.report.console import console_for
-    from moewright.tune.fit import Centre, leave_out
-    from moewright.tune.fit import fit as fit_runs
-    from moewright.tune.own import read_runs
-    from moewright.tune.runs import elsewhere, enough, errors, fitted_hardware, next_run, runs_of, unfit
-    from moewright.tune.table import read_table
 
     hardware = catalogue.hardware(on)
     read = read_runs(table) if table.is_dir() else read_table(table, own=[hardware])

@@ -14,8 +14,8 @@ from moewright.spec.errors import BadInput, Reason
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moewright.export.flags import Read
-    from moewright.export.options import Launch
+    from moewright.intake.megatron.options import Launch
+    from moewright.intake.megatron.read import Read
     from moewright.spec.plan import Plan
 
 _BESIDE = 3  # of the planner's layouts shown beside the script's
@@ -50,7 +50,7 @@ def plan_of_script(script: Path, *, model: str, on: str, arguments: str = "") ->
     `arguments` stand behind the script's name, as a shell reads them. `on` may leave out how many devices: the script
     says it. `model` stands in where the script gives no sizes.
     """
-    from moewright.export.flags import launch_of
+    from moewright.intake.megatron.read import launch_of
 
     try:
         words = shlex.split(arguments)
@@ -61,9 +61,9 @@ def plan_of_script(script: Path, *, model: str, on: str, arguments: str = "") ->
 
 def plan_of_dump(arguments: Sequence[tuple[str, str]], log: Path, *, model: str, on: str) -> tuple[Plan, Read] | None:
     """The plan of the arguments that a log printed; None when it does not say how many ranks there were."""
-    from moewright.export.dump import command_of
-    from moewright.export.options import launch
-    from moewright.export.shell import commands
+    from moewright.intake.megatron.bash import commands
+    from moewright.intake.megatron.logged_arguments import command_of
+    from moewright.intake.megatron.options import launch
 
     text = command_of(arguments)
     return _plan_of(launch(commands(text, {})), log, model=model, on=on) if text else None
@@ -71,8 +71,8 @@ def plan_of_dump(arguments: Sequence[tuple[str, str]], log: Path, *, model: str,
 
 def _plan_of(command: Launch, script: Path, *, model: str, on: str) -> tuple[Plan, Read]:
     from moewright.cli.jobs import as_written
-    from moewright.export.flags import read
     from moewright.intake import catalogue
+    from moewright.intake.megatron.read import read
     from moewright.search.search import plan_of
 
     if not on:

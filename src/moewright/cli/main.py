@@ -53,7 +53,7 @@ def _answer(arguments: Sequence[str]) -> int:
 
 def _speaks() -> bool:
     """Whether this process tells of a refusal: the ranks that torchrun starts on a machine all find the same."""
-    from moewright.engine.env import torchrun
+    from moewright.engine.run.env import torchrun
 
     try:
         env = torchrun()

@@ -57,9 +57,9 @@ def plan(
     """
     from moewright.cli.jobs import Purpose, as_written, beside_even, job_field, nothing_fits, option_field, read_asked
     from moewright.codec import parse_layout, write_json
-    from moewright.engine.support import unsupported_layout
     from moewright.report.console import console_for, print_load, print_plans
-    from moewright.search import explain, gains, search, space
+    from moewright.rules.runnable import unsupported_layout
+    from moewright.search import explain, search, space, what_if
 
     if not 1 <= top <= MAX_TOP:
         close = str(min(max(top, 1), MAX_TOP))
@@ -80,7 +80,9 @@ def plan(
         shown = tuple(ranked.plans[0] if plan == ranked.plans[0] else plan for plan in free)
         shown = shown if ranked.plans[0] in free else (*free, ranked.plans[0])
         console.print(f"layout {asked.fixed} (given by the job)", soft_wrap=True)
-    picked = tuple(replace(p, gains=gains.gains(ranked, fixed=asked.fixed, allowed=allowed)) for p in ranked.plans[:1])
+    picked = tuple(
+        replace(p, gains=what_if.gains(ranked, fixed=asked.fixed, allowed=allowed)) for p in ranked.plans[:1]
+    )
     shown = tuple(picked[0] if plan is ranked.plans[0] else plan for plan in shown)
     why = (*ranked.why, *explain.binding(picked[0])) if picked else ()
     print_plans(console, shown, picked=picked, rejected=ranked.rejected, why=why)

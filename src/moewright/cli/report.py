@@ -22,9 +22,9 @@ def report(run: Path, /, *, out: Path | None = None) -> int:
 def write_run_report(run: Path, out: Path) -> Path:
     """Predict the ledger of every counted rank, on the routing the run recorded, and write the page."""
     from moewright.codec import read_run
+    from moewright.diagnosis.compare_ledgers import comparisons
+    from moewright.diagnosis.own_run import diagnose
     from moewright.report.html import write_report
-    from moewright.tune.compare import comparisons
-    from moewright.tune.diagnose import diagnose
 
     record = read_run(run)
     write_report(record, comparisons(record), diagnose(record), out)

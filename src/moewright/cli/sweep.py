@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moewright.spec.hardware import Hardware
     from moewright.spec.model import ModelSpec
     from moewright.spec.workload import Workload
-    from moewright.tune.sweep import RowSpec, SweepSpec, Trial
+    from moewright.tuning.sweep import RowSpec, SweepSpec, Trial
 
 
 def bench_sweep(
@@ -41,8 +41,8 @@ def bench_sweep(
     from moewright.codec import parse_layout, write_text
     from moewright.cost.estimate import estimate
     from moewright.report.console import console_for
-    from moewright.report.sweep_view import csv_of, drawing, markdown, memory_drawing, memory_text
-    from moewright.tune.sweep import read_sweep, read_trials, row_of, workload_of
+    from moewright.report.sweep_table import csv_of, drawing, markdown, memory_drawing, memory_text
+    from moewright.tuning.sweep import read_sweep, read_trials, row_of, workload_of
 
     spec = read_sweep(sweep)
     folder = out or Path("runs") / sweep.stem
@@ -98,7 +98,7 @@ def _job(spec: SweepSpec, path: Path) -> tuple[ModelSpec, Workload, Hardware]:
 
 def _try(row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, folder: Path) -> None:
     """Run one row, unless it has been; what cannot run here is a trial that failed, with its reason."""
-    from moewright.tune.sweep import Trial, key_of, read_trials, write_trial
+    from moewright.tuning.sweep import Trial, key_of, read_trials, write_trial
 
     layout, batch = key_of(row, workload)
     if any((trial.layout, trial.global_batch) == (layout, batch) for trial in read_trials(folder)):
@@ -115,10 +115,10 @@ def _run(row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware,
     from statistics import median
 
     from moewright.codec import fingerprint, read_run
-    from moewright.engine.train import run
+    from moewright.engine.run.train import run
+    from moewright.rules.settled_steps import settled
     from moewright.search.search import plan_of
-    from moewright.tune.steps import settled
-    from moewright.tune.sweep import Trial, key_of, layout_of
+    from moewright.tuning.sweep import Trial, key_of, layout_of
 
     layout, batch = key_of(row, workload)
     plan = plan_of(model, workload, hardware, layout_of(row, hardware))

@@ -47,8 +47,8 @@ def train(
         When the run has done all its steps, do as many again.
     """
     from moewright.cli.jobs import as_written, job_field, with_measured_documents
-    from moewright.engine.crowd import refuse_crowd
-    from moewright.engine.env import torchrun
+    from moewright.engine.run.env import torchrun
+    from moewright.engine.run.process_limit import refuse_crowd
     from moewright.intake.job import read_job
     from moewright.intake.parts import MAX_DEVICES
 
@@ -73,7 +73,7 @@ def train(
     with as_written(job_field(job)):
         plan = _plan(asked, run_dir, measure=launched is None, say=leads)
 
-    from moewright.engine.train import run
+    from moewright.engine.run.train import run
 
     with as_written(job_field(job)):
         code = int(run(plan, run_dir, extend=extend))
@@ -87,7 +87,7 @@ def train(
 def _refuse_untrainable(job: Job) -> None:
     """Raise BadInput for what no layout can mend, before anything is measured or written."""
     from moewright.engine.data.preflight import check_data
-    from moewright.engine.support import unsupported_model
+    from moewright.rules.runnable import unsupported_model
 
     steps = job.workload.steps
     few = (Reason(field="train.steps", value=str(steps), rule="must be at least 1", nearest="1"),) if steps < 1 else ()
@@ -170,7 +170,7 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
 
 def _search(job: Job, hardware: Hardware) -> Plan:
     from moewright.cli.jobs import nothing_fits
-    from moewright.engine.support import unsupported_layout
+    from moewright.rules.runnable import unsupported_layout
     from moewright.search.search import search
 
     fixed = job.layout_text

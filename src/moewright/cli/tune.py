@@ -19,10 +19,10 @@ from moewright.spec.errors import BadInput, Reason
 if TYPE_CHECKING:
     from moewright.intake.job import Job
     from moewright.spec.hardware import Hardware
-    from moewright.tune.contract import Contract
-    from moewright.tune.decisions import Result, Rules
-    from moewright.tune.points import Space
-    from moewright.tune.trials import Ask, Outcome, RunOne
+    from moewright.tuning.contract import Contract
+    from moewright.tuning.decisions import Result, Rules
+    from moewright.tuning.space import Space
+    from moewright.tuning.trials import Ask, Outcome, RunOne
 
 REPORT_FILE, PLAN_FILE, MACHINE_FILE = "report.md", "plan.json", "machine.toml"
 MAX_MINUTES = 10_000.0
@@ -78,8 +78,8 @@ def tune(
     set_
         Another value for a key of the job, section.key=value; may be given again.
     """
-    from moewright.tune.decisions import PREDICTED, Rules
-    from moewright.tune.trials import predicted_outcome
+    from moewright.tuning.decisions import PREDICTED, Rules
+    from moewright.tuning.trials import predicted_outcome
 
     if not 0 <= budget_minutes <= MAX_MINUTES:
         close = f"{min(max(budget_minutes, 0.0), MAX_MINUTES):g}" if budget_minutes == budget_minutes else "60"
@@ -103,11 +103,11 @@ def read_tuning(job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]
     from moewright import __version__
     from moewright.cli.jobs import as_written, job_field, with_measured_documents
     from moewright.codec import parse_layout
-    from moewright.engine.support import unsupported_layout
     from moewright.intake.job import read_job
+    from moewright.rules.runnable import unsupported_layout
     from moewright.search.space import everything
-    from moewright.tune.contract import Label, contract_of, label_of
-    from moewright.tune.points import Space, point_of
+    from moewright.tuning.contract import Label, contract_of, label_of
+    from moewright.tuning.space import Space, point_of
 
     asked = read_job(job, overrides)
     with as_written(job_field(job)):
@@ -158,10 +158,10 @@ def _runnable(job: Job) -> tuple[str, str]:
     """Fingerprint of the data and version of torch, once nothing but the layout can keep the job from running."""
     import torch
 
-    from moewright.engine.crowd import refuse_crowd
     from moewright.engine.data.preflight import check_data
-    from moewright.engine.env import torchrun
-    from moewright.engine.support import unsupported_model
+    from moewright.engine.run.env import torchrun
+    from moewright.engine.run.process_limit import refuse_crowd
+    from moewright.rules.runnable import unsupported_model
 
     if torchrun() is not None:
         raise BadInput(Reason(field="torchrun", rule="tuning starts its ranks itself", nearest="moewright tune"))
@@ -177,12 +177,12 @@ def _tuned(asked: Asked, folder: Path, run_one: RunOne, *, rules: Rules, budget_
 
     from moewright.codec import write_json, write_text, write_toml
     from moewright.engine.checkpoint.lock import run_lock
-    from moewright.report.tune_view import line, markdown
+    from moewright.report.tuning_markdown import line, markdown
     from moewright.search.search import plan_of
     from moewright.spec.finding import Basis
-    from moewright.tune.contract import freeze
-    from moewright.tune.journal import Journal
-    from moewright.tune.procedure import Tuning
+    from moewright.tuning.contract import freeze
+    from moewright.tuning.journal import Journal
+    from moewright.tuning.procedure import Tuning
 
     measured = rules.basis is Basis.MEASURED
     said = 0
@@ -216,9 +216,9 @@ def _tuned(asked: Asked, folder: Path, run_one: RunOne, *, rules: Rules, budget_
 def run_trial(folder: Path, ask: Ask) -> Outcome:
     """Run the engine in a folder of its own, its output beside it; the state that it saved goes, its records stay."""
     from moewright.codec import fingerprint, read_run
-    from moewright.engine.rank import Exit
-    from moewright.engine.train import run
-    from moewright.tune.trials import Failure, Outcome, outcome_of
+    from moewright.engine.run.train import run
+    from moewright.engine.run.worker import Exit
+    from moewright.tuning.trials import Failure, Outcome, outcome_of
 
     place = folder / "trials" / f"{fingerprint(ask.point)}-{ask.length}-{ask.repeat}"
     shutil.rmtree(place, ignore_errors=True)  # of a trial that was killed

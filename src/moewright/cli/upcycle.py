@@ -14,7 +14,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
-    from moewright.engine.upcycle import Read
+    from moewright.engine.run.upcycle import Read
 
 
 def upcycle(
@@ -60,7 +60,7 @@ def upcycle(
     """
     from moewright.cli.jobs import as_written
     from moewright.codec import write_text
-    from moewright.rules.inventory import count
+    from moewright.rules.parameters import count
     from moewright.rules.upcycling import Scaling, Upcycling, Weighing, upcycled
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -79,7 +79,7 @@ def upcycle(
         model = upcycled(source, choice)
     config = _config_of(model)
 
-    from moewright.engine.upcycle import upcycle as run
+    from moewright.engine.run.upcycle import upcycle as run
 
     with source_of as read:
         run(read, source, model, choice, seed=seed, out=out)
@@ -95,8 +95,8 @@ def upcycle(
 
 def _dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[Read]]:
     """The model of a folder, ours or Hugging Face's, and how its parameters are read."""
-    from moewright.engine.hf_folder import is_folder
-    from moewright.engine.upcycle import of_checkpoint, of_hugging_face, stored_model
+    from moewright.engine.hf.folder import is_folder
+    from moewright.engine.run.upcycle import of_checkpoint, of_hugging_face, stored_model
     from moewright.intake.hf import read_config
 
     if is_folder(path):

@@ -33,12 +33,12 @@ def validate(
         Cross-validate: fit each row's constants without the rows that share its values in these columns, such as
         "model,hardware"; "id" leaves out one row at a time.
     """
+    from moewright.calibration.cross_validate import fitted_on, leaving_out
+    from moewright.calibration.score import score
+    from moewright.calibration.table import read_table
     from moewright.codec import write_json
     from moewright.report.console import console_for
-    from moewright.report.score_view import print_score
-    from moewright.tune.calibrate import fitted_on, leaving_out
-    from moewright.tune.score import score
-    from moewright.tune.table import read_table
+    from moewright.report.score_text import print_score
 
     if fit_on is not None and leave_out:
         rule = "says where constants come from, and so does --leave-out"

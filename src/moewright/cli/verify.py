@@ -57,10 +57,10 @@ def verify(
         Largest gradient norm; 0: no clipping.
     """
     from moewright.codec import parse_layout
-    from moewright.engine.batch_file import workload_of
-    from moewright.engine.crowd import refuse_crowd
-    from moewright.engine.support import refuse_unrunnable
+    from moewright.engine.run.batch_file import workload_of
+    from moewright.engine.run.process_limit import refuse_crowd
     from moewright.intake.hf import read_config
+    from moewright.rules.runnable import refuse_unrunnable
     from moewright.spec.workload import OptimizerSpec
 
     for field, value, low in (("--nproc", nproc, 1), ("--steps", steps, 1)):
@@ -75,8 +75,8 @@ def verify(
     # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint may leave out.
     refuse_unrunnable(replace(model, mtp_layers=0), workload_of(batch, steps=steps, optimizer=adjusted), chosen)
 
-    from moewright.engine.verify import Rule, Verification
-    from moewright.engine.verify import verify as run
+    from moewright.engine.run.verify import Rule, Verification
+    from moewright.engine.run.verify import verify as run
 
     job = Verification(
         model=model,

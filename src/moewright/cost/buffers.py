@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from moewright.cost.sizes import Sizes
+from moewright.cost.symbols import Sizes
 from moewright.rules import recompute, routing, shards
 from moewright.spec.layout import Dispatcher, Graphs, Layout
 from moewright.spec.model import ModelSpec

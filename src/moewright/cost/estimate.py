@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moewright.cost import memory
-from moewright.cost.comm import Links
-from moewright.cost.compute import Rates, misses
+from moewright.cost.collective_bytes import comm_rows
+from moewright.cost.collective_time import Links
 from moewright.cost.constants import OF_NVFP4, OF_OFFLOAD, Constants
+from moewright.cost.head_ops import optimizer_ops
 from moewright.cost.layer_time import Times
 from moewright.cost.ledger import flop_rows, loss_rows, replayed_rows
-from moewright.cost.outside import optimizer_ops
-from moewright.cost.sizes import Sizes, sizes
-from moewright.cost.stage import Routed, is_moe, rank_chunks, replayed_layers, routed
-from moewright.cost.states import BucketSet, stage_sets
+from moewright.cost.model_states import BucketSet, stage_sets
+from moewright.cost.op_time import Rates, misses
+from moewright.cost.routed_rows import Routed, is_moe, rank_chunks, replayed_layers, routed
 from moewright.cost.step_time import (
     Pricer,
     Share,
@@ -28,10 +28,10 @@ from moewright.cost.step_time import (
     tail,
     work_of,
 )
-from moewright.cost.traffic import comm_rows
+from moewright.cost.symbols import Sizes, sizes
 from moewright.rules import flops, routing, schedule, stages
+from moewright.rules.expert_placement import even_loads
 from moewright.rules.legality import illegal, micro_batches, unmultiplied
-from moewright.rules.placement import even_loads
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout

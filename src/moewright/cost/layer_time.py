@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moewright.cost.beside import BETWEEN, covered, weights_s
-from moewright.cost.comm import Links, Span
-from moewright.cost.compute import OpRow, Rates
+from moewright.cost.activations import Away
+from moewright.cost.collective_time import Links, Span
+from moewright.cost.ep_overlap import BETWEEN, covered, weights_s
+from moewright.cost.op_time import OpRow, Rates
 from moewright.cost.ops import LayerOps
-from moewright.cost.saved import Away
-from moewright.cost.sizes import Sizes
+from moewright.cost.symbols import Sizes
 from moewright.rules import routing
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Overlap, Recompute

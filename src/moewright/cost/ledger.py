@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moewright.cost.activations import saved_rows
+from moewright.cost.collective_bytes import comm_rows
+from moewright.cost.model_states import bucket_sets, state_rows, unit_rows
 from moewright.cost.replicas import replica_rows
-from moewright.cost.saved import saved_rows
-from moewright.cost.stage import Routed, rank_chunks, replayed_layers, routed
-from moewright.cost.states import bucket_sets, state_rows, unit_rows
-from moewright.cost.traffic import comm_rows
-from moewright.rules import flops, fully, grid, schedule
-from moewright.rules.context import factors
+from moewright.cost.routed_rows import Routed, rank_chunks, replayed_layers, routed
+from moewright.rules import flops, fsdp, grid, schedule
+from moewright.rules.batch_rampup import workload_of
+from moewright.rules.context_parallel import factors
 from moewright.rules.legality import micro_batches
-from moewright.rules.ramp import workload_of
 from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, Selection
@@ -49,9 +49,9 @@ def predict_rank(
     pp_rank = grid.coordinate(layout, rank, "pp")
     count = micro_batches(workload, layout)
     rows = routed(model, workload, layout, rank, micro_batches=count, selection=selection, load=load)
-    units = fully.units(model, layout, rank)
-    flat = fully.flat_layout(layout)
-    sets = [one for one in bucket_sets(model, workload, flat, rank) if not fully.cuts(layout, one.group)]
+    units = fsdp.units(model, layout, rank)
+    flat = fsdp.flat_layout(layout)
+    sets = [one for one in bucket_sets(model, workload, flat, rank) if not fsdp.cuts(layout, one.group)]
     table = schedule.timetable(layout, count)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (

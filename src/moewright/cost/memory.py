@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moewright.cost.activations import Extras, saved_rows
 from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
+from moewright.cost.model_states import BucketSet, copied_bytes, state_rows
 from moewright.cost.replicas import replica_rows
-from moewright.cost.saved import Extras, saved_rows
-from moewright.cost.sizes import Sizes
-from moewright.cost.stage import Routed, is_moe
-from moewright.cost.states import BucketSet, copied_bytes, state_rows
+from moewright.cost.routed_rows import Routed, is_moe
+from moewright.cost.symbols import Sizes
 from moewright.rules import recompute, routing, schedule
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout, Overlap, Recompute

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moewright.cost.compute import OpRow
-from moewright.cost.light import FULL, MOE, expert_rows, layer_rows, moved
-from moewright.cost.sizes import Sizes
+from moewright.cost.elementwise import FULL, MOE, expert_rows, layer_rows, moved
+from moewright.cost.op_time import OpRow
+from moewright.cost.symbols import Sizes
 from moewright.rules import flops
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Recompute

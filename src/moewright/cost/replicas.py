@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from moewright.cost.stage import rank_chunks
-from moewright.rules import grid, placement, shards
+from moewright.cost.routed_rows import rank_chunks
+from moewright.rules import expert_placement, grid, shards
 from moewright.rules.recompute import activation_bytes
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -31,8 +31,8 @@ def replica_calls(model: ModelSpec, workload: Workload, layout: Layout, rank: in
         return
     here, c = grid.coordinate(layout, rank, "ep"), activation_bytes(workload)
     for layer, parts in _elements(model, layout, grid.coordinate(layout, rank, "pp")).items():
-        slots = placement.slots_of(model, workload, layout, layer)
-        sent = len(placement.copies_of(slots, layout.ep, here, layout.spare).sends)
+        slots = expert_placement.slots_of(model, workload, layout, layer)
+        sent = len(expert_placement.copies_of(slots, layout.ep, here, layout.spare).sends)
         yield sum(parts) * (layout.spare * _FP32_BYTES + sent * c), 2 * len(parts)
 
 

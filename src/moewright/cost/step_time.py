@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moewright.cost.comm import Links
-from moewright.cost.compute import OpRow, Rates
+from moewright.cost.activations import Away, away
+from moewright.cost.collective_time import Links
+from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.layer_time import (
     Added,
     Choices,
@@ -31,14 +32,13 @@ from moewright.cost.layer_time import (
     price,
     stage_transfer_s,
 )
+from moewright.cost.op_time import OpRow, Rates
 from moewright.cost.ops import LayerOps, expert_ops, layer_ops
-from moewright.cost.outside import embedding_ops, head_ops, mtp_ops, optimizer_ops
-from moewright.cost.saved import Away, away
-from moewright.cost.sizes import Sizes
-from moewright.cost.stage import is_moe
-from moewright.cost.timeline import pipeline_of, shown_transfers, simulated_s
-from moewright.rules import flops, fully, grid
-from moewright.rules.events import StageSeconds
+from moewright.cost.pipeline_time import pipeline_of, shown_transfers, simulated_s
+from moewright.cost.routed_rows import is_moe
+from moewright.cost.symbols import Sizes
+from moewright.rules import flops, fsdp, grid
+from moewright.rules.simulate import StageSeconds
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
@@ -316,7 +316,7 @@ def owned_by(layout: Layout, held: Share) -> int:
     """Parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
         return held.dense + held.expert
-    dense, expert = (grid.group_size(layout, fully.states_group(layout, group)) for group in ("dp_cp", "edp"))
+    dense, expert = (grid.group_size(layout, fsdp.states_group(layout, group)) for group in ("dp_cp", "edp"))
     return held.dense // dense + held.expert // expert
 
 
@@ -337,13 +337,13 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     ):
         if not numel:
             continue
-        where = links.span(layout, fully.states_group(layout, group))
+        where = links.span(layout, fsdp.states_group(layout, group))
         shards = where.size if layout.zero else 1
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
         nbytes = workload.grad_dtype.nbytes * numel / calls
         reduce_s += often * calls * links.seconds(op, where, nbytes)
         if layout.shard:
-            across = links.span(layout, fully.spread(layout, group).copies)
+            across = links.span(layout, fsdp.spread(layout, group).copies)
             copies_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
         if layout.zero:
             gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.books import Books
-from moewright.engine.dispatch.libraries import Library
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.keep import Keeper
-from moewright.engine.mesh import Mesh
-from moewright.rules.context import held
+from moewright.engine.comm.mesh import Mesh
+from moewright.engine.dispatch.deepep_bindings import Library
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.memory.saved_tensors import Keeper
+from moewright.engine.observe.counters import Books
+from moewright.rules.context_parallel import held
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload

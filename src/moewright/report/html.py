@@ -8,11 +8,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moewright.codec import layout_text, write_text
-from moewright.report.plan_view import memory_stacks, plan_facts, sources, time_stacks
-from moewright.report.run_view import experts, ledger_table, loss_plot, verdict
+from moewright.diagnosis.compare_ledgers import Comparison
+from moewright.report.plan_page import memory_stacks, plan_facts, sources, time_stacks
+from moewright.report.run_page import experts, ledger_table, loss_plot, verdict
 from moewright.spec.finding import Finding
 from moewright.spec.run import RunRecord
-from moewright.tune.compare import Comparison
 
 
 def write_report(record: RunRecord, comparisons: Sequence[Comparison], findings: Sequence[Finding], path: Path) -> None:

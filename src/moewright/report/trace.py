@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec import layout_text, write_text
-from moewright.rules.events import StageSeconds, ends_s
 from moewright.rules.schedule import Kind, split_backwards, timetable
+from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.rules.stages import stage_of
 from moewright.spec.plan import Estimate, Plan, TimePart
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.rules.context import attended, factors
+from moewright.rules.context_parallel import attended, factors
 from moewright.rules.shards import even_part
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module

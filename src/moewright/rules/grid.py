@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import gcd, lcm, prod
 from types import MappingProxyType
 
-from moewright.rules.context import factors
+from moewright.rules.context_parallel import factors
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Dispatcher, Layout
 

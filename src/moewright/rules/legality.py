@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import gcd, isfinite, isqrt, lcm
 
-from moewright.rules.exclusions import exclusion_reasons, has_experts
+from moewright.rules.batch_rampup import ramp_reasons, workload_of
+from moewright.rules.compatibility import exclusion_reasons, has_experts
+from moewright.rules.expert_placement import placement_reasons
 from moewright.rules.grid import NODE_AWARE, min_world
-from moewright.rules.placement import placement_reasons
-from moewright.rules.ramp import ramp_reasons, workload_of
 from moewright.rules.routing import load_reasons
 from moewright.rules.schedule import schedule_reasons
 from moewright.rules.stages import stage_reasons

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from moewright.rules import placement, routing
-from moewright.rules.context import factors
+from moewright.rules import expert_placement, routing
+from moewright.rules.context_parallel import factors
 from moewright.rules.shards import even_part
 from moewright.spec.layout import Dispatcher, Layout, Recompute
 from moewright.spec.ledger import Module
@@ -86,7 +86,7 @@ def saved_by_layer(
     rows = [*_attention(model, size, exchanged_again=exchanged_again)]
     if model.moe_layers[-1 if mtp else layer]:
         moved = moved or routing.expected_moves(model, workload, layout)
-        slots = placement.slot_count(model, workload, layout, layer)
+        slots = expert_placement.slot_count(model, workload, layout, layer)
         R = routing.routed_rows(model, workload, layout, load)
         rows += _moe(model, workload, layout, size, R, moved, slots, own_seam=not exchanged_again)
     else:

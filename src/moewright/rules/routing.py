@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
-from moewright.rules import grid, placement
+from moewright.rules import expert_placement, grid
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CapacityFill, Dispatcher, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
@@ -195,11 +195,12 @@ def hottest_ranks(model: ModelSpec, workload: Workload, layout: Layout) -> tuple
     """The measured load of the hottest EP rank over the mean, of each layer with experts."""
     if layout.spare:
         return tuple(
-            placement.replicated(counts, layout.ep, layout.spare).load_factor for counts in workload.load_histogram
+            expert_placement.replicated(counts, layout.ep, layout.spare).load_factor
+            for counts in workload.load_histogram
         )
     even = layout.expert_placement is ExpertPlacement.BALANCED
     return tuple(
-        placement.rank_load_factor(placement.placed(counts, layout.ep) if even else counts, layout.ep)
+        expert_placement.rank_load_factor(expert_placement.placed(counts, layout.ep) if even else counts, layout.ep)
         for counts in workload.load_histogram
     )
 
@@ -310,8 +311,8 @@ def rank_rows(
     """
     ep_rank = grid.coordinate(layout, rank, "ep")
     if not layout.spare:
-        return sum(expert_rows(by_source, placement.of_rank(slots, layout.ep, ep_rank)))
-    return sum(slot_rows(by_source, slots)[placement.block(slots, layout.ep, ep_rank)])
+        return sum(expert_rows(by_source, expert_placement.of_rank(slots, layout.ep, ep_rank)))
+    return sum(slot_rows(by_source, slots)[expert_placement.block(slots, layout.ep, ep_rank)])
 
 
 def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple[int, ...]:
@@ -321,7 +322,7 @@ def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple
         places.setdefault(expert, []).append(slot)
     return tuple(
         sum(
-            placement.dealt(of_source[expert], len(places[expert]), source, places[expert].index(slot))
+            expert_placement.dealt(of_source[expert], len(places[expert]), source, places[expert].index(slot))
             for source, of_source in enumerate(by_source)
         )
         for slot, expert in enumerate(slots)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from moewright.rules.rows import Kind as Kind
-from moewright.rules.rows import Row as Row
+from moewright.rules.timetable_rows import Kind as Kind
+from moewright.rules.timetable_rows import Row as Row
 from moewright.rules.zero_bubble import Builder, dualpipev, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap, Schedule

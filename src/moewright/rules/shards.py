@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from moewright.rules import grid, stages
-from moewright.rules.inventory import EMBEDDING_LAYER, Param, parameters
+from moewright.rules.parameters import EMBEDDING_LAYER, Param, parameters
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 

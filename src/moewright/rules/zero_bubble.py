@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from moewright.rules.rows import Kind, Row
+from moewright.rules.timetable_rows import Kind, Row
 
 Builder = Callable[[int, int, int], list[Row]]
 

@@ -12,10 +12,10 @@ from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.grid import on_fabric
 from moewright.rules.legality import illegal, unmultiplied
-from moewright.search.best import RESOLVED, Best, Candidate, cut_of
+from moewright.search.candidates import RESOLVED, Best, Candidate, cut_of
 from moewright.search.explain import departure, why_first
-from moewright.search.habits import LEAST, departed, parallelism
-from moewright.search.scout import Scout
+from moewright.search.heuristics import LEAST, departed, parallelism
+from moewright.search.screening import Scout
 from moewright.search.space import Allowed, Space, everything, space_of
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from moewright.codec import given_fields, parse_layout
-from moewright.rules.exclusions import exclusion_reasons
+from moewright.rules.compatibility import exclusion_reasons
 from moewright.rules.legality import divisors, illegal
 from moewright.rules.schedule import schedule_reasons
 from moewright.rules.stages import Split, layout_string, parse_stages, vpp_choices

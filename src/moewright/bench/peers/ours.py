@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, Turn, asked, hidden, take_turns, tokens
-from moewright.engine.allocator import keep_freed_memory
-from moewright.engine.batch import Batch, batch_here
-from moewright.engine.build import trainee
+from moewright.engine.data.batch import Batch, batch_here
+from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.model.transformer import initial_value
+from moewright.engine.run.build import trainee
+from moewright.engine.run.step import Trainee, train_step
 from moewright.engine.runtime import Runtime
-from moewright.engine.step import Trainee, train_step
 from moewright.spec.layout import Layout
 
 _KINDS = {

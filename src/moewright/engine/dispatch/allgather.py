@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.collectives import Gather, Group, ScatterSum, gather
-from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.model.functions import count_rows
+from moewright.engine.comm.collectives import Gather, Group, ScatterSum, gather
+from moewright.engine.dispatch.interface import Known, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.model.autograd import count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
-from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.model.functions import Place, Reorder, Select, count_rows
+from moewright.engine.comm.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
+from moewright.engine.dispatch.interface import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.model.autograd import Place, Reorder, Select, count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,19 @@ from math import prod
 
 import torch
 
-from moewright.engine.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
-from moewright.engine.dispatch.seam import Known, Meanwhile, Routed, Rows, on_host, padded, sorted_rows, wanted_rows
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.model.functions import count_rows
+from moewright.engine.comm.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
+from moewright.engine.dispatch.interface import (
+    Known,
+    Meanwhile,
+    Routed,
+    Rows,
+    on_host,
+    padded,
+    sorted_rows,
+    wanted_rows,
+)
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.model.autograd import count_rows
 from moewright.rules.routing import InTurn
 
 

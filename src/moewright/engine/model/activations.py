@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moewright.engine.fused.seam import Kernels
+from moewright.engine.kernels.fused.interface import Kernels
 from moewright.spec.model import ModelSpec
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of x and the weights of its rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moewright.engine.collectives import Group
+from moewright.engine.comm.collectives import Group
 
 
 class AddBias(torch.autograd.Function):

@@ -13,10 +13,10 @@ from torch import nn
 from moewright.engine.model.activations import activation_of
 from moewright.engine.model.biases import AddExpertBias
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.linears import GroupedLinear
+from moewright.engine.model.parallel_linear import GroupedLinear
 from moewright.engine.model.replicas import Replicas
 from moewright.engine.runtime import Runtime
-from moewright.rules.placement import copies_of, of_rank
+from moewright.rules.expert_placement import copies_of, of_rank
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 

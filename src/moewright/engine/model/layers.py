@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from moewright.engine.attention import Runs
-from moewright.engine.collectives import Group
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.keep import replayed
-from moewright.engine.model import vocabulary
+from moewright.engine.comm.collectives import Group
+from moewright.engine.comm.tensor_placement import Cuts, Placement, place
+from moewright.engine.kernels.attention import Runs
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.memory.saved_tensors import replayed
+from moewright.engine.model import vocab_parallel
 from moewright.engine.model.activations import SwiGlu
+from moewright.engine.model.attention_blocks import Meetings
+from moewright.engine.model.autograd import JoinHeads, RmsNorm, Rotary
 from moewright.engine.model.biases import AddBias
-from moewright.engine.model.context import attend, meetings, to_heads, to_tokens
-from moewright.engine.model.functions import JoinHeads, RmsNorm, Rotary
+from moewright.engine.model.context_parallel import attend, meetings, to_heads, to_tokens
 from moewright.engine.model.linear_loss import LinearLoss
-from moewright.engine.model.linears import ColumnLinear, RowLinear
-from moewright.engine.model.meeting import Meetings
+from moewright.engine.model.parallel_linear import ColumnLinear, RowLinear
 from moewright.engine.model.rope import frequencies
-from moewright.engine.placement import Cuts, Placement, place
 from moewright.engine.runtime import Runtime
-from moewright.rules.inventory import decays
+from moewright.rules.parameters import decays
 from moewright.rules.recompute import loss_columns
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
@@ -267,7 +267,9 @@ class Table(Weight):
 
     def __init__(self, run: Runtime) -> None:
         super().__init__(run, run.model.vocab_size, run.model.hidden_size, cuts=(("tp", 0),))
-        self.part = vocabulary.Part(tp=run.mesh.tensor, start=self.placement.offsets[0], size=self.placement.inside[0])
+        self.part = vocab_parallel.Part(
+            tp=run.mesh.tensor, start=self.placement.offsets[0], size=self.placement.inside[0]
+        )
 
 
 class Embedding(Table):
@@ -281,7 +283,7 @@ class Embedding(Table):
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         with self._run.books.within(Module.EMBEDDING):
-            return vocabulary.Embed.apply(ids_T, self.weight, self.part)
+            return vocab_parallel.Embed.apply(ids_T, self.weight, self.part)
 
 
 class Head(Table):
@@ -302,7 +304,7 @@ def token_loss(
             nll = LinearLoss.apply(x_tH, table.weight, targets_T, table.part, most, run.books, run.kernels)
             return nll, x_tH.new_zeros(0)
         (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.tensor, run.books, table.weight)
-        return vocabulary.CrossEntropy.apply(logits_TV, targets_T, table.part, run.kernels), logits_TV.detach()
+        return vocab_parallel.CrossEntropy.apply(logits_TV, targets_T, table.part, run.kernels), logits_TV.detach()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

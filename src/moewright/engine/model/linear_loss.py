@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from moewright.engine.books import Books
-from moewright.engine.collectives import all_reduce
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.kernels import add_product, matmul
-from moewright.engine.model.functions import Booked
-from moewright.engine.model.vocabulary import Part
+from moewright.engine.comm.collectives import all_reduce
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.kernels.matmul import add_product, matmul
+from moewright.engine.model.autograd import Booked
+from moewright.engine.model.vocab_parallel import Part
+from moewright.engine.observe.counters import Books
 
 
 def _pieces(part: Part, rows: int, most: int) -> Iterator[tuple[slice, Part]]:

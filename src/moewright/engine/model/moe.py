@@ -11,20 +11,20 @@ from functools import partial
 
 import torch
 
-from moewright.engine.dispatch import seam
+from moewright.engine.dispatch import interface
 from moewright.engine.dispatch.allgather import AllGather
 from moewright.engine.dispatch.alltoall import AllToAll
+from moewright.engine.dispatch.alltoall_padded import PaddedAllToAll
 from moewright.engine.dispatch.dedup import Dedup
-from moewright.engine.dispatch.fused import Fused
-from moewright.engine.dispatch.padded import PaddedAllToAll
-from moewright.engine.keep import Decided, replayed
+from moewright.engine.dispatch.deepep import Fused
+from moewright.engine.memory.saved_tensors import Decided, replayed
+from moewright.engine.model.autograd import count_rows
 from moewright.engine.model.experts import Experts
-from moewright.engine.model.functions import count_rows
 from moewright.engine.model.layers import Mlp, Weight
-from moewright.engine.model.linears import GateLinear
+from moewright.engine.model.parallel_linear import GateLinear
 from moewright.engine.model.router import Router, Selected
 from moewright.engine.runtime import Runtime
-from moewright.rules.placement import block, slots_of
+from moewright.rules.expert_placement import block, slots_of
 from moewright.rules.routing import (
     InTurn,
     capacity_rows,
@@ -198,7 +198,7 @@ class Moe(torch.nn.Module):
         return (out if latent is None else latent.widened(out)), route.sent
 
 
-def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> seam.Dispatcher:
+def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> interface.Dispatcher:
     """That of a layer with so many slots for experts."""
     layout, mesh = run.mesh.layout, run.mesh
     known = _known(run, spec)
@@ -216,7 +216,7 @@ def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> seam.Dispatcher:
     return AllToAll(mesh.group("ep"), mesh.group("etp"), experts, run.kernels, known=known, drops=layout.capacity > 0)
 
 
-def _known(run: Runtime, spec: MoeSpec) -> seam.Known | None:
+def _known(run: Runtime, spec: MoeSpec) -> interface.Known | None:
     """What is sent where experts are taken in turn and lie so, unless it hangs on which rows a capacity drops."""
     layout, training = run.mesh.layout, run.workload.router
     placed = layout.expert_placement is not ExpertPlacement.CONTIGUOUS

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moewright.engine.collectives import Group, all_to_all, gather
-from moewright.engine.keep import Decided, replayed
+from moewright.engine.comm.collectives import Group, all_to_all, gather
+from moewright.engine.memory.saved_tensors import Decided, replayed
 from moewright.engine.model.layers import Norm, Sequences, Weight
-from moewright.engine.model.linears import ColumnLinear
+from moewright.engine.model.parallel_linear import ColumnLinear
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from moewright.engine.books import identity
-from moewright.engine.collectives import all_to_all
+from moewright.engine.comm.collectives import all_to_all
 from moewright.engine.model.layers import Weight
+from moewright.engine.observe.counters import identity
 from moewright.engine.runtime import Runtime
-from moewright.rules.placement import Copies
+from moewright.rules.expert_placement import Copies
 from moewright.spec.ledger import Component, MemoryRow, Module
 
 

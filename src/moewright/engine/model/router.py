@@ -11,16 +11,16 @@ from functools import partial
 import torch
 
 from moewright.engine.checkpoint import Piece
-from moewright.engine.collectives import Group, all_reduce, gather
-from moewright.engine.fused import plain
-from moewright.engine.fused.seam import Kernels
-from moewright.engine.keep import Decided
-from moewright.engine.model.functions import count_rows
+from moewright.engine.comm.collectives import Group, all_reduce, gather
+from moewright.engine.kernels.fused import reference
+from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.memory.saved_tensors import Decided
+from moewright.engine.model.autograd import count_rows
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.linears import RouterLinear
-from moewright.engine.model.noise import uniform
+from moewright.engine.model.parallel_linear import RouterLinear
+from moewright.engine.model.router_jitter import uniform
 from moewright.engine.runtime import Runtime
-from moewright.rules.inventory import selection_bias_name
+from moewright.rules.parameters import selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.workload import Assignment, DropPolicy, LossSpec, RouterDtype, RouterForce
@@ -171,7 +171,7 @@ class Router(Weight):
         """
         sharers, tokens = self._run.mesh.group("tp_cp"), len(logits)
         scaled = sinkhorn(gather(logits, sharers), self._training.sinkhorn_iterations)
-        return plain.choose(scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec)
+        return reference.choose(scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec)
 
     def begin_step(self) -> None:
         """Forget the counts of the last global batch."""
@@ -191,7 +191,7 @@ class Router(Weight):
         loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
         coefficients, known, scores = coefficients_of(loss), iter(shares), selected.scores
         if shares and self._spec.score is not ScoreFunction.SOFTMAX:
-            scores = scores / (scores.sum(-1, keepdim=True) + plain.TINY)
+            scores = scores / (scores.sum(-1, keepdim=True) + reference.TINY)
         parts = [c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]]
         parts.append(loss.z_coeff * z_loss(logits, sharers) if loss.z_coeff else None)
         return torch.stack([logits.new_zeros(()) if part is None else part for part in parts]).float()

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.batch import Batch
-from moewright.engine.keep import Decided, replayed
-from moewright.engine.model.latent import LatentAttention
+from moewright.engine.data.batch import Batch
+from moewright.engine.memory.saved_tensors import Decided, replayed
 from moewright.engine.model.layers import (
     Attention,
     Embedding,
@@ -25,6 +24,7 @@ from moewright.engine.model.layers import (
     Slot,
     token_loss,
 )
+from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import Moe
 from moewright.engine.model.mtp import Depth
 from moewright.engine.model.router import coefficients_of

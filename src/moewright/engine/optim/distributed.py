@@ -9,19 +9,19 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.books import identity
 from moewright.engine.checkpoint import Piece
-from moewright.engine.collectives import Flight, all_reduce
+from moewright.engine.comm.collectives import Flight, all_reduce
 from moewright.engine.model.experts import Experts
 from moewright.engine.model.layers import Slot, slots_of
 from moewright.engine.model.replicas import Replicas
-from moewright.engine.optim.arrivals import Arrivals
-from moewright.engine.optim.flat import FlatBucket, boxes_of, build_buckets
-from moewright.engine.optim.fully import FullySharded, ShardedParameter, shard_fully
-from moewright.engine.optim.scaling import LossScale
+from moewright.engine.observe.counters import identity
+from moewright.engine.optim.flat_buffers import FlatBucket, boxes_of, build_buckets
+from moewright.engine.optim.fsdp import FullySharded, ShardedParameter, shard_fully
+from moewright.engine.optim.grad_ready import Arrivals
+from moewright.engine.optim.loss_scale import LossScale
 from moewright.engine.optim.update import Update, adamw_update
 from moewright.engine.runtime import Runtime
-from moewright.rules.fully import cuts
+from moewright.rules.fsdp import cuts
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holders
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moewright.engine.pipeline.wires import Wires
-from moewright.rules.rows import Kind
+from moewright.engine.pipeline.p2p import Wires
+from moewright.rules.p2p import Stop
 from moewright.rules.schedule import split_backwards
-from moewright.rules.transfers import Stop
+from moewright.rules.timetable_rows import Kind
 
 Key = tuple[int, int]  # micro-batch, chunk
 

@@ -1,0 +1,68 @@
+"""Mesh: the two rank grids of parallel folding as named process groups, passed explicitly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from moewright.engine.comm.collectives import Group, TensorParallel, new_handles
+from moewright.engine.observe.counters import Books
+from moewright.rules.grid import GROUPS, all_groups, coordinate, group_ranks
+from moewright.spec.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """This rank's place in both grids. `groups` are in the order of rules.grid.GROUPS.
+
+    `upstream` is the pipeline group once more, for messages to lower ranks: on NCCL what a pair of ranks exchanges over
+    one group runs in order, whichever way it goes, so each way has a group of its own. `shared`: this rank among
+    those of its pipeline that hold a table in common, by their pipeline ranks.
+    """
+
+    layout: Layout
+    rank: int
+    groups: tuple[Group, ...]
+    upstream: Group
+    shared: Mapping[tuple[int, ...], Group]
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+    @property
+    def tensor(self) -> TensorParallel:
+        return TensorParallel(group=self.group("tp"), sequence=self.layout.sp)
+
+    def coordinate(self, axis: str) -> int:
+        return coordinate(self.layout, self.rank, axis)
+
+
+def build_mesh(layout: Layout, rank: int, books: Books, tables: Collection[tuple[int, ...]] = ()) -> Mesh:
+    """Make every group of more than one rank; names over the same ranks share one process group. `tables`: pipeline
+    ranks that hold some table in common (rules.shards).
+    """
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+    def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
+        if max(map(len, partition)) > 1 and partition not in made:
+            made[partition] = new_handles(partition, rank)
+        return Group(name=name, ranks=ranks, index=ranks.index(rank), handle=made.get(partition), books=books)
+
+    groups = [group(name, group_ranks(layout, name, rank), all_groups(layout, name)) for name in GROUPS]
+    pipelines = all_groups(layout, "pp")
+    pipeline = next(ranks for ranks in pipelines if rank in ranks)
+    upstream = Group(
+        name="pp",
+        ranks=pipeline,
+        index=pipeline.index(rank),
+        handle=new_handles(pipelines, rank) if layout.pp > 1 else None,
+        books=books,
+    )
+    shared = {}
+    for holders in sorted(set(tables)):
+        among = tuple(tuple(ranks[holder] for holder in holders) for ranks in pipelines)
+        mine = next((ranks for ranks in among if rank in ranks), (rank,))
+        shared[holders] = group("pp", mine, among)  # made by all ranks, also those that are in none
+    return Mesh(layout=layout, rank=rank, groups=tuple(groups), upstream=upstream, shared=shared)

@@ -1,0 +1,144 @@
+"""Matrix products of the model: cut by columns or rows over a tensor-parallel group, of the router, of the experts.
+
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds t of the T tokens of
+its group. A column product gathers them, a row product sums over the ranks and leaves each its t again; backward does
+the transposed. Without sequence parallelism t is T, and the sums stay whole. In a group of one nothing moves.
+
+Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moewright.engine.comm.collectives import Group, TensorParallel
+from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.model.autograd import Booked
+from moewright.engine.observe.counters import Books
+
+Noise = Callable[[], torch.Tensor]
+
+
+class ColumnLinear(Booked):
+    """y_i [T,N_i] = x w_i^T for x [t,K] and each w_i [N_i,K], this rank's output columns.
+
+    Keeps x as it came, [t,K]; backward gathers it again, as Megatron-LM does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_tK: torch.Tensor, tp: TensorParallel, books: Books, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        Booked.remember(ctx, books)
+        ctx.tp = tp
+        ctx.save_for_backward(x_tK, *weights)
+        x_TK = tp.whole(x_tK)
+        return tuple(matmul(x_TK, w_NK.T) for w_NK in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_tK, *weights = ctx.saved_tensors
+        with ctx.books.within(ctx.where):
+            parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
+            grad_TK = parts.pop()
+            while parts:
+                grad_TK = grad_TK + parts.pop()
+            grad_tK = ctx.tp.summed(grad_TK)
+
+        def of_weights() -> list[torch.Tensor]:
+            x_TK = ctx.tp.whole(x_tK)
+            return [matmul(g_TN.T, x_TK) for g_TN in grads]
+
+        return grad_tK, None, None, *Booked.weight_gradients(ctx, slice(1, None), of_weights)
+
+
+class RowLinear(Booked):
+    """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input columns; keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Books) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.tp = tp
+        ctx.save_for_backward(x_TK, w_NK)
+        return tp.summed(matmul(x_TK, w_NK.T))
+
+    @staticmethod
+    def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TK, w_NK = ctx.saved_tensors
+        with ctx.books.within(ctx.where):
+            g_TN = ctx.tp.whole(g_tN)
+            grad_TK = matmul(g_TN, w_NK)
+        return grad_TK, *Booked.weight_gradients(ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]), None, None
+
+
+class RouterLinear(Booked):
+    """Router logits [T,E] in `dtype` from activations and weights of the compute dtype; keeps x as it came.
+
+    `noise` makes factors [T,K] of x, or None for none; backward makes them again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, w_EK: torch.Tensor, books: Books, dtype: torch.dtype, noise: Noise | None
+    ) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.save_for_backward(x_TK, w_EK)
+        ctx.noise = noise
+        return matmul(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
+
+    @staticmethod
+    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x_TK, w_EK = ctx.saved_tensors
+        with ctx.books.within(ctx.where):
+            grad_x = _shaken(matmul(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
+            grad_w = matmul(g_TE.T, _shaken(x_TK.to(g_TE.dtype), ctx.noise))
+        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
+
+
+def _shaken(x_TK: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+    return x_TK if noise is None else x_TK * noise()
+
+
+class GateLinear(Booked):
+    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
+
+    `sharers`, which all have the same x and the same gradient of y, each give an equal share of the weight's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, books: Books, sharers: Group | None = None
+    ) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.sharers = sharers
+        ctx.save_for_backward(x_TK, w_NK)
+        return matmul(x_TK, w_NK.T)
+
+    @staticmethod
+    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x_TK, w_NK = ctx.saved_tensors
+        with ctx.books.within(ctx.where):
+            grad_x, grad_w = matmul(g_TN, w_NK), matmul(g_TN.T, x_TK)
+        return grad_x, grad_w if ctx.sharers is None else grad_w.div_(ctx.sharers.size), None, None
+
+
+class GroupedLinear(Booked):
+    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the groups; keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Books) -> torch.Tensor:
+        Booked.remember(ctx, books)
+        ctx.save_for_backward(x_RK, w_ENK, ends_E)
+        return grouped_matmul(x_RK, w_ENK.mT, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_RK, w_ENK, ends_E = ctx.saved_tensors
+        g_RN = g_RN.contiguous()
+        with ctx.books.within(ctx.where):
+            grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
+        of_weight = Booked.weight_gradients(ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)])
+        return grad_RK, *of_weight, None, None

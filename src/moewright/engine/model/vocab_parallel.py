@@ -1,0 +1,118 @@
+"""Embedding and loss over a vocabulary that is cut over the tensor-parallel group.
+
+A rank holds V rows of the table, from `start` on; where the group does not divide the vocabulary the last V - size rows
+are padding, which no token names and no probability reaches.
+Shapes: t of the T tokens of the group are this rank's between blocks; K width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moewright.engine.comm.collectives import Group, TensorParallel, all_reduce
+from moewright.engine.kernels.fused.interface import Kernels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """This rank's ids [start, start + size) and the ranks over which the vocabulary is cut."""
+
+    tp: TensorParallel
+    start: int
+    size: int
+
+    @property
+    def group(self) -> Group:
+        return self.tp.group
+
+    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row numbers here, 0 for ids of other ranks, and which those are."""
+        elsewhere = (ids < self.start) | (ids >= self.start + self.size)
+        return (ids - self.start).masked_fill(elsewhere, 0), elsewhere
+
+    def columns(self, ids: torch.Tensor) -> torch.Tensor:
+        """The column of each id in the logits here, -1 for other ids."""
+        columns, elsewhere = self.local(ids)
+        return columns.masked_fill_(elsewhere, -1)
+
+    def chosen(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+        """Each target's logit [T] fp32, 0 where it is not here."""
+        columns, elsewhere = self.local(targets_T)
+        return logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
+
+
+class Embed(torch.autograd.Function):
+    """Rows of the table by ids [T] -> [t,K]; keeps the ids.
+
+    The gradient is summed in fp32, since frequent tokens sum thousands of rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, part: Part) -> torch.Tensor:
+        ctx.save_for_backward(ids_T)
+        ctx.like, ctx.part = (w_VK.shape, w_VK.dtype), part
+        if part.group.size == 1:
+            return w_VK.index_select(0, ids_T)
+        rows, elsewhere = part.local(ids_T)
+        return part.tp.summed(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        (shape, dtype), part = ctx.like, ctx.part
+        grad = part.tp.whole(grad).float()
+        if part.group.size > 1:
+            rows, elsewhere = part.local(rows)
+            grad = grad.masked_fill(elsewhere[:, None], 0.0)
+        summed = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+        return None, summed.index_add_(0, rows, grad).to(dtype), None
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is negative.
+
+    Softmax is taken in fp32 over a few rows at a time. Keeps logits, targets and, when the vocabulary is cut, the log
+    of the partition sum [T].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
+    ) -> torch.Tensor:
+        ctx.part, ctx.kernels = part, kernels
+        if part.group.size == 1:
+            ctx.save_for_backward(logits_TV, targets_T)
+            losses = kernels.losses(logits_TV, targets_T)
+        else:
+            log_sum, chosen = _partition(logits_TV[:, : part.size], targets_T, part, kernels)
+            ctx.save_for_backward(logits_TV, targets_T, log_sum)
+            losses = log_sum - chosen
+        return losses.masked_fill_(targets_T < 0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits_TV, columns_T, *rest = ctx.saved_tensors
+        log_sum = rest[0] if rest else None
+        grad_T = grad_T.masked_fill(columns_T < 0, 0.0)
+        if rest:
+            columns_T = ctx.part.columns(columns_T)
+        return ctx.kernels.losses_backward(grad_T, logits_TV, columns_T, log_sum, ctx.part.size), None, None, None
+
+
+def _partition(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two all-reduces."""
+    top = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
+    if part.size:
+        top = logits_TV.amax(-1).float()
+    all_reduce(top, part.group, maximum=True)
+    sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
+    if part.size:
+        sums[0] = kernels.sums(logits_TV, top)
+        sums[1] = part.chosen(logits_TV, targets_T)
+    partition, chosen = all_reduce(sums, part.group)
+    return top.add_(partition.log_()), chosen

@@ -1,0 +1,292 @@
+"""What a run leaves behind: one JSON line a step, TensorBoard where installed, the ledger, and a line on the screen."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moewright.codec import PACES_FILE, Numbers, parse_json, read_text, to_data, write_json, write_text
+from moewright.rules.expert_placement import rank_loads
+from moewright.rules.routing import load_of_counts, slot_rows
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.run import EvalRecord, LayerLoad, RankPace, Session, StepRecord
+from moewright.spec.workload import RouterForce
+
+STEPS_FILE = "steps.jsonl"
+_KINDS = ("session", "step", "eval")
+
+
+class Sink(Protocol):
+    """Takes the records of a run as they come."""
+
+    def session(self, record: Session) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvalRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """steps.jsonl: the truth that every other view of a run is made from.
+
+    Steps at or past `first_step` were done after the last checkpoint and are about to be done again: they are dropped.
+    """
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        path = run_dir / STEPS_FILE
+        lines = enumerate(_whole_lines(path), 1)
+        kept = [line for number, line in lines if _step_of(line, f"{path}:{number}") < first_step]
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def session(self, record: Session) -> None:
+        self._write("session", record)
+
+    def step(self, record: StepRecord) -> None:
+        self._write("step", record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._write("eval", record)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, kind: str, record: Session | StepRecord | EvalRecord) -> None:
+        self._file.write(json.dumps({"kind": kind, **to_data(record)}) + "\n")
+        self._file.flush()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Lines that were written to the end; a killed process may have left half of one."""
+    if not path.exists():
+        return []
+    return [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step_of(line: str, where: str) -> int:
+    """The step that a line is about; sessions have none and are kept. Raises BadInput for what no run has written."""
+    record = parse_json(line, where=where, numbers=Numbers.MEASURED)
+    step = record.get("step", 0) if isinstance(record, dict) and record.get("kind") in _KINDS else None
+    if not isinstance(step, int):
+        rule = f"is not a record of one of {', '.join(_KINDS)}"
+        raise BadInput(Reason(field=where, rule=rule, nearest="delete the line"))
+    return step
+
+
+class _Quiet:
+    """A text stream that falls silent when its reader leaves or its disk is full: a display must not end a run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self._terminal = stream.isatty()
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def _attempt(self, action: Callable[[TextIO], object]) -> None:
+        try:
+            if self._stream is not None:
+                action(self._stream)
+        except (OSError, ValueError):  # ValueError: closed
+            self._stream = None
+
+
+class Screen:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
+        self._last = last_step
+        console = Console(file=cast(TextIO, _Quiet(stream)))
+        self._bar: Progress | None = None
+        self._console = console
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("", total=last_step, completed=first_step - 1)
+            self._bar.start()
+
+    def session(self, record: Session) -> None:
+        self._line("MFU: model FLOPs, causal attention counted half, over the peak; HFU: replays counted too")
+        if record.first_step > 1:
+            self._line(f"continuing from step {record.first_step - 1}")
+        if record.routing is not RouterForce.NONE:
+            self._line(f"experts are given, not chosen ({record.routing}): this measures speed, it does not train")
+
+    def step(self, record: StepRecord) -> None:
+        norm = "-" if record.skipped else f"{record.grad_norm:.3f}"
+        text = (
+            f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {norm}  "
+            f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank  {record.tflops_per_rank:.4f} TFLOP/s  "
+            f"MFU {record.mfu:.1%}{_beside(record)}{'  SKIPPED: gradient not finite' if record.skipped else ''}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, description=text)
+        else:
+            self._line(f"step {record.step}/{self._last}  {text}")
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._line(
+            f"held-out loss {record.heldout_loss:.4f} nats after {record.step} steps "
+            f"(unigram entropy {record.unigram_entropy:.4f}; {record.tokens:,} targets)"
+        )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _beside(record: StepRecord) -> str:
+    """HFU where replays make it another figure, and the share of the step that this rank waited for others."""
+    hfu = f"  HFU {record.hfu:.1%}" if record.hfu > record.mfu else ""
+    waited = sum(wait.seconds for wait in record.waits) / record.step_s if record.step_s else 0.0
+    return f"{hfu}  waits {waited:.0%}" if record.waits else hfu
+
+
+class TensorBoard:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what an interrupted session logged past its last checkpoint.
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def session(self, record: Session) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
+        scalars = {
+            "train/loss": record.loss,
+            "train/aux_loss": record.aux_loss,
+            "train/lr": record.lr,
+            "train/grad_norm": record.grad_norm,
+            "speed/tokens_per_s_per_rank": record.tokens_per_s_per_rank,
+            "speed/mfu": record.mfu,
+            **{f"moe/{name}_layer_{load.layer}": value for load in record.loads for name, value in _scalars(load)},
+        }
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._writer.add_scalar("eval/heldout_loss", record.heldout_loss, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
+    """Numbers of a layer, and of each EP rank its tokens over the mean."""
+    mean = sum(load.counts) / len(load.counts)
+    yield from (
+        ("load_max_over_mean", load.max_over_mean),
+        ("load_p95_over_mean", load.p95_over_mean),
+        ("load_mean", mean),
+        ("dead_experts", load.dead_experts),
+        ("load_entropy", load.entropy),
+        ("dropped_share", load.dropped_share),
+        ("aux_loss", load.aux_loss),
+        ("seq_aux_loss", load.seq_aux_loss),
+        ("global_aux_loss", load.global_aux_loss),
+        ("z_loss", load.z_loss),
+    )
+    of_rank = sum(load.counts) / len(load.rank_counts) or 1.0
+    yield from ((f"load_over_mean_rank_{rank}", count / of_rank) for rank, count in enumerate(load.rank_counts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorder:
+    """Every sink of this rank; none on ranks other than 0."""
+
+    sinks: tuple[Sink, ...]
+
+    def session(self, record: Session) -> None:
+        for sink in self.sinks:
+            sink.session(record)
+
+    def step(self, record: StepRecord) -> None:
+        for sink in self.sinks:
+            sink.step(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        for sink in self.sinks:
+            sink.evaluation(record)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def loads_of(
+    loads: torch.Tensor, losses: torch.Tensor, slots: Mapping[int, Sequence[int]], *, ep: int, chosen: int
+) -> tuple[LayerLoad, ...]:
+    """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the expert of every slot
+    by layer, in order, an expert's rows dealt evenly to its slots, `chosen` the rows that all tokens chose in each.
+    """
+    found = []
+    for (layer, held), counts, parts in zip(slots.items(), loads.tolist(), losses.tolist(), strict=True):
+        load = load_of_counts(counts)
+        aux, seq_aux, global_aux, z = map(finite, parts)
+        found.append(
+            LayerLoad(
+                layer=layer,
+                max_over_mean=load.max_over_mean,
+                p95_over_mean=load.p95_over_mean,
+                dead_experts=load.dead_experts,
+                entropy=load.entropy,
+                counts=tuple(counts),
+                rank_counts=rank_loads(slot_rows([counts], held), ep),
+                dropped_share=1 - sum(counts) / chosen,
+                aux_loss=aux,
+                seq_aux_loss=seq_aux,
+                global_aux_loss=global_aux,
+                z_loss=z,
+            )
+        )
+    return tuple(found)
+
+
+def finite(value: float) -> float:
+    """JSON has no NaN or infinity: a loss that is not finite is recorded as the largest float."""
+    return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
+
+
+def write_paces(run_dir: Path, paces: Sequence[RankPace]) -> None:
+    """paces.json: the paces of all ranks."""
+    write_text(run_dir / PACES_FILE, json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n")
+
+
+def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:
+    """ledger/rankNNNNN.json of this rank, and the selection it was counted under (rank 0)."""
+    folder = run_dir / "ledger"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"rank{ledger.rank:05d}.json", ledger)
+    if selection is not None:
+        write_json(folder / "selection.json", selection)

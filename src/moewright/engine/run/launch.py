@@ -1,0 +1,295 @@
+"""Start the ranks of a job on this machine, watch them, and end them all when one fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from moewright.engine.checkpoint.lock import run_lock
+from moewright.engine.run.env import TorchrunEnv, torchrun
+from moewright.engine.run.process_limit import refuse_crowd
+from moewright.engine.run.rendezvous import Door
+from moewright.engine.run.worker import (
+    STOP_SIGNALS,
+    Blame,
+    Exit,
+    Failure,
+    Heart,
+    Outcome,
+    RankContext,
+    Seat,
+    StopFlag,
+    Timeouts,
+    Worker,
+    child_main,
+    failure_of,
+    last_beat,
+    rank_file,
+    read_failure,
+)
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind
+
+_POLL_S = 0.2
+_SETTLE_S = 0.7  # after the first failure: time for its cause to show, when that was a consequence
+_GRACE_S = 1.0  # between SIGTERM and SIGKILL for the ranks that are left
+_HANG_MARGIN_S = 3.0  # past the collective timeout, so that a rank that times out by itself is heard first
+
+
+def launch(
+    worker: Worker,
+    *,
+    nproc: int,
+    run_dir: Path,
+    device: DeviceKind = DeviceKind.CPU,
+    timeouts: Timeouts | None = None,
+    first: Callable[[], None] = lambda: None,
+) -> Exit:
+    """Run `worker` on `nproc` ranks and return the job's exit code; holds `run_dir` locked meanwhile.
+
+    `first` is called once a job, when the lock is held and no rank has started.
+
+    Ranks are forked for CPU (one thread each; the caller has not initialised CUDA) and spawned for CUDA, where
+    `worker` must be importable. Under torchrun the worker runs in this process. Main thread only, Linux only.
+    A rank that fails ends all: its own error comes first on stderr, RANK_FAILED is returned; a BadInput of a rank is
+    raised here. SIGTERM and SIGINT are handed to every rank; STOPPED means that they agreed and saved.
+    """
+    timeouts = timeouts or Timeouts()
+    env = torchrun()
+    if env is not None:
+        return _run_here(worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts, first=first)
+    refuse_crowd(nproc)
+    if sys.platform != "linux":
+        raise BadInput(Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun"))
+    with run_lock(run_dir), _folder(run_dir) as folder:
+        first()
+        seats = [
+            Seat(rank=rank, local_rank=rank, world=nproc, timeouts=timeouts, device=device, meeting=folder / "store")
+            for rank in range(nproc)
+        ]
+        failure_or_exit = _run_ranks(worker, seats, folder)
+    if isinstance(failure_or_exit, Exit):
+        return failure_or_exit
+    return _report(failure_or_exit)
+
+
+def _run_here(
+    worker: Worker,
+    env: TorchrunEnv,
+    *,
+    nproc: int,
+    run_dir: Path,
+    device: DeviceKind,
+    timeouts: Timeouts,
+    first: Callable[[], None],
+) -> Exit:
+    """This process is a rank already: torchrun watches it."""
+    if nproc != env.world:
+        raise BadInput(
+            Reason(field="nproc", value=str(nproc), rule=f"torchrun started {env.world} ranks", nearest=str(env.world))
+        )
+    door = Door(host=env.host, port=env.port, opens=env.rank == 0 and not env.store_open, attempt=env.attempt)
+    seat = Seat(
+        rank=env.rank, local_rank=env.local_rank, world=env.world, timeouts=timeouts, device=device, meeting=door
+    )
+    heart = Heart(None)
+    with run_lock(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
+        if env.rank == 0:
+            first()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        try:
+            outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))
+        except BadInput as error:
+            if env.local_rank == 0:
+                raise
+            # The command line speaks for the first rank of a machine alone; this may be found by one rank only.
+            print(f"rank {env.rank}: {error}", file=sys.stderr, flush=True)
+            return Exit.BAD_INPUT
+        except Exception as error:
+            return _report(failure_of(error, rank=env.rank, step=heart.step))
+    return Exit.DONE if outcome is Outcome.DONE else Exit.STOPPED
+
+
+@contextmanager
+def _folder(run_dir: Path) -> Iterator[Path]:
+    """A fresh folder for store, heartbeats and failure notes; one left by a killed launcher is removed."""
+    folder = run_dir.absolute() / ".launch"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    seat: Seat
+    process: BaseProcess
+    folder: Path
+
+    @property
+    def alive(self) -> bool:
+        return self.process.exitcode is None
+
+    @property
+    def failed(self) -> bool:
+        return self.process.exitcode not in (None, Exit.DONE, Exit.STOPPED)
+
+    def file(self, kind: str) -> Path:
+        return rank_file(self.folder, kind, self.seat.rank)
+
+
+def _run_ranks(worker: Worker, seats: Sequence[Seat], folder: Path) -> Exit | Failure:
+    forks = seats[0].device is DeviceKind.CPU
+    context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+    ranks: list[_Rank] = []
+    with _stop_flag() as stop:
+        try:
+            for seat in seats:
+                process = context.Process(target=child_main, args=(worker, seat, folder, os.getpid()))
+                process.start()
+                ranks.append(_Rank(seat=seat, process=process, folder=folder))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            failure = _watch(ranks, stop)
+        finally:
+            _end(ranks)
+    if failure is not None:
+        return failure
+    return Exit.STOPPED if any(rank.process.exitcode == Exit.STOPPED for rank in ranks) else Exit.DONE
+
+
+@contextmanager
+def _stop_flag() -> Iterator[StopFlag]:
+    """This process's own flag. Stop signals start blocked: ranks inherit that and unblock when theirs is in place."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    stop = StopFlag()
+    stop.install()
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _watch(ranks: Sequence[_Rank], stop: StopFlag) -> Failure | None:
+    """Wait until all ranks are done, or one has failed or hangs: then say which, and how."""
+    started_s = time.monotonic()
+    forwarded = False
+    while live := [rank for rank in ranks if rank.alive]:
+        if stop.requested and not forwarded:
+            _signal(live, signal.SIGTERM)
+            forwarded = True
+        wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
+        if any(rank.failed for rank in ranks):
+            break
+        if any(_silence_s(rank, started_s) > _patience_s(rank) for rank in live):
+            return _hang(live, started_s)
+    return _first_failure(ranks, started_s)
+
+
+def _first_failure(ranks: Sequence[_Rank], started_s: float) -> Failure | None:
+    """The failure to blame, once the ranks have had time to settle; None when no rank has failed."""
+    settled_s = time.monotonic() + _SETTLE_S
+    while True:
+        failures = [_death(rank) for rank in ranks if rank.failed]
+        live = [rank for rank in ranks if rank.alive]
+        first = min(failures, key=lambda failure: (failure.blame, failure.at_s), default=None)
+        if first is None or first.blame is Blame.CAUSE or not live:
+            return first
+        if time.monotonic() > settled_s:
+            return _hang(live, started_s) if first.blame is Blame.PEER_LOST else first
+        wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
+
+
+def _death(rank: _Rank) -> Failure:
+    """What is known of a rank that has failed: its own note, else its exit code."""
+    seat, code = rank.seat, rank.process.exitcode or 0
+    note = read_failure(rank.file("failure"))
+    if note is not None:
+        return note
+    killer = signal.Signals(-code).name if code < 0 else ""
+    beat = last_beat(rank.file("beat"))
+    return Failure(
+        rank=seat.rank,
+        step=beat[0] if beat else 0,
+        at_s=time.monotonic(),
+        blame=Blame.ABORT if killer == "SIGABRT" else Blame.CAUSE,
+        what=f"was killed by {killer}" if killer else f"exited with code {code}",
+    )
+
+
+def _hang(live: Sequence[_Rank], started_s: float) -> Failure:
+    """Blame one of the ranks that still live: a suspended one, one that never came to meet the others, else the one
+    silent for longest.
+    """
+    rank = max(live, key=lambda each: (_is_suspended(each), not each.file("met").exists(), _silence_s(each, started_s)))
+    beat = last_beat(rank.file("beat"))
+    how = "it is suspended (SIGSTOP)" if _is_suspended(rank) else "the others wait for it"
+    return Failure(
+        rank=rank.seat.rank,
+        step=beat[0] if beat else 0,
+        at_s=time.monotonic(),
+        blame=Blame.CAUSE,
+        what="stopped answering",
+        error=f"{how}, silent for {_silence_s(rank, started_s):.0f} s",
+    )
+
+
+def _silence_s(rank: _Rank, started_s: float) -> float:
+    beat = last_beat(rank.file("beat"))
+    return time.monotonic() - (beat[1] if beat else started_s)
+
+
+def _patience_s(rank: _Rank) -> float:
+    timeouts = rank.seat.timeouts
+    started = last_beat(rank.file("beat")) is not None
+    return (timeouts.collective_s if started else timeouts.rendezvous_s) + _HANG_MARGIN_S
+
+
+def _is_suspended(rank: _Rank) -> bool:
+    """Linux process state T; the state follows the last ")" of the stat line."""
+    try:
+        stat = Path(f"/proc/{rank.process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def _signal(ranks: Sequence[_Rank], number: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.alive and rank.process.pid is not None:
+            os.kill(rank.process.pid, number)
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Leave no rank behind: SIGTERM, then SIGKILL, which a suspended rank takes too."""
+    _signal(ranks, signal.SIGTERM)
+    deadline_s = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline_s - time.monotonic()))
+    _signal(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.join()
+
+
+def _report(failure: Failure) -> Exit:
+    """Say what failed, the first line first; a BadInput goes on to the caller."""
+    if failure.reasons:
+        raise BadInput(*failure.reasons)
+    with suppress(OSError, ValueError):
+        print(f"{failure}; start again to go on from the last checkpoint", file=sys.stderr)
+        print(failure.detail, end="", file=sys.stderr, flush=True)
+    return Exit.RANK_FAILED

@@ -1,0 +1,256 @@
+"""What a rank has besides its model: a stop flag, a heartbeat, a store to meet the others, a note when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch._C._distributed_c10d import FileStore, Store  # torch.distributed re-exports them, unseen by type checkers
+
+from moewright.engine.run.rendezvous import Door, meet
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_BEAT = struct.Struct("<qd")  # step, seconds of the monotonic clock (one clock for all processes of a machine)
+_PEER_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Timed out",
+    "timed out",
+    "wait timeout",
+    "NCCL error",
+    "remote process exited",
+)
+_PR_SET_PDEATHSIG = 1
+
+
+class Exit(IntEnum):
+    """Exit codes of a job."""
+
+    DONE = 0
+    BAD_INPUT = 2
+    RANK_FAILED = 3
+    STOPPED = 143  # saved on SIGTERM
+
+
+class Outcome(StrEnum):
+    """How a worker ended: DONE, or STOPPED because the ranks agreed on a stop and saved."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How long ranks wait for each other; the only place that says so.
+
+    `collective_s` is the timeout of every process group, and a rank that has not beaten for so long and a margin is
+    taken to hang: a worker calls `beat` at least that often, in evaluation and start-up too.
+    """
+
+    rendezvous_s: float = 60.0
+    collective_s: float = 600.0
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGINT, polled by the trainer; more signals change nothing, so a save is not interrupted."""
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def install(self) -> None:
+        """Take the signals of this process; main thread only."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._request)
+
+    @property
+    def requested(self) -> bool:
+        return self._requested
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+
+
+class Heart:
+    """Writes the step that a rank is on, and when, for the launcher to read."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._handle = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def beat(self, step: int) -> None:
+        self._step = step
+        if self._handle is not None:
+            os.pwrite(self._handle, _BEAT.pack(step, time.monotonic()), 0)
+
+
+def last_beat(path: Path) -> tuple[int, float] | None:
+    """Step and monotonic second of the last beat, or None before the first."""
+    try:
+        return _BEAT.unpack(path.read_bytes())
+    except (FileNotFoundError, struct.error):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What a rank is told before it starts. Ranks meet over a file of the launcher, or at the door of torchrun."""
+
+    rank: int
+    local_rank: int
+    world: int
+    timeouts: Timeouts
+    device: DeviceKind
+    meeting: Path | Door
+
+
+def rank_file(folder: Path, kind: str, rank: int) -> Path:
+    """The file of a rank in the launcher's folder; `kind` is "beat", "met" or "failure"."""
+    return folder / f"{kind}-{rank:05d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """Handed to the worker. `beat(step)` at the start of every step; `stop.requested` is this rank's own flag."""
+
+    seat: Seat
+    stop: StopFlag
+    beat: Callable[[int], None]
+
+    @property
+    def rank(self) -> int:
+        return self.seat.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.seat.local_rank
+
+    @property
+    def world(self) -> int:
+        return self.seat.world
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return self.seat.timeouts
+
+    def store(self) -> Store:
+        """Where the ranks meet. Call once."""
+        meeting, patience_s = self.seat.meeting, self.timeouts.rendezvous_s
+        if isinstance(meeting, Door):
+            return meet(meeting, rank=self.rank, world=self.world, patience_s=patience_s)
+        rank_file(meeting.parent, "met", self.rank).touch()  # whoever lacks one is waited for
+        store = FileStore(str(meeting), self.world)
+        store.set_timeout(timedelta(seconds=patience_s))
+        return store
+
+
+Worker = Callable[[RankContext], Outcome]
+
+
+class Blame(IntEnum):
+    """How likely a failure is the cause of the others, most likely first."""
+
+    CAUSE = 0
+    ABORT = 1  # SIGABRT: collective libraries abort when a peer is gone, but not only then
+    PEER_LOST = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How a rank ended: `what` it did ("was killed by SIGKILL"), the `error` in one line, `detail` for the log."""
+
+    rank: int
+    step: int
+    at_s: float  # on the monotonic clock
+    blame: Blame
+    what: str
+    error: str = ""
+    detail: str = ""
+    reasons: tuple[Reason, ...] = ()  # of a BadInput
+
+    def __str__(self) -> str:
+        where = f"at step {self.step}" if self.step else "before its first step"
+        return f"rank {self.rank} {self.what} {where}" + (f": {self.error}" if self.error else "")
+
+
+def write_failure(path: Path, failure: Failure) -> None:
+    with suppress(OSError):  # a full disk must not hide the first error
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(failure)), "utf-8")
+        part.rename(path)
+
+
+def read_failure(path: Path) -> Failure | None:
+    if not path.exists():
+        return None
+    data = json.loads(path.read_text("utf-8"))
+    return Failure(
+        **{**data, "blame": Blame(data["blame"]), "reasons": tuple(Reason(**reason) for reason in data["reasons"])}
+    )
+
+
+def failure_of(error: Exception, *, rank: int, step: int) -> Failure:
+    text = " ".join(str(error).split())
+    return Failure(
+        rank=rank,
+        step=step,
+        at_s=time.monotonic(),
+        blame=Blame.PEER_LOST if any(sign in text for sign in _PEER_LOST) else Blame.CAUSE,
+        what="failed",
+        error=f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        detail="".join(traceback.format_exception(error)),
+        reasons=error.reasons if isinstance(error, BadInput) else (),
+    )
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent `parent` ends, however it ends (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(Exit.RANK_FAILED)
+
+
+def child_main(worker: Worker, seat: Seat, folder: Path, parent: int) -> None:
+    """The life of a launched rank; never returns. Stop signals arrive blocked and open once the flag is in place."""
+    die_with_parent(parent)
+    stop = StopFlag()
+    stop.install()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    heart = Heart(rank_file(folder, "beat", seat.rank))
+    heart.beat(0)
+    if seat.device is DeviceKind.CPU:
+        torch.set_num_threads(1)  # ranks share the cores
+    code = Exit.RANK_FAILED
+    try:
+        outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))
+        code = Exit.DONE if outcome is Outcome.DONE else Exit.STOPPED
+    except Exception as error:
+        failure = failure_of(error, rank=seat.rank, step=heart.step)
+        code = Exit.BAD_INPUT if failure.reasons else Exit.RANK_FAILED
+        write_failure(rank_file(folder, "failure", seat.rank), failure)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # no teardown of process groups whose peers may be gone

@@ -1,0 +1,228 @@
+"""The layout and the workload in Megatron-LM's flags: degrees, memory, overlap, batches, optimizer, data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from moewright.exporters.megatron.model import Flag, number
+from moewright.rules.batch_rampup import batch_of
+from moewright.rules.context_parallel import factors
+from moewright.rules.stages import chunks
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Documents, Dtype, SaveMode, Workload
+
+DISPATCHERS = {
+    Dispatcher.ALL_GATHER: (("--moe-token-dispatcher-type", "allgather"),),
+    Dispatcher.ALL_TO_ALL: (("--moe-token-dispatcher-type", "alltoall"),),
+    Dispatcher.DEEPEP: (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "deepep")),
+    Dispatcher.HYBRIDEP: (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "hybridep")),
+}
+HYSTERESIS = 1  # a skipped step halves our loss scale at once; Megatron's default waits for a second one
+
+
+def layout_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
+    yield from _degrees(model, workload, layout)
+    yield from _memory(layout)
+    yield from _overlap(layout)
+
+
+def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> Iterator[Flag]:
+    yield from _training(workload, layout)
+    yield from _precision(workload, hardware)
+    yield from _optimizer(workload, layout)
+    yield from _data(workload)
+
+
+def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
+    """Megatron's FP8 format and recipe: one scale a tensor, or a scale a block as the device's tensor cores take it.
+
+    Blocks are of 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, and of 128 on Hopper.
+    """
+    if precision is Dtype.FP8:
+        return "hybrid", "tensorwise"
+    return ("e4m3", "mxfp8") if mx_blocks(hardware) else ("e4m3", "blockwise")
+
+
+def mx_blocks(hardware: Hardware) -> bool:
+    """Whether the device multiplies MX blocks: Blackwell, which the names of catalogue parts tell."""
+    return re.match(r"G?B\d", hardware.device.name) is not None
+
+
+def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
+    yield "--tensor-model-parallel-size", str(layout.tp)
+    if layout.sp:
+        yield ("--sequence-parallel",)
+    yield "--context-parallel-size", str(layout.cp)
+    if layout.cp > 1:
+        yield "--cp-comm-type", layout.cp_comm.value
+    if layout.cp_comm is CpComm.A2A_P2P:
+        yield "--hierarchical-context-parallel-sizes", *map(str, factors(layout))
+    yield "--pipeline-model-parallel-size", str(layout.pp)
+    if layout.stages:
+        yield "--pipeline-model-parallel-layout", layout.stages
+    elif layout.pp > 1:
+        if layout.vpp > 1:
+            yield "--num-virtual-stages-per-pipeline-rank", str(layout.vpp)
+        if len({len(chunk.layers) for chunk in chunks(model, layout)}) > 1:  # embedding and loss count as layers
+            yield ("--account-for-embedding-in-pipeline-split",)
+            yield ("--account-for-loss-in-pipeline-split",)
+    if layout.vpp > 1 and layout.vpp_group:
+        yield "--microbatch-group-size-per-virtual-pipeline-stage", str(layout.vpp_group)
+    if model.moe:
+        yield "--expert-model-parallel-size", str(layout.ep)
+        yield "--expert-tensor-parallel-size", str(layout.etp)  # always: left out, it would be tp
+        yield from DISPATCHERS[layout.dispatcher]
+        if layout.capacity:
+            yield "--moe-expert-capacity-factor", number(layout.capacity)
+            yield "--moe-token-drop-policy", workload.router.drop_policy.value
+        if layout.capacity_fill is CapacityFill.PADDED:
+            yield ("--moe-pad-expert-input-to-capacity",)
+
+
+def _memory(layout: Layout) -> Iterator[Flag]:
+    if layout.zero:
+        yield ("--use-distributed-optimizer",)
+    if layout.zero == 3:
+        yield ("--use-megatron-fsdp",)
+        yield "--data-parallel-sharding-strategy", "optim_grads_params"
+        yield "--ckpt-format", "fsdp_dtensor"
+    if Recompute.FULL in layout.recompute:
+        yield "--recompute-granularity", "full"
+        yield "--recompute-method", "block" if layout.recompute_block else "uniform"
+        yield "--recompute-num-layers", str(layout.recompute_block or layout.recompute_span)
+    elif layout.recompute:
+        yield "--recompute-granularity", "selective"
+        yield ("--recompute-modules", *(module.value for module in layout.recompute))
+    activations = [each.value for each in layout.offload if each is not Offload.OPTIMIZER]
+    if activations:
+        yield ("--fine-grained-activation-offloading",)
+        yield ("--offload-modules", *activations)
+
+
+def _overlap(layout: Layout) -> Iterator[Flag]:
+    flags = {
+        Overlap.GRAD: "--overlap-grad-reduce",
+        Overlap.PARAM: "--overlap-param-gather",
+        Overlap.TP: "--tp-comm-overlap",
+        Overlap.EP: "--overlap-moe-expert-parallel-comm",
+        Overlap.WGRAD: "--delay-wgrad-compute",
+        Overlap.SHARED: "--moe-shared-expert-overlap",
+    }
+    for each in layout.overlap:
+        if each in flags:
+            yield (flags[each],)
+    if layout.vpp > 1 and Overlap.P2P not in layout.overlap:
+        yield ("--no-overlap-p2p-communication",)  # on by itself with virtual stages
+    if Graphs.FULL in layout.graphs:
+        yield "--cuda-graph-impl", "full_iteration"
+        yield ("--no-check-for-nan-in-loss-and-grad",)
+    elif layout.graphs:
+        yield "--cuda-graph-impl", "transformer_engine"
+        yield ("--cuda-graph-modules", *(part.value for part in layout.graphs))
+    if layout.graphs:
+        yield ("--te-rng-tracker",)
+
+
+def _training(workload: Workload, layout: Layout) -> Iterator[Flag]:
+    yield "--seq-length", str(workload.seq_len)
+    yield "--micro-batch-size", str(layout.mbs)
+    yield "--global-batch-size", str(workload.global_batch)
+    yield from _duration(workload)
+    yield "--seed", str(workload.seed)
+    if workload.checkpoint.every_steps:
+        yield "--save", "checkpoints"
+        yield "--load", "checkpoints"
+        yield "--save-interval", str(workload.checkpoint.every_steps)
+        if workload.checkpoint.mode is SaveMode.ASYNC:
+            yield ("--async-save",)
+    yield "--log-interval", "1"
+    yield ("--log-throughput",)
+
+
+def _duration(workload: Workload) -> Iterator[Flag]:
+    """How long, and over how long the learning rate moves: in steps, or in sequences where the batch grows, for the
+    parser takes a ramp with sample-based training alone.
+    """
+    ramp, optimizer = workload.ramp, workload.optimizer
+    decay = optimizer.decay_steps or workload.steps
+    if not ramp.ramp_start:
+        if workload.steps:
+            yield "--train-iters", str(workload.steps)
+        yield "--lr-warmup-iters", str(optimizer.warmup_steps)
+        if decay:
+            yield "--lr-decay-iters", str(decay)
+        return
+    yield "--rampup-batch-size", str(ramp.ramp_start), str(ramp.ramp_increment), str(ramp.ramp_samples)
+    if workload.steps:
+        yield "--train-samples", str(batch_of(workload, workload.steps).first)
+    yield "--lr-warmup-samples", str(batch_of(workload, optimizer.warmup_steps).first)
+    if decay:
+        yield "--lr-decay-samples", str(batch_of(workload, decay).first)
+
+
+def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
+    precision, scaling = workload.precision, workload.scaling
+    if precision is Dtype.FP32:
+        return
+    yield (f"--{Dtype.BF16 if precision.narrow else precision}",)
+    if precision is Dtype.NVFP4:
+        yield "--fp4-format", "e2m1"
+        yield "--fp4-recipe", "nvfp4"
+    elif precision.narrow:
+        form, recipe = fp8_recipe(precision, hardware)
+        yield "--fp8-format", form
+        yield "--fp8-recipe", recipe
+    if workload.grad_dtype is Dtype.BF16:
+        yield ("--grad-reduce-in-bf16",)
+    else:
+        yield ("--accumulate-allreduce-grads-in-fp32",)
+    if precision is Dtype.FP16:
+        yield "--initial-loss-scale", number(scaling.initial_loss_scale)
+        yield "--min-loss-scale", number(scaling.min_loss_scale)
+        yield "--loss-scale-window", str(scaling.loss_scale_window)
+        yield "--hysteresis", str(HYSTERESIS)
+
+
+def _optimizer(workload: Workload, layout: Layout) -> Iterator[Flag]:
+    optimizer = workload.optimizer
+    offloaded, moments = Offload.OPTIMIZER in layout.offload, optimizer.moment_dtype
+    if offloaded:
+        yield ("--optimizer-cpu-offload",)
+        if layout.offload_fraction < 1:
+            yield "--optimizer-offload-fraction", number(layout.offload_fraction)
+    if offloaded or moments is not Dtype.FP32:
+        yield ("--use-precision-aware-optimizer",)
+        yield "--exp-avg-dtype", moments.value
+        yield "--exp-avg-sq-dtype", moments.value
+    yield "--lr", number(optimizer.lr)
+    yield "--min-lr", number(optimizer.lr * optimizer.min_lr_fraction)
+    yield "--lr-decay-style", "cosine"
+    yield "--adam-beta1", number(optimizer.beta1)
+    yield "--adam-beta2", number(optimizer.beta2)
+    yield "--adam-eps", number(optimizer.eps)
+    yield "--weight-decay", number(optimizer.weight_decay)
+    yield "--clip-grad", number(optimizer.clip_norm)
+    yield "--ddp-bucket-size", str(optimizer.bucket_elements)
+
+
+def _data(workload: Workload) -> Iterator[Flag]:
+    data = workload.data
+    if data.train and data.heldout:
+        yield "--train-data-path", data.train
+        yield "--valid-data-path", data.heldout
+    elif data.train:
+        yield "--data-path", data.train
+        yield "--split", "1,0,0"
+    else:
+        yield ("--mock-data",)
+    if data.documents is not Documents.JOINED:
+        yield ("--reset-attention-mask",)
+        yield ("--eod-mask-loss",)
+    if data.documents is Documents.RESTARTED:
+        yield ("--reset-position-ids",)
+    if data.heldout and workload.eval_every_steps:
+        yield "--eval-interval", str(workload.eval_every_steps)
+    yield "--eval-iters", str(workload.eval_batches if data.heldout else 0)

@@ -1,0 +1,67 @@
+"""A plan as a Megatron-LM launch script. Flags are those of Megatron-LM's own parser at d98e8a64 (2026-08-22)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from shlex import quote
+
+from moewright.codec import layout_text
+from moewright.exporters.megatron.layout import layout_flags, workload_flags
+from moewright.exporters.megatron.model import Flag, model_flags
+from moewright.exporters.megatron.refusals import refusals
+from moewright.exporters.torchrun import launcher
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Layout, Overlap
+from moewright.spec.plan import Plan
+
+TRAINER = "pretrain_gpt.py"
+
+
+def megatron(plan: Plan) -> str:
+    """A shell script that starts pretrain_gpt.py on every node. Raises BadInput for what Megatron-LM cannot say."""
+    lines = flag_lines(megatron_flags(plan))
+    exports = (f"export {name}={value}" for name, value in environment(plan.layout))
+    command = " \\\n  ".join((f"{launcher(plan)} {TRAINER}", *lines))
+    return "\n".join(("#!/bin/sh", *comments(plan), *exports, command)) + "\n"
+
+
+def comments(plan: Plan) -> Iterator[str]:
+    """Lines that say where a script comes from, and what it says otherwise than the plan."""
+    yield f"# {plan.model.name or 'model'}, {layout_text(plan.layout)}, plan {plan.fingerprint}".replace("\n", " ")
+    if plan.workload.ramp.ramp_start:
+        yield "# While the batch grows Megatron-LM moves the learning rate by sequences, the plan by steps; they agree"
+        yield "# where warm-up and decay end."
+
+
+def flag_lines(flags: tuple[Flag, ...]) -> tuple[str, ...]:
+    """One flag a line, quoted for a shell."""
+    return tuple(f"{name} {' '.join(map(quote, values))}".rstrip() for name, *values in flags)
+
+
+def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
+    """The flags of pretrain_gpt.py that say this plan; nothing is left to a default that depends on another flag.
+
+    What only predictions read (expert load, the step that is counted) has no flag. Raises BadInput with a Reason for
+    each thing that Megatron-LM cannot say.
+    """
+    reasons = refusals(plan)
+    if reasons:
+        raise BadInput(*reasons)
+    return (
+        *model_flags(plan.model, plan.workload),
+        *layout_flags(plan.model, plan.workload, plan.layout),
+        *workload_flags(plan.workload, plan.layout, plan.hardware),
+    )
+
+
+def environment(layout: Layout) -> tuple[tuple[str, str], ...]:
+    """Variables that Megatron-LM reads or asserts."""
+    connections = ("CUDA_DEVICE_MAX_CONNECTIONS", str(_connections(layout)))
+    if layout.graphs:  # captured graphs may be replayed at addresses that growing segments have moved
+        return (connections,)
+    return (connections, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
+
+
+def _connections(layout: Layout) -> int:
+    """Hardware queues: sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap need more."""
+    return 32 if layout.zero == 3 or Overlap.EP in layout.overlap else 1

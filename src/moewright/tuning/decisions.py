@@ -1,0 +1,101 @@
+"""What a tuning decides, by which rules, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moewright.spec.finding import Basis
+from moewright.tuning.paired_test import Interval, Noise
+from moewright.tuning.space import Point
+from moewright.tuning.trials import Outcome
+
+
+class Phase(StrEnum):
+    FIT = "fit"
+    SCALE = "scale"
+    RETUNE = "retune"
+    VALIDATE = "validate"
+
+
+class Ruling(StrEnum):
+    START = "start"
+    KEPT = "kept"
+    SLOWER = "slower"
+    NO_GAIN = "no gain shown"
+    FAILED = "failed"
+    PRUNED = "pruned"
+    PASSED_OVER = "passed over"
+    VALID = "valid"
+    INVALID = "not valid"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """How gain is told from noise, and when to stop.
+
+    A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain` faster, or is not
+    even ahead after `futile_pairs`; so many candidates in a row without gain end a phase.
+    """
+
+    repeats: int = 3  # of the start, to see how far runs of one layout differ
+    max_pairs: int = 5
+    futile_pairs: int = 3
+    min_gain: float = 0.02
+    patience: int = 3  # of scale; retune goes on for twice as many
+    prior_sd: float = 0.07  # of the log ratio of two runs: each differs by 5 %, as repeats do (tune.fit.NOISE)
+    prior_freedom: int = 2
+    margin: float = 1.0  # of the planner's error: how much slower than the incumbent a candidate may be predicted
+    basis: Basis = Basis.MEASURED
+
+
+# Predictions repeat exactly, and are all there is to go by.
+PREDICTED = Rules(repeats=1, max_pairs=1, min_gain=0.005, prior_sd=0.0, margin=0.0, basis=Basis.PREDICTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What became of a point. `predicted_s` and `predicted_ratio` (to the incumbent) are by the constants of then; the
+    interval is of the log ratio of measured seconds."""
+
+    phase: Phase
+    point: Point
+    why: str
+    predicted_s: float
+    predicted_ratio: float
+    predicted_peak_bytes: int
+    ruling: Ruling
+    said: str = ""
+    step_s: float = 0.0  # geometric mean of its runs
+    interval: Interval | None = None
+    runs: int = 0
+    error: float = 0.0  # of the planner then: root mean square of log ratios of layouts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """The walls of an incumbent, as its last run showed them."""
+
+    point: Point
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A tuning so far; `stops` says why each phase ended, `total` is the winner against the start."""
+
+    decisions: tuple[Decision, ...]
+    profiles: tuple[Profile, ...]
+    stops: tuple[tuple[Phase, str], ...]
+    start: Point
+    winner: Point | None
+    validated: Outcome | None
+    total: Interval | None
+    noise: Noise
+    runs: int
+    spent_s: float
+    points: int  # that were run
+
+
+Watch = Callable[[Result], None]

@@ -1,0 +1,240 @@
+"""The fit of constants: recovers what made the runs, stays within bounds, and says what it does not know."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+
+import pytest
+
+from moewright.calibration.fit import FREE, Centre, Run, fit, leave_out
+from moewright.calibration.own_runs import read_runs
+from moewright.cli.main import main
+from moewright.codec import parse_layout, write_json, write_toml
+from moewright.codec.run_files import record_line
+from moewright.cost.constants import Constants
+from moewright.cost.repricing import Prepared
+from moewright.intake import catalogue
+from moewright.search.search import plan_of
+from moewright.spec.hardware import Constant
+from moewright.spec.plan import Plan
+from moewright.spec.run import LayerLoad, StepRecord
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.workload import Dtype, Routing, Workload
+
+MODEL, HARDWARE = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("64xH100")
+LAYOUTS = (
+    "ep8,mbs1",
+    "ep8,mbs4",
+    "ep32,mbs1",
+    "ep32,mbs2,dispatcher=deepep",
+    "tp2,ep8,mbs2",
+    "tp4,ep8,pp2,mbs1",
+    "ep8,pp4,mbs1,recompute=full",
+)
+
+
+def constant(name: str, value: float) -> Constant:
+    return Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="test"))
+
+
+def runs(layouts: tuple[str, ...] = LAYOUTS, **truth: float) -> tuple[Run, ...]:
+    """Runs as a machine with these constants would time them."""
+    work = Workload(seq_len=4096, global_batch=1024)
+    changed = tuple(constant(name, value) for name, value in truth.items())
+    found = []
+    for text in layouts:
+        prepared = Prepared(MODEL, work, HARDWARE, parse_layout(text, world_size=64))
+        found.append(Run(id=text, prepared=prepared, hardware=HARDWARE, measured_s=prepared.step_s(changed)))
+    return tuple(found)
+
+
+def test_every_free_constant_is_one_of_the_model_and_its_prior_lies_in_its_bounds() -> None:
+    known = Constants(HARDWARE)
+    for one in FREE:
+        assert known[one.name] >= 0
+        assert one.low <= one.prior <= one.high
+        assert one.low <= known[one.name] <= one.high
+
+
+def test_recovers_a_host_that_is_half_as_fast() -> None:
+    slow = 2 * Constants(HARDWARE)["host_s_per_layer_microbatch"]
+    found = fit(runs(host_s_per_layer_microbatch=slow), centre=Centre.HARDWARE)
+    host = next(one for one in found.estimated("H100") if one.name == "host_s_per_layer_microbatch")
+    assert abs(log(host.value / slow)) < 2.5 * host.sd
+    assert host.value > 1.4 * host.prior
+    assert host.sd < 0.8 * host.prior_sd
+
+
+def test_three_runs_suffice_and_what_they_do_not_show_stays() -> None:
+    found = fit(runs(LAYOUTS[:3], alltoall_between_time_scale=1.5), centre=Centre.HARDWARE)
+    by_name = {one.name: one for one in found.estimated("H100")}
+    unseen = by_name["ep_overlap_hidden"]
+    assert unseen.value == pytest.approx(unseen.prior)
+    assert unseen.sd == pytest.approx(unseen.prior_sd, rel=1e-6)
+    assert by_name["alltoall_between_time_scale"].value > by_name["alltoall_between_time_scale"].prior
+
+
+def test_values_stay_in_bounds_whatever_was_measured() -> None:
+    wild = tuple(replace(run, measured_s=50 * run.measured_s) for run in runs())
+    found = fit(wild)
+    for one, free in zip(
+        sorted(found.estimated("H100"), key=lambda e: e.name), sorted(FREE, key=lambda f: f.name), strict=True
+    ):
+        assert free.low <= one.value <= free.high
+
+
+def test_one_wild_run_does_not_carry_the_fit_away() -> None:
+    good = runs()
+    spoilt = (replace(good[0], measured_s=3 * good[0].measured_s), *good[1:])
+    found = fit(spoilt, centre=Centre.HARDWARE)
+    errors = [run.prepared.step_s(found.constants(HARDWARE)) / run.measured_s - 1 for run in good[1:]]
+    assert max(map(abs, errors)) < 0.12
+
+
+def test_a_measured_run_narrows_what_it_shows() -> None:
+    first, last = runs()[:3], runs()[4]
+    found = fit(first, centre=Centre.HARDWARE)
+    promised = {one.name: one.sd for one in found.after(last, "H100")}["tp_host"]
+    before, now = (
+        {one.name: one.sd for one in fit(some, centre=Centre.HARDWARE).estimated("H100")}["tp_host"]
+        for some in (first, (*first, last))
+    )
+    assert now < before
+    assert promised == pytest.approx(now, rel=0.05)
+    assert found.spread(last) > 0.5 * found.spread(first[0])
+
+
+def test_left_out_runs_are_predicted_by_the_others() -> None:
+    scale = exp(0.2)
+    slow = tuple(replace(run, measured_s=scale * run.measured_s) for run in runs())
+    predicted = leave_out(slow, lambda run: run.id, centre=Centre.HARDWARE)
+    for run, seconds in zip(slow, predicted, strict=True):
+        assert 0 < log(seconds / run.prepared.step_s(())) < 0.25
+
+
+def table(path: Path, count: int) -> Path:
+    columns = "id model hardware num_gpus precision seq_len gbs mbs tp pp ep recompute_granularity cuda_graph"
+    names = [*columns.split(), "dispatcher", "force_balance", "time_per_iter_s"]
+    times = (("1", "8", "26.0"), ("2", "8", "42.0"), ("1", "16", "33.0"), ("2", "16", "51.0"))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(names)
+        for i, (mbs, ep, seconds) in enumerate(times[:count]):
+            row = [f"r{i}", "Qwen3-30B-A3B", "H100", "16", "bf16", "4096", "1024", mbs, "1", "1", ep, "none", "none"]
+            out.writerow([*row, "alltoall", "true", seconds])
+    return path
+
+
+def test_the_verb_writes_a_hardware_file_that_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.toml"
+    assert main(["fit", str(table(tmp_path / "t.csv", 3)), "--on", "H100", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "next, measure Qwen/Qwen3-30B-A3B in" in said
+    assert "each run left out of its fit" in said
+    mine, stock = catalogue.hardware(f"16x{out}"), catalogue.hardware("16xH100")
+    fitted = [one for one in mine.constants if "t.csv" in one.value.source]
+    assert fitted
+    assert all(one.value.kind is SourceKind.FITTED and "3 runs" in one.value.source for one in fitted)
+    assert mine.device == stock.device
+    assert mine.fabric == stock.fabric
+
+
+def test_two_runs_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["fit", str(table(tmp_path / "t.csv", 2)), "--on", "H100", "--out", str(tmp_path / "mine.toml")]
+    assert main(arguments) == 2
+    assert "a fit needs 3" in capsys.readouterr().err
+    assert not (tmp_path / "mine.toml").exists()
+
+
+CPU_FILE = Path(__file__).parents[1] / "golden" / "machine_2cpu.toml"
+CPU_LAYOUTS = ("ep2,mbs1", "ep2,mbs2", "ep1,mbs4", "tp2,ep2,mbs2")
+
+
+def cpu_runs() -> tuple[tuple[str, Plan, float], ...]:
+    """Layouts of a small model on the golden machine, with the seconds of one whose products take 1.4 x as long."""
+    hardware = catalogue.hardware(str(CPU_FILE))
+    small = replace(MODEL, layers=2, moe_layers=(True, True), hidden_size=256, vocab_size=4096)
+    work = Workload(seq_len=256, global_batch=16, precision=Dtype.FP32)
+    slow = constant("gemm_time_scale", 1.4)
+    found = []
+    for text in CPU_LAYOUTS:
+        layout = parse_layout(text, world_size=2)
+        seconds = Prepared(small, work, hardware, layout).step_s((slow,))
+        found.append((text, plan_of(small, work, hardware, layout), seconds))
+    return tuple(found)
+
+
+def write_runs(folder: Path) -> Path:
+    for text, plan, seconds in cpu_runs():
+        home = folder / text.replace(",", "_")
+        home.mkdir(parents=True)
+        write_json(home / "plan.json", plan)
+        steps = [
+            StepRecord(
+                step=number,
+                loss=5.0,
+                aux_loss=0.0,
+                lr=1e-3,
+                grad_norm=1.0,
+                tokens=plan.workload.tokens_per_step,
+                step_s=seconds,
+                tokens_per_s_per_rank=1.0,
+                tflops_per_rank=1.0,
+                mfu=0.1,
+                skipped=False,
+                phases=(),
+                loads=(LayerLoad(layer=0, max_over_mean=1.0, dead_experts=0, entropy=1.0, counts=(8,) * 128),),
+            )
+            for number in range(1, 9)
+        ]
+        (home / "steps.jsonl").write_text("".join(map(record_line, steps)), encoding="utf-8")
+    return folder
+
+
+def test_runs_of_our_own_and_a_part_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a benched machine: the slow products are found, and what to run next is what the engine runs."""
+    out = tmp_path / "mine.toml"
+    folder = write_runs(tmp_path / "runs")
+    (folder / "torn").mkdir()
+    (folder / "torn" / "plan.json").write_text("{", encoding="utf-8")
+    assert main(["fit", str(folder), "--on", str(CPU_FILE), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "torn: left out" in said
+    assert "next, measure" in said
+    assert not any(word in said for word in ("deepep", "hybridep", "graphs="))
+    assert 1.2 < Constants(catalogue.hardware(str(out)))["gemm_time_scale"] < 1.5
+    for text, plan, seconds in cpu_runs():
+        layout = parse_layout(text, world_size=2)
+        fitted = Prepared(plan.model, plan.workload, catalogue.hardware(str(out)), layout).step_s(())
+        assert fitted == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_table_may_name_the_part_of_the_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = table(tmp_path / "t.csv", 3), tmp_path / "fitted.toml"
+    write_toml(tmp_path / "own.toml", replace(catalogue.hardware("16xH100"), name="Acme X1"))
+    path.write_text(path.read_text(encoding="utf-8").replace("H100", "Acme X1"), encoding="utf-8")
+    assert main(["fit", str(path), "--on", str(tmp_path / "own.toml"), "--out", str(out)]) == 0
+    assert "left out, was measured" not in capsys.readouterr().out
+    assert catalogue.hardware(str(out)).name == "Acme X1"
+
+
+def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(tmp_path), "--on", str(CPU_FILE), "--out", str(tmp_path / "mine.toml")]) == 2
+    assert "a fit needs 3" in capsys.readouterr().err
+
+
+def test_what_the_experts_got_is_what_a_run_is_read_at(tmp_path: Path) -> None:
+    rows = {row.id: row for row in read_runs(write_runs(tmp_path)).rows}
+    assert rows["ep2_mbs1"].workload.routing is Routing.LEARNED
+    assert rows["ep2_mbs1"].workload.load_factor == 1.0
+    assert rows["ep1_mbs4"].workload.routing is Routing.BALANCED
+    assert read_runs(tmp_path / "ep2_mbs1").order == ("ep2_mbs1",)
+
+
+def test_a_machine_has_every_constant_that_a_part_has() -> None:
+    """Or an estimate of a layout that reads it would fall."""
+    machine = Constants(catalogue.hardware(str(CPU_FILE)))
+    assert all(machine[one.name] >= 0 for one in Constants(HARDWARE).listed())

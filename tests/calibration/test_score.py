@@ -1,0 +1,129 @@
+"""The scorer against hand-worked tables: errors, ranks with ties, regret, verdicts, units."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from moewright.calibration.score import Calibration, Score, rank_correlation, score
+from moewright.calibration.table import COLUMNS, Measured, Table, read_table
+from moewright.spec.hardware import Constant
+from moewright.spec.plan import Verdict
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import GB
+
+BASE = {
+    "source": "a guide",
+    "model": "Qwen3-30B-A3B",
+    "hardware": "H100",
+    "num_gpus": "16",
+    "precision": "bf16",
+    "seq_len": "4096",
+    "gbs": "64",
+    "mbs": "1",
+    "tp": "1",
+    "pp": "1",
+    "ep": "16",
+    "recompute_granularity": "full",
+    "cuda_graph": "none",
+    "force_balance": "true",
+}
+
+
+def table(folder: Path, *changes: dict[str, str]) -> Table:
+    path = folder / "runs.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows({**BASE, "id": f"a-{place}", **change} for place, change in enumerate(changes))
+    return read_table(path)
+
+
+def predicted(folder: Path, *changes: dict[str, str]) -> list[float]:
+    """What the planner says of rows, to write tables whose errors are known."""
+    rows = score(table(folder, *({**change, "tokens_per_s_per_gpu": "1"} for change in changes))).rows
+    return [row.predicted_tokens_per_s_per_gpu or 0.0 for row in rows]
+
+
+LAYOUTS = ({"ep": "16"}, {"ep": "8"}, {"ep": "8", "pp": "2"})
+
+
+def scored(folder: Path, factors: tuple[float, ...]) -> Score:
+    """Three layouts whose measured speed is the predicted one times a factor."""
+    speeds = predicted(folder, *LAYOUTS)
+    said = [str(speed * factor) for speed, factor in zip(speeds, factors, strict=True)]
+    return score(table(folder, *({**one, "tokens_per_s_per_gpu": s} for one, s in zip(LAYOUTS, said, strict=True))))
+
+
+def test_errors_and_group(tmp_path: Path) -> None:
+    summary = scored(tmp_path, (1.0, 1.25, 0.8)).summary
+    assert summary.complete_speeds is not None
+    assert summary.complete_speeds.rows == 3
+    # Predicted over measured: 1, 0.8, 1.25.
+    assert summary.complete_speeds.median_error == pytest.approx(0.2)
+    assert summary.complete_speeds.mean_error == pytest.approx(0.15)
+    assert summary.complete_speeds.bias == pytest.approx(0.05 / 3)
+    (group,) = summary.groups
+    assert (group.model, group.hardware, group.layouts) == ("Qwen/Qwen3-30B-A3B", "H100", 3)
+
+
+def test_regret_is_what_the_layout_predicted_best_loses(tmp_path: Path) -> None:
+    speeds = predicted(tmp_path, *LAYOUTS)
+    best = max(range(3), key=speeds.__getitem__)
+    factors = [1.0, 1.0, 1.0]
+    factors[best] = min(speeds) / speeds[best] / 2  # the layout predicted best is measured slowest, half the next
+    summary = scored(tmp_path, tuple(factors)).summary
+    others = [speed for place, speed in enumerate(speeds) if place != best]
+    assert summary.worst_regret == pytest.approx(1 - min(speeds) / 2 / max(others))
+    assert summary.mean_rank_correlation is not None
+    assert summary.mean_rank_correlation < 0.5
+
+
+def test_ranks_share_a_place_when_equal() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5).
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert rank_correlation([1, 1], [1, 2]) == 0
+
+
+def test_a_calibration_reaches_the_rows_and_is_named(tmp_path: Path) -> None:
+    rows = table(tmp_path, {"tokens_per_s_per_gpu": "1000"})
+    slow = Constant(name="step_tail_s", value=Sourced(value=100.0, kind=SourceKind.FITTED, source="a test"))
+
+    def calibrate(row: Measured) -> Calibration:
+        return Calibration(constants=(slow,), source=f"fitted for {row.id}")
+
+    plain, fitted = score(rows).rows[0], score(rows, calibrate).rows[0]
+    assert plain.predicted_tokens_per_s_per_gpu is not None
+    assert fitted.predicted_tokens_per_s_per_gpu is not None
+    assert fitted.predicted_tokens_per_s_per_gpu < plain.predicted_tokens_per_s_per_gpu / 2
+    assert fitted.calibration.startswith("fitted for a-0")
+    assert plain.calibration.startswith("the planner's own constants")
+
+
+def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> None:
+    small = {"tokens_per_s_per_gpu": "1000"}
+    huge = {"recompute_granularity": "none", "mbs": "4"}
+    maybe = {"recompute_granularity": "", "mbs": "4", "tokens_per_s_per_gpu": "1000"}
+    found = score(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
+    assert [row.id for row in found.rows] == ["a-0", "a-1", "a-2", "a-3"]
+    assert [row.verdict for row in found.rows] == [Verdict.FITS, None, Verdict.OOM, Verdict.UNCERTAIN]
+    assert found.rows[1].skipped == "mbs: is not stated"
+    assert found.rows[2].measured_oom
+    assert "recompute, which may have been on" in found.rows[3].calibration
+    memory = found.summary.memory
+    assert (memory.ran, memory.ran_fits, memory.ran_uncertain) == (2, 1, 1)
+    assert (memory.out_of_memory, memory.out_of_memory_fits, memory.out_of_memory_uncertain) == (1, 0, 0)
+
+
+def test_a_peak_is_predicted_in_the_unit_and_sense_of_the_row(tmp_path: Path) -> None:
+    kinds = ("GiB allocated", "GB as printed", "GiB reserved", "GB, whole device")
+    changes = [{"peak_memory_gb": "40", "peak_memory_kind": kind} for kind in kinds]
+    rows = score(table(tmp_path, *changes, {"tokens_per_s_per_gpu": "1000"})).rows
+    gib, gb, reserved, device, unstated = (row.predicted_peak_memory_gb or 0.0 for row in rows)
+    assert gb == pytest.approx(gib * 1.024**3)
+    assert gib < reserved < device * GB / 1024**3
+    assert unstated == device

@@ -1,0 +1,293 @@
+"""Console logs of Megatron-LM as its versions print them."""
+
+import math
+
+import pytest
+
+from moewright.cli.main import main
+from moewright.diagnosis.traces.log_verdict import findings
+from moewright.diagnosis.traces.megatron_log import parse_log, printed_flops_per_token
+from moewright.spec.finding import Cause, Wall
+from moewright.spec.units import GIB, MIB
+
+HEAD = """using world size: 256, data-parallel size: 4, tensor-model-parallel size: 2
+------------------------ arguments ------------------------
+  accumulate_allreduce_grads_in_fp32 .............. True
+  add_bias_linear ................................. False
+  data_path ....................................... ['/data/a', '/data/b']
+  expert_model_parallel_size ...................... 8
+  global_batch_size ............................... 2048
+  recompute_modules ............................... ['moe_act', 'layernorm']
+-------------------- end of arguments ---------------------
+"""
+LINE = (
+    " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/     500 | consumed samples: {samples:12d} | elapsed time per "
+    "iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: 1.000000E-04 | "
+    "global batch size:  2048 | lm loss: 9.876543E+00 | load_balancing_loss: 1.012345E+00 | loss scale: 1.0 | "
+    "grad norm: 3.210 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+REPORT = (
+    "[Rank {rank}] (after 1 iterations) memory (MB) | allocated: 30000.5 | max allocated: {most:.1f} | "
+    "reserved: 70000.0 | max reserved: {held:.1f}"
+)
+
+
+def log(*, steps=30, ms=22420.0, tflops=216.4, tail=""):
+    lines = [
+        LINE.format(n=n, samples=2048 * n, ms=ms * (3 if n == 1 else 1), tflops=tflops) for n in range(1, steps + 1)
+    ]
+    return "\n".join((HEAD, *lines, tail))
+
+
+def test_steps_arguments_and_rates_are_read():
+    found = parse_log(log())
+    assert len(found.iterations) == 30
+    assert found.step_s == pytest.approx(22.42)
+    assert found.tflops_per_device == pytest.approx(216.4)
+    assert found.iterations[0].loss == pytest.approx(9.876543)
+    assert found.iterations[-1].global_batch == 2048
+    assert found.argument("expert_model_parallel_size") == "8"
+    assert found.argument("recompute_modules") == "['moe_act', 'layernorm']"
+    assert printed_flops_per_token(found, seq_len=4096, devices=256) == pytest.approx(148.05e9, rel=1e-3)
+
+
+def test_lines_of_launchers_carriage_returns_and_broken_ends_do_no_harm():
+    text = (
+        log(steps=3).replace("] iteration", "][default7]: iteration").replace("\n", "\r\n")
+        + "\n iteration  4/ 500 | elap"
+    )
+    found = parse_log(text)
+    assert [each.number for each in found.iterations] == [1, 2, 3, 4]
+    assert found.iterations[-1].step_s == 0
+    assert math.isnan(found.iterations[-1].loss)
+    assert found.step_s == pytest.approx(22.42)
+
+
+def test_a_restart_does_its_steps_over():
+    found = parse_log(log(steps=4) + "\n" + log(steps=2, ms=11210.0))
+    assert [each.step_s for each in found.iterations] == pytest.approx([33.63, 11.21, 22.42, 22.42])
+
+
+def test_memory_reports_of_megatron_and_of_bridge():
+    bridge = (
+        "[Rank 2] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 61.881 | mem-reserved-gigabytes: "
+        "182.24 | mem-max-allocated-gigabytes: 153.47 | mem-max-reserved-gigabytes: 182.24 | mem-alloc-retires: 0"
+    )
+    ours, theirs = parse_log(log(tail=f"{REPORT.format(rank=0, most=60000.0, held=70000.0)}\n{bridge}")).memory
+    assert (ours.max_allocated_bytes, ours.max_reserved_bytes) == (60000 * MIB, 70000 * MIB)
+    assert (theirs.rank, theirs.max_allocated_bytes, theirs.max_reserved_bytes) == (2, 153_470_000_000, 182_240_000_000)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "OutOfMemoryError: HIP out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of "
+        "79.11 GiB of which 1.2 GiB is free.",
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB (GPU 0; 79.11 GiB total capacity; "
+        "70.12 GiB already allocated; 1.2 GiB free)",
+    ],
+)
+def test_failed_allocations_are_a_memory_wall(line):
+    found = parse_log(log(steps=2, tail=line))
+    (failure,) = found.failures
+    assert failure.wanted_bytes == round(2.5 * GIB)
+    assert failure.capacity_bytes == round(79.11 * GIB)
+    first = findings(found, None)[0]
+    assert (first.wall, first.cause) == (Wall.MEMORY, Cause.CAPACITY)
+    assert "expandable_segments" in first.fixes[0].megatron
+
+
+def test_what_the_allocator_holds_and_does_not_give_out_is_fragmentation():
+    tail = "\n".join(REPORT.format(rank=rank, most=60000.0, held=78000.0) for rank in range(2))
+    text = log(
+        tail=tail + "\nCUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+    )
+    assert findings(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
+
+
+def test_the_command_explains_120_where_others_report_277(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(log(ms=40000.0, tflops=121.3))
+    job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
+    out = capsys.readouterr().out
+    assert "121.3 TFLOP/s a device measured" in out
+    assert "pipeline bubble" in out
+    assert "unexplained" in out
+    assert main(["diagnose", str(path)]) == 0
+    assert "--model" in capsys.readouterr().out
+
+
+TIMERS = """(min, max) time across ranks (ms):
+    forward-backward ...............................: (22100.00, 22150.00)
+    forward-compute ................................: (6900.00, 7100.00)
+    backward-compute ...............................: (9000.00, 9300.00)
+    batch-generator ................................: ({load:.2f}, {load:.2f})
+{messages}    all-grads-sync .................................: (150.00, {sync:.2f})
+    params-all-gather ..............................: (80.00, 80.00)
+    optimizer ......................................: (200.00, 210.00)
+"""
+MESSAGES = "    forward-recv ...................................: (100.00, 900.00)\n"
+
+
+def text_with_timers(*, load=20.0, sync=150.0, messages=MESSAGES):
+    block = TIMERS.format(load=load, sync=sync, messages=messages)
+    warm = block.replace("(22100.00, 22150.00)", "(90000.00, 90000.00)")
+    lines = [LINE.format(n=n, samples=n, ms=22420.0, tflops=216.4) for n in range(1, 4)]
+    return "\n".join((lines[0], warm + lines[1], block + lines[2], block))
+
+
+def timers(**changed):
+    return parse_log(text_with_timers(**changed))
+
+
+def test_timers_tell_measured_walls():
+    found = timers()
+    assert found.timers["forward-backward"].most_s == pytest.approx(22.15)  # not the first iteration's
+    assert found.timers["forward-compute"].least_s == pytest.approx(6.9)
+    first = findings(found, None)[0]
+    assert (first.wall, first.cause) == (Wall.COMMUNICATION, Cause.PP)
+    assert first.share == pytest.approx((22.15 - 7.1 - 9.3 - 0.15) / 22.42)
+    assert any("6.9 s to 7.1 s over the ranks" in line for line in first.evidence)
+
+
+@pytest.mark.parametrize(
+    ("changed", "wall", "cause", "share"),
+    [
+        ({"load": 4000.0}, Wall.HOST, Cause.DATA, 4.0 / 22.42),
+        # Who came last waits 150 ms for the sum; the others wait for it.
+        ({"sync": 5150.0, "messages": ""}, Wall.COMMUNICATION, Cause.STRAGGLER, 5.0 / 22.42),
+        ({"messages": ""}, Wall.HOST, Cause.HOST_OTHER, (22.15 - 7.1 - 9.3 - 0.15) / 22.42),
+    ],
+)
+def test_each_timer_has_its_cause(changed, wall, cause, share):
+    said = {each.cause: each for each in findings(timers(**changed), None)}
+    assert said[cause].wall is wall
+    assert said[cause].share == pytest.approx(share)
+
+
+def test_timers_of_one_line_and_of_every_rank():
+    old = (
+        LINE.format(n=1, samples=1, ms=430.0, tflops=0.0)
+        + "\ntime (ms) | forward-compute: 53.79 | forward-recv: 38.38 "
+        "| backward-compute: 138.84 | backward-send-forward-recv: 2.60 | backward-params-all-reduce: 10.17 "
+        "| optimizer: 49.42"
+    )
+    said = {each.cause: each.share for each in findings(parse_log(old), None)}
+    assert said[Cause.PP] == pytest.approx((38.38 + 2.60) / 430)
+    assert said[Cause.DP] == pytest.approx(10.17 / 430)
+    ranks = "times across ranks (ms):\n  forward-backward:\n     rank  0: 9000.00\n     rank  1: 9001.00\nsaving"
+    timer = parse_log(ranks).timers["forward-backward"]
+    assert (timer.least_s, timer.most_s) == pytest.approx((9.0, 9.001))
+
+
+@pytest.mark.parametrize(
+    ("line", "step_s", "tflops", "batch"),
+    [
+        (
+            "[20251202 09:12:08][rank-7/8][INFO ] [-trainer.py:2560] : iteration 126/ 5000 | consumed samples: 16128 | "
+            "elapsed time per iteration (ms): 13372.8/13364.7 | hip mem usage/free/total/usage_ratio: "
+            "153.81GB/102.17GB/255.98GB/60.09% | throughput per GPU (TFLOP/s/GPU): 567.6/568.0 | tokens per GPU "
+            "(tokens/s/GPU): 9801.4/9807.3 | global batch size: 128 | lm loss: 6.548988E-03 |",
+            13.3728,
+            567.6,
+            128,
+        ),
+        (
+            "[2024-06-21 10:50:42][INFO][training:1609] - iteration=    1/  317892 | consumed_samples=         768 | "
+            "elapsed_time_per_iteration_ms=108893.2 | global_batch_size=  768 | lm loss=11.133188 |",
+            108.8932,
+            0.0,
+            768,
+        ),
+    ],
+)
+def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):
+    (found,) = parse_log(line).iterations
+    assert (found.step_s, found.tflops_per_device, found.global_batch) == pytest.approx((step_s, tflops, batch))
+
+
+def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(text_with_timers())
+    job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "+" in line]
+    bubble, late = (next(line for line in lines if name in line) for name in ("pipeline bubble", "exposed DP"))
+    assert "5.6 s" in bubble
+    assert "230 ms" in late
+    assert "measured" in bubble
+    assert "measured" in late
+    assert not any("exposed PP" in line for line in lines)  # in the bubble
+    assert "predicted" in next(line for line in lines if "exposed EP" in line)
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
+    (tmp_path / "x.log").write_text("nothing here\n")
+    assert main(["diagnose", str(tmp_path / "x.log")]) == 2
+    assert "Megatron-LM" in capsys.readouterr().err
+
+
+def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
+    plan, script, path = tmp_path / "plan.json", tmp_path / "run.sh", tmp_path / "run.log"
+    job = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    assert main(["estimate", *job, "--layout", layout, "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert main(["export", str(plan), "--to", "megatron"]) == 0
+    script.write_text(capsys.readouterr().out)
+    path.write_text(log(ms=24000.0, tflops=202.1))
+    assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800"]) == 0
+    out = capsys.readouterr().out
+    assert "from ideal to measured" in out
+    assert "WALL: " in out
+    assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800", "--layout", "tp2"]) == 2
+
+
+DUMP = {
+    "world_size": 8,
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 16,
+    "kv_channels": 128,
+    "max_position_embeddings": 4096,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 50304,
+    "num_experts": 64,
+    "moe_ffn_hidden_size": 1024,
+    "moe_router_topk": 8,
+    "seq_length": 4096,
+    "micro_batch_size": 1,
+    "global_batch_size": 128,
+    "bf16": True,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall",
+    "use_distributed_optimizer": True,
+    "recompute_modules": ["core_attn"],
+    "recompute_granularity": None,
+    "data_parallel_size": 8,
+    "virtual_pipeline_model_parallel_size": None,
+}
+
+
+def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    dump = "\n".join(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in DUMP.items())
+    text = log(ms=2000.0, tflops=150.0).replace(HEAD, f"---- arguments ----\n{dump}\n---- end of arguments ----\n")
+    path.write_text(text)
+    assert main(["diagnose", str(path), "--on", "8xH100"]) == 0
+    out = capsys.readouterr().out
+    assert "from ideal to measured" in out
+    assert "predicted: " in out

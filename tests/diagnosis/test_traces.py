@@ -1,0 +1,233 @@
+"""Traces of known seconds taken apart: unions, exposure, idle causes, rates; and what damaged files still give."""
+
+import json
+
+import numpy as np
+import pytest
+from made_traces import A2A, COMPUTE_MS, EXPOSED_EP_MS, KERNELS, LAUNCH_MS, MS, SYNC_MS, events, kineto, nsight
+
+from moewright.cli.main import main
+from moewright.diagnosis.traces import spans as sets
+from moewright.diagnosis.traces.across import across
+from moewright.diagnosis.traces.breakdown import Idle, breakdown
+from moewright.diagnosis.traces.capture import Work, op_of, work_of
+from moewright.diagnosis.traces.classes import CommClass, classify
+from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.nsight import read_nsight
+from moewright.diagnosis.traces.verdict import findings, peak_of, waterfall
+from moewright.spec.errors import BadInput
+from moewright.spec.finding import Cause, Wall
+from moewright.spec.hardware import Collective
+from moewright.spec.layout import Layout
+
+EXACT = 1e-6  # of a second: times are made in whole microseconds
+
+
+def spans(*pairs):
+    return np.array(pairs, dtype=float).reshape(-1, 2)
+
+
+def test_sets_of_intervals_are_joined_cut_and_subtracted():
+    one = sets.union(spans((3, 5), (0, 2), (1, 2.5), (4, 4.5), (9, 9)))
+    assert one.tolist() == [[0, 2.5], [3, 5]]
+    other = spans((2, 4), (4.5, 8))
+    assert sets.both(one, other).tolist() == [[2, 2.5], [3, 4], [4.5, 5]]
+    assert sets.without(one, other).tolist() == [[0, 2], [4, 4.5]]
+    assert sets.total_s(sets.without(one, sets.NONE)) == 4.5
+    assert not len(sets.both(one, sets.NONE))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sets_agree_with_counting_points(seed):
+    dice = np.random.default_rng(seed)
+    grid = np.zeros((2, 1000), dtype=bool)
+    made = []
+    for row in grid:
+        ends = np.sort(dice.integers(0, 1000, (40, 2)), axis=1)
+        for low, high in ends:
+            row[low:high] = True
+        made.append(sets.union(ends.astype(float)))
+    assert sets.total_s(sets.both(*made)) == (grid[0] & grid[1]).sum()
+    assert sets.total_s(sets.without(*made)) == (grid[0] & ~grid[1]).sum()
+    assert sets.total_s(sets.joined(*made)) == (grid[0] | grid[1]).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Work.COMMUNICATION),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", Work.COMMUNICATION),
+        ("void deep_ep::internode::dispatch<false, 8>(int4*)", Work.COMMUNICATION),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", Work.ATTENTION),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", Work.ATTENTION),
+        (
+            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupProblemShape>>",
+            Work.GROUPED_GEMM,
+        ),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64", Work.GEMM),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", Work.GEMM),
+        ("Memcpy DtoH (Device -> Pinned)", Work.COPY),
+        ("void at::native::elementwise_kernel<128, 4>", Work.OTHER),
+    ],
+)
+def test_kernels_are_known_by_their_names(name, work):
+    assert work_of(name) is work
+
+
+def test_collectives_are_known_by_their_names():
+    assert op_of("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL") is Collective.REDUCE_SCATTER
+    assert op_of("_allgather_base") is Collective.ALL_GATHER
+    assert op_of("all_to_allv") is Collective.ALL_TO_ALL
+    assert op_of("ncclDevKernel_SendRecv") is None
+
+
+def test_a_step_is_taken_apart_into_what_was_put_in(tmp_path):
+    (capture,) = read_traces(kineto(tmp_path / "trace.json.gz"))
+    part = breakdown(capture)
+    assert (part.rank, part.steps, part.device) == (0, 3, "NVIDIA H100 80GB HBM3")
+    comms = {each.comm: each for each in part.comms}
+    assert part.compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
+    assert comms[CommClass.EP].exposed_s == pytest.approx(EXPOSED_EP_MS / 1e3, abs=EXACT)
+    assert comms[CommClass.EP].busy_s == pytest.approx(0.020, abs=EXACT)
+    assert comms[CommClass.EP].bytes == 2_000_000
+    assert comms[CommClass.DP].exposed_s == 0
+    idle = dict(part.idle)
+    assert idle[Idle.LAUNCH] == pytest.approx(LAUNCH_MS / 1e3, rel=0.07)  # the last step ends with its last kernel
+    assert idle[Idle.SYNC] == pytest.approx(SYNC_MS / 1e3, rel=0.07)
+    assert part.compute_s + part.exposed_s + part.copies_s + part.idle_s == pytest.approx(part.step_s, abs=EXACT)
+    flops = 2 * 4096 * 8192 * (8192 + 12288)
+    assert part.product_flops == flops
+    assert part.product_s == pytest.approx(0.050, abs=EXACT)
+    assert part.top[0].name.startswith("sm90_xmma")
+
+
+def test_nsight_tells_the_same_seconds_as_kineto(tmp_path):
+    ours = breakdown(read_traces(kineto(tmp_path / "trace.json"))[0])
+    theirs = breakdown(read_nsight(nsight(tmp_path / "profile.sqlite"))[0])
+    assert theirs.compute_s == pytest.approx(ours.compute_s, abs=EXACT)
+    assert theirs.step_s == pytest.approx(ours.step_s, abs=EXACT)
+    assert dict(theirs.idle) == pytest.approx(dict(ours.idle), abs=EXACT)
+    exchange = {each.comm: each.exposed_s for each in theirs.comms}
+    assert exchange[CommClass.EP] == pytest.approx(
+        EXPOSED_EP_MS / 1e3, abs=EXACT
+    )  # by the NVTX range around its launch
+
+
+def test_the_layouts_groups_win_over_descriptions(tmp_path):
+    (capture,) = read_traces(kineto(tmp_path / "trace.json"))
+    (exchange, how), *_ = [(c.comm, c.how) for c in classify(capture, Layout(world_size=8, ep=4))]
+    assert exchange is CommClass.EP
+    assert "layout's ep group" in how
+
+
+def test_ranks_that_wait_for_one_another_are_found(tmp_path):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank in range(4):
+        path = kineto(folder / f"rank{rank}.json", rank=rank)
+        data = json.loads(path.read_text())
+        for event in data["traceEvents"]:
+            if rank == 2 and event["name"].startswith("ncclDevKernel_SendRecv"):
+                event["ts"], event["dur"] = event["ts"] + 15 * MS, event["dur"] - 15 * MS  # it comes last
+        path.write_text(json.dumps(data))
+    captures = read_traces(folder)
+    parts = tuple(breakdown(capture) for capture in captures)
+    beside = across(captures, parts)
+    assert [each.rank for each in captures] == [0, 1, 2, 3]
+    (waiting,) = beside.waiting
+    assert waiting.comm is CommClass.EP
+    assert waiting.seconds == pytest.approx(0.015 * 3 / 4, abs=EXACT)
+
+
+def test_the_verdict_names_the_wall_and_the_waterfall_closes(tmp_path):
+    parts = (breakdown(read_traces(kineto(tmp_path / "trace.json"))[0]),)
+    peak = peak_of(parts, None)
+    assert peak.flops == pytest.approx(989e12, rel=0.01)
+    found = findings(parts, None, None, peak)
+    assert (found[0].wall, found[0].cause) in ((Wall.HOST, Cause.LAUNCH), (Wall.HOST, Cause.SYNC))
+    assert found[0].fixes[0].megatron
+    fall = waterfall(parts, None, None, peak)
+    assert fall.ideal_s + sum(drop.seconds for drop in fall.drops) == pytest.approx(fall.measured_s)
+    assert abs(fall.drops[-1].seconds) < 1e-6  # nothing is unexplained in a trace that was made
+
+
+def test_damaged_traces_give_what_is_whole(tmp_path):
+    text = kineto(tmp_path / "whole.json").read_text()
+    spoilt = text.replace('"Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP"', '"Process Group Description": ')
+    (tmp_path / "a.json").write_text(spoilt.replace('"dur": 5,', '"dur": -nan,'))
+    (capture,) = read_traces(tmp_path / "a.json")
+    assert breakdown(capture).compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
+    (tmp_path / "b.json").write_text(text[: int(0.8 * len(text))])
+    assert breakdown(read_traces(tmp_path / "b.json")[0]).compute_s > 0
+    (tmp_path / "c.json").write_text(json.dumps(events()))  # a bare list
+    assert breakdown(read_traces(tmp_path / "c.json")[0]).steps == 1
+    bare = [{k: v for k, v in event.items() if k in ("ph", "cat", "name", "ts", "dur")} for event in events()]
+    (tmp_path / "d.json").write_text(json.dumps(bare))
+    assert dict(breakdown(read_traces(tmp_path / "d.json")[0]).idle)[Idle.UNKNOWN] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"hello", "no JSON"),
+        (b"{}", "no traceEvents"),
+        (b'{"traceEvents": []}', "no work of a GPU"),
+        (b'{"traceEvents": 3}', "no traceEvents"),
+        (b'{"traceEvents": [1, null, {"ph": "X"}]}', "no work of a GPU"),
+        (b"\x1f\x8bnonsense", "cannot be read"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, rule, capsys):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=rule):
+        read_traces(path)
+    assert main(["diagnose", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_hosts_side_of_a_gpu_alone_is_refused(tmp_path):
+    alone = [event for event in events() if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset")]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": alone, "deviceProperties": [{"id": 0}]}))
+    with pytest.raises(BadInput, match="no work of a GPU"):
+        read_traces(tmp_path / "t.json")
+
+
+def test_what_is_no_export_of_nsight_is_refused(tmp_path):
+    (tmp_path / "a.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 100)
+    with pytest.raises(BadInput, match="Nsight"):
+        read_nsight(tmp_path / "a.sqlite")
+
+
+def test_an_unnamed_group_is_guessed_and_says_so(tmp_path):
+    bare = {key: value for key, value in A2A.items() if key != "Process Group Description"}
+    extra = {
+        "ph": "X",
+        "cat": "kernel",
+        "name": KERNELS[1][0],
+        "ts": 1e6 + 61 * MS,
+        "dur": 100,
+        "args": bare | {"stream": 30},
+    }
+    (capture,) = read_traces(kineto(tmp_path / "t.json", extra=(extra,)))
+    assert any("guessed" in each.how for each in classify(capture, None))
+
+
+def test_the_command_prints_parts_walls_and_waterfall(tmp_path, capsys):
+    assert main(["diagnose", str(kineto(tmp_path / "trace.json"))]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "exposed EP",
+        "idle: launch-bound",
+        "WALL: host",
+        "from ideal to measured",
+        "unexplained",
+        "Megatron: ",
+    ):
+        assert text in out
+    assert main(["diagnose", str(nsight(tmp_path / "p.sqlite"))]) == 0
+    job = ["--model", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8", "--global-batch", "128"]
+    assert main(["diagnose", str(tmp_path / "trace.json"), *job]) == 0
+    out = capsys.readouterr().out
+    assert "predicted: step" in out
+    assert "it is not the job that ran" in out  # a step of 100 ms cannot hold its FLOPs

@@ -1,0 +1,147 @@
+"""Plans as Megatron Bridge recipes, run against stand-ins of its modules that keep what they are given."""
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from test_megatron_catalogue import CANNOT, layouts, model, plan_of, workloads
+
+from moewright.codec import parse_layout
+from moewright.exporters.bridge import bridge
+from moewright.exporters.megatron.refusals import refusals
+from moewright.intake import catalogue
+from moewright.rules.legality import illegal
+from moewright.spec.errors import BadInput
+from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, RampSpec, RouterForce, RouterTraining, Workload
+
+MODULES = {
+    "megatron.bridge": ("AutoBridge",),
+    "megatron.bridge.training.comm_overlap": ("CommOverlapConfig",),
+    "megatron.bridge.training.config": (
+        *("CheckpointConfig", "ConfigContainer", "GPTDatasetConfig", "LoggerConfig", "RNGConfig"),
+        *("SchedulerConfig", "TokenizerConfig", "TrainingConfig", "ValidationConfig"),
+    ),
+    "megatron.bridge.training.gpt_step": ("forward_step",),
+    "megatron.bridge.training.mixed_precision": ("bf16_mixed", "fp16_mixed"),
+    "megatron.bridge.training.pretrain": ("pretrain",),
+    "megatron.core.distributed": ("DistributedDataParallelConfig",),
+    "megatron.core.optimizer": ("OptimizerConfig",),
+}
+
+
+class Kept(types.SimpleNamespace):
+    """Stands in for a class, a function and a provider alike."""
+
+    def __call__(self, **fields):
+        return Kept(**fields)
+
+    def from_hf_pretrained(self, name):
+        return Kept(hf=name)
+
+    def to_megatron_provider(self, *, load_weights):
+        return Kept(hf=self.hf, load_weights=load_weights)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    """Bridge's modules, for as long as these tests run; torch too, of which recipes name dtypes alone."""
+    held = {name: sys.modules.get(name) for name in ("torch", "megatron", *MODULES)}
+    sys.modules["torch"] = types.SimpleNamespace(**{name: name for name in ("float32", "bfloat16", "float16", "uint8")})
+    for name, members in MODULES.items():
+        module = types.ModuleType(name)
+        vars(module).update({member: Kept() for member in members})
+        sys.modules[name] = module
+    yield
+    for name, module in held.items():
+        sys.modules.pop(name) if module is None and name in sys.modules else sys.modules.update({name: module})
+
+
+def built(plan):
+    space: dict = {"__name__": "recipe"}
+    exec(compile(bridge(plan), "recipe.py", "exec"), space)
+    return space["config"]()
+
+
+def planned(text, world=256, name="Qwen/Qwen3-235B-A22B", **work):
+    workload = Workload(**{"seq_len": 4096, "global_batch": 2048, **work})
+    return plan_of(name, parse_layout(text, world_size=world), workload)
+
+
+def test_a_recipe_holds_the_plan(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    cfg = built(planned("tp2,ep8,pp8,vpp4,mbs1,recompute=select,overlap=grad+param+p2p,dispatcher=deepep", steps=100))
+    assert cfg.model.hf == "Qwen/Qwen3-235B-A22B"
+    assert cfg.model.load_weights is False
+    degrees = ["tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor", "virtual_pipeline_model"]
+    assert [getattr(cfg.model, f"{degree}_parallel_size") for degree in degrees] == [2, 1, 8, 8, 1, 4]
+    assert cfg.model.sequence_parallel is True
+    assert sorted(cfg.model.recompute_modules) == ["layernorm", "moe_act"]
+    assert (cfg.model.moe_token_dispatcher_type, cfg.model.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert cfg.model.account_for_loss_in_pipeline_split is True
+    assert (cfg.train.micro_batch_size, cfg.train.global_batch_size, cfg.train.train_iters) == (1, 2048, 100)
+    assert (cfg.ddp.overlap_grad_reduce, cfg.ddp.use_distributed_optimizer) == (True, True)
+    assert cfg.ddp.grad_reduce_in_fp32 is True
+    assert cfg.comm_overlap.overlap_p2p_comm is True
+    assert cfg.comm_overlap.tp_comm_overlap is False
+    assert cfg.optimizer.lr == 3e-4
+    assert cfg.optimizer.min_lr == 3e-5
+    assert (cfg.scheduler.lr_decay_style, cfg.scheduler.start_weight_decay) == ("cosine", 0.1)
+    assert cfg.dataset.blend is None
+    assert cfg.tokenizer.vocab_size == 151936
+
+
+def test_a_recipe_switches_off_what_a_provider_may_bring():
+    cfg = built(planned("ep8,pp8,zero0"))
+    assert cfg.model.recompute_granularity is None
+    assert cfg.model.virtual_pipeline_model_parallel_size is None
+    assert cfg.model.sequence_parallel is False
+    assert cfg.model.cuda_graph_impl == "none"
+    assert cfg.model.mtp_num_layers is None
+    assert cfg.optimizer.use_distributed_optimizer is False
+
+
+def test_narrows_growing_batches_data_and_checkpoints():
+    cfg = built(
+        planned(
+            "ep8,pp8",
+            steps=50,
+            precision=Dtype.FP8,
+            ramp=RampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10_000),
+            data=DataSpec(train="d/train", heldout="d/held"),
+            checkpoint=CheckpointSpec(every_steps=10),
+            router=RouterTraining(force=RouterForce.BALANCED),
+        )
+    )
+    assert (cfg.mixed_precision.fp8, cfg.mixed_precision.fp8_recipe) == ("hybrid", "tensorwise")
+    assert cfg.train.rampup_batch_size == [512, 512, 10_000]
+    assert cfg.train.train_samples == cfg.scheduler.lr_decay_samples > 0
+    assert cfg.dataset.blend_per_split[0] == (["d/train"], None)
+    assert cfg.checkpoint.save_interval == 10
+    assert cfg.model.moe_router_force_load_balancing is True
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_every_flag_of_any_plan_has_a_place(data):
+    names = [name for name in catalogue.model_names() if "/" in name and name not in CANNOT]
+    name = data.draw(st.sampled_from(names))
+    layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
+    assume(not illegal(model(name), workload, layout))
+    plan = plan_of(name, layout, workload)
+    assume(not refusals(plan))
+    cfg = built(plan)
+    assert cfg.model.tensor_model_parallel_size == layout.tp
+    assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp
+    assert cfg.train.global_batch_size == workload.global_batch
+
+
+def test_models_that_hugging_face_does_not_know_are_refused():
+    with pytest.raises(
+        BadInput, match=r"model\.name=GPT3-175B: Megatron Bridge takes models by their Hugging Face name"
+    ):
+        bridge(planned("tp8,pp8", name="GPT3-175B"))
+    with pytest.raises(BadInput, match="de-duplicates tokens in DeepEP"):
+        bridge(replace(planned("ep8,pp8,dispatcher=dedup")))

@@ -1,0 +1,146 @@
+"""Plans as torchtitan's TOML: its own field names and degrees that multiply to the world; the rest refused by name."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+from test_megatron_catalogue import plan_of
+
+from moewright.codec import parse_layout
+from moewright.exporters.torchtitan import torchtitan
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import ExpertPlacement
+from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, LossSpec, OptimizerSpec, RampSpec, Workload
+from sample_run import plan as cpu_plan
+
+LLAMA, QWEN = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B"
+# Fields of its job_config.py (late 2025) that the exporter may write.
+KNOWN = {
+    "job": {"description"},
+    "model": {"name", "flavor"},
+    "optimizer": {"name", "lr", "beta1", "beta2", "eps", "weight_decay"},
+    "lr_scheduler": {"warmup_steps", "decay_type", "min_lr_factor"},
+    "training": {
+        *("dataset", "seq_len", "local_batch_size", "global_batch_size", "max_norm", "steps"),
+        *("dtype", "mixed_precision_param", "mixed_precision_reduce"),
+    },
+    "parallelism": {
+        *("data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward"),
+        *("tensor_parallel_degree", "context_parallel_degree", "context_parallel_rotate_method"),
+        *("pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"),
+        *("module_fqns_per_model_part", "pipeline_parallel_expert_parallel_overlap"),
+        *("expert_parallel_degree", "expert_tensor_parallel_degree", "expert_parallel_comm_backend"),
+    },
+    "activation_checkpoint": {"mode"},
+    "checkpoint": {"enable", "interval", "keep_latest_k", "async_mode"},
+    "debug": {"seed", "moe_force_load_balance"},
+}
+
+
+def planned(text, world=16, name=LLAMA, **work):
+    workload = Workload(seq_len=4096, global_batch=64, **work)
+    return plan_of(name, parse_layout(text, world_size=world), workload)
+
+
+def written(*given, **more):
+    found = tomllib.loads(torchtitan(planned(*given, **more)))
+    assert {section: set(fields) <= KNOWN[section] for section, fields in found.items()} == dict.fromkeys(found, True)
+    parallel = found["parallelism"]
+    sizes = (
+        "data_parallel_shard",
+        "data_parallel_replicate",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+    )
+    product = 1
+    for size in sizes:
+        product *= parallel[f"{size}_degree"]
+    assert product == planned(*given, **more).layout.world_size
+    return found
+
+
+def test_full_sharding_and_experts_of_data_ranks():
+    found = written("zero3,ep8,mbs2,recompute=full", 16, QWEN)
+    assert found["model"] == {"name": "qwen3", "flavor": "30B-A3B"}
+    parallel = found["parallelism"]
+    assert (parallel["data_parallel_shard_degree"], parallel["expert_parallel_degree"]) == (16, 8)
+    assert parallel["expert_parallel_comm_backend"] == "standard"
+    assert found["training"]["local_batch_size"] == 2
+    assert found["training"]["global_batch_size"] == 64
+    assert found["activation_checkpoint"]["mode"] == "full"
+
+
+def test_copies_and_hybrid_shards():
+    assert written("zero0,tp2", 16)["parallelism"]["data_parallel_replicate_degree"] == 8
+    parallel = written("zero3,shard4", 16)["parallelism"]
+    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (4, 4)
+
+
+def test_a_pipeline_names_the_modules_of_every_stage():
+    found = written("zero3,pp4,vpp2,mbs2,overlap=p2p", 16)
+    parallel = found["parallelism"]
+    assert parallel["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert found["training"]["local_batch_size"] == 64 // 4  # a rank's whole batch, in micro-batches of 2
+    assert parallel["pipeline_parallel_microbatch_size"] == 2
+    parts = parallel["module_fqns_per_model_part"]
+    assert len(parts) == 8
+    layers = [f"layers.{layer}" for layer in range(32)]
+    assert [name for part in parts for name in part] == ["tok_embeddings", *layers, "norm", "output"]
+
+
+def test_what_else_a_job_says():
+    found = written(
+        "zero0,cp2,cp_comm=allgather",
+        16,
+        steps=900,
+        seed=3,
+        precision=Dtype.FP32,
+        optimizer=OptimizerSpec(lr=1e-4, warmup_steps=10, min_lr_fraction=0.2),
+        checkpoint=CheckpointSpec(every_steps=100),
+    )
+    assert found["lr_scheduler"] == {"warmup_steps": 10, "decay_type": "cosine", "min_lr_factor": 0.2}
+    assert found["training"]["mixed_precision_param"] == "float32"
+    assert found["parallelism"]["context_parallel_rotate_method"] == "allgather"
+    assert found["checkpoint"] == {"enable": True, "interval": 100, "keep_latest_k": 2, "async_mode": "disabled"}
+    assert (found["training"]["steps"], found["debug"]["seed"]) == (900, 3)
+
+
+def placed(plan):
+    return replace(plan, layout=replace(plan.layout, expert_placement=ExpertPlacement.BALANCED))
+
+
+REFUSED = [
+    (planned("ep8", name="mistralai/Mixtral-8x7B-v0.1"), "model.name", "Qwen/Qwen3-30B-A3B"),
+    (planned("tp2"), "layout.zero", "3"),
+    (planned("zero3,pp2", name=QWEN), "layout.pp", "1"),
+    (planned("zero3,cp2", name=QWEN), "layout.cp", "1"),
+    (planned("zero3,tp2,sp0"), "layout.sp", "true"),
+    (planned("zero3,cp2,cp_comm=a2a"), "layout.cp_comm", "p2p"),
+    (planned("zero3,pp2,schedule=zb-h1"), "layout.schedule", "1f1b"),
+    (planned("zero3,recompute=mlp"), "layout.recompute", "full"),
+    (planned("zero3,recompute=full+loss"), "layout.recompute", "full"),
+    (planned("zero3,offload=optimizer"), "layout.offload", "none"),
+    (planned("zero3,tp2,overlap=tp"), "layout.overlap", "none"),
+    (planned("zero3,graphs=attn"), "layout.graphs", "none"),
+    (planned("zero3,ep8,dispatcher=dedup", name=QWEN), "layout.dispatcher", "alltoall"),
+    (placed(planned("zero3,ep8", name=QWEN)), "layout.expert_placement", "contiguous"),
+    (planned("zero3,ep8,capacity=1", name=QWEN), "layout.capacity", "0"),
+    (planned("zero3,tp4,ep2", name=QWEN), "layout.ep", "4"),
+    (planned("zero3,tp4,ep2,etp2", name=QWEN), "layout.etp", "1"),
+    (planned("zero3", precision=Dtype.FP8), "workload.precision", "bf16"),
+    (planned("zero3", loss=LossSpec(aux_coeff=0.1)), "workload.aux_coeff", "0"),
+    (planned("zero3", data=DataSpec(train="x")), "data.train", "no data"),
+    (planned("zero3", ramp=RampSpec(ramp_start=16, ramp_increment=16, ramp_samples=99)), "workload.ramp_start", "0"),
+    (planned("zero3", optimizer=OptimizerSpec(clip_norm=0)), "workload.clip_norm", "1"),
+    (replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)), "hardware.device.kind", "cuda"),
+]
+
+
+@pytest.mark.parametrize(("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED])
+def test_what_torchtitan_cannot_say_is_refused_by_name(given, field, nearest):
+    with pytest.raises(BadInput) as caught:
+        torchtitan(given)
+    reason = caught.value.reasons[0]
+    assert (reason.field, reason.nearest) == (field, nearest)
+    assert reason.rule.startswith("torchtitan ")

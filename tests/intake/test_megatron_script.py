@@ -1,0 +1,311 @@
+"""Scripts written by this exporter, and scripts as people write them, read back into jobs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from test_megatron_catalogue import CANNOT, layouts, model, plan_of, workloads
+
+from moewright.codec import fingerprint, parse_layout
+from moewright.exporters.megatron.refusals import refusals
+from moewright.exporters.megatron.script import megatron
+from moewright.intake import catalogue
+from moewright.intake.megatron.read import launch_of, read
+from moewright.rules.legality import illegal
+from moewright.spec.errors import BadInput
+from moewright.spec.layout import Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.workload import (
+    CheckpointSpec,
+    DataSpec,
+    Documents,
+    Dtype,
+    LossSpec,
+    OptimizerSpec,
+    RouterTraining,
+    SaveMode,
+    Workload,
+)
+
+EXPORTED = sorted(set(catalogue.model_names()) - set(CANNOT))
+
+
+def back(text, folder, *, world=None, named=None, **environment):
+    script = Path(folder) / "run.sh"
+    script.write_text(text)
+    command = launch_of(script, environment)
+    return read(command, world=world or command.world, folder=Path(folder), named=named)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, tmp_path):
+    """Fingerprints cover model, workload, hardware and layout: a plan that is read back is the plan."""
+    layout = parse_layout("tp2,ep4,mbs2" if model(name).moe else "tp2,mbs2", world_size=16)
+    plan = plan_of(name, layout, Workload(seq_len=2048, global_batch=64))
+    found = back(megatron(plan), tmp_path)
+    again = fingerprint(found.model, found.workload, plan.hardware, found.layout)
+    assert again == fingerprint(plan.model, plan.workload, plan.hardware, plan.layout)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(EXPORTED))
+    layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
+    assume(not illegal(model(name), workload, layout))
+    if model(name).moe is None:  # what trains a router says nothing then
+        workload = replace(workload, loss=LossSpec(), router=RouterTraining())
+    plan = plan_of(name, layout, workload)
+    assume(not refusals(plan))
+    found = back(megatron(plan), tmp_path_factory.mktemp("script"))
+    assert (found.model, found.layout, found.workload) == (plan.model, layout, workload)
+
+
+def test_what_a_job_says_beyond_a_plan_comes_back_too(tmp_path):
+    workload = Workload(
+        seq_len=2048,
+        global_batch=64,
+        steps=500,
+        seed=7,
+        precision=Dtype.FP16,
+        eval_every_steps=50,
+        eval_batches=3,
+        optimizer=OptimizerSpec(
+            lr=1e-4, min_lr_fraction=0.05, warmup_steps=20, decay_steps=400, beta2=0.98, clip_norm=0
+        ),
+        data=DataSpec(train="data/train", heldout="data/held out", documents=Documents.RESTARTED),
+        checkpoint=CheckpointSpec(every_steps=100, mode=SaveMode.ASYNC),
+    )
+    plan = plan_of("Qwen/Qwen3-0.6B", Layout(world_size=8), workload)
+    assert back(megatron(plan), tmp_path).workload == workload
+
+
+QWEN = """#!/bin/bash
+# Qwen3-30B-A3B "as people write it"
+export CUDA_DEVICE_MAX_CONNECTIONS=${QUEUES:-1}
+GPUS_PER_NODE=8
+NNODES=${NNODES:-"4"}
+TP=${TP:-2}
+DATE=$(date +%F)
+if [ $TP -gt 1 ]; then SP="--sequence-parallel"; else SP=""; fi
+[ -z "$EP" ] && EP=8
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE   # of one node
+    --nnodes $NNODES
+    --master_addr ${MASTER_ADDR:-localhost}
+)
+MODEL_ARGS="
+    --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 \\
+    --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 \\
+    --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear \\
+    --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 1000000 \\
+    --max-position-embeddings 40960 --seq-length $((4 * 1024)) $SP
+"
+MOE_ARGS=(--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768)
+MOE_ARGS+=(--moe-grouped-gemm --moe-token-dispatcher-type alltoall)
+run_cmd="torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $MODEL_ARGS ${MOE_ARGS[*]}
+    --tensor-model-parallel-size $TP --expert-model-parallel-size ${EP} --use-distributed-optimizer
+    --micro-batch-size 1 --global-batch-size 256 --bf16 --save $CKPT/$DATE --save-interval 500 $MORE"
+echo $run_cmd
+eval ${run_cmd} 2>&1 | tee log.txt
+"""
+
+
+def test_a_script_with_arrays_variables_defaults_tests_and_eval(tmp_path):
+    found = back(QWEN, tmp_path, EP="", CKPT="/ckpt")
+    assert found.model == model("Qwen/Qwen3-30B-A3B")
+    assert found.layout == parse_layout("tp2,ep8,etp2", world_size=32)  # expert tensor parallelism is tp when not said
+    assert any("so it is the tensor-parallel size: experts are cut in 2" in note for note in found.notes)
+    assert found.workload.global_batch == 256
+    assert found.workload.seq_len == 4096
+    assert found.workload.optimizer.beta2 == 0.999  # the parser's own default
+    assert found.workload.checkpoint.every_steps == 500
+    one = back(
+        QWEN, tmp_path, TP="1", NNODES="1", EP="4", MORE="--recompute-granularity full --recompute-method uniform"
+    )
+    assert one.layout == parse_layout("ep4,recompute=full", world_size=8)
+
+
+def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
+    found = back(QWEN.replace("--moe-token-dispatcher-type alltoall", ""), tmp_path)
+    assert found.layout.dispatcher is Dispatcher.ALL_GATHER
+    assert any("so it is allgather" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "value"),
+    [
+        ("--external-cuda-graph --cuda-graph-scope attn", "graphs", (Graphs.ATTN,)),
+        ("--recompute-activations", "recompute", (Recompute.CORE_ATTN,)),
+        ("--moe-enable-deepep", "dispatcher", Dispatcher.DEEPEP),
+        ("--use-megatron-fsdp", "zero", 3),
+        ("--overlap-grad-reduce --overlap-param-gather", "overlap", (Overlap.GRAD, Overlap.PARAM)),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "offload", (Offload.OPTIMIZER,)),
+        ("--moe-expert-capacity-factor 1.5", "capacity", 1.5),
+    ],
+)
+def test_options_and_the_layout_that_they_say(more, field, value, tmp_path):
+    assert getattr(back(QWEN, tmp_path, MORE=more, QUEUES="32").layout, field) == value
+
+
+PIPELINED = [
+    ("--pipeline-model-parallel-size 4", "", 1),
+    ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 6", "", 2),
+    ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3", "", 3),
+    (
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9 --decoder-last-pipeline-num-layers 9",
+        "Et*9|t*15|t*15|t*9L",
+        1,
+    ),
+    ("--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split", "Et*6|t*7|t*7|t*7|t*7|t*7|t*7L", 1),
+]
+
+
+@pytest.mark.parametrize(("more", "stages", "vpp"), PIPELINED)
+def test_ways_to_split_layers_over_pipeline_ranks(more, stages, vpp, tmp_path):
+    found = back(QWEN, tmp_path, MORE=f"{more} --global-batch-size 448", NNODES="28")
+    assert (found.layout.stages, found.layout.vpp) == (stages, vpp)
+
+
+REFUSED = [
+    ("--gradient-accumulation-steps 4", "4 x micro-batch 1 x data-parallel 16 = 64, not --global-batch-size 256", "16"),
+    ("--data-parallel-size 8", "32 ranks / (tensor 2 x context 1 x pipeline 1) = 16", "16"),
+    ("--global-batch-size 250", "micro-batch 1 x data-parallel 16 = 16 must divide it", "256"),
+    (
+        "--recompute-granularity selective --recompute-method uniform",
+        "stands with full recompute alone",
+        "leave it out",
+    ),
+    ("--recompute-granularity selective --recompute-modules loss", "is one of layernorm, moe_act,", "moe_act"),
+    ("--recompute-granularity full", "needs --recompute-method", "--recompute-method uniform"),
+    ("--deepspeed --deepspeed_config ds_config.json", "takes no DeepSpeed config", "--use-distributed-optimizer"),
+    ("--dataloader-type dynamic", "pads no batches", "single"),
+    ("--tensor-model-paralel-size 4", "is no option of Megatron-LM", "--tensor-model-parallel-size"),
+    ("--expert-parallel-size 8", "is --expert-model-parallel-size", ""),
+    ("--batch-size 4", "is gone", "--micro-batch-size"),
+    ("--seed many", "must be a whole number", ""),
+    ("--moe-router-topk $K", "takes the value of K", "K=... before this command"),
+    ("--optimizer dist_muon", "its states cannot be planned here", "adam"),
+    ("--yaml-cfg sizes.yaml", "options in a YAML file cannot be planned here", ""),
+    ("--rampup-batch-size 64 64 1000 --train-iters 100", "--train-iters excludes it", "--train-samples"),
+    ("--fp16", "excludes --bf16", "--bf16 alone"),
+    ("--no-such-thing 3 4", "is no option of Megatron-LM", ""),
+]
+
+
+@pytest.mark.parametrize(("more", "rule", "nearest"), REFUSED, ids=[more for more, _, _ in REFUSED])
+def test_what_a_script_says_wrong_is_named_with_what_is_right(more, rule, nearest, tmp_path):
+    with pytest.raises(BadInput) as caught:
+        back(QWEN, tmp_path, MORE=more)
+    reason = caught.value.reasons[0]
+    assert more.split()[0].startswith(reason.field.split()[0]) or reason.field.split()[0] in more
+    assert rule in reason.rule
+    if nearest:
+        assert reason.nearest == nearest
+    assert "\n" not in str(caught.value)
+
+
+RENAMED = [
+    ("--fake-init-process-group", "--fake-process-group"),
+    ("--use-torch-compile", "--cuda-graph-impl"),
+    ("--use-fused-kernels", "fusions are on"),
+    ("--sequcen_parallel", "--sequence-parallel"),
+    ("--profile-step-range 50,100 --profile-output-path ./p", "--profile-step-start"),
+    ("--no-async-tensor-model-parallel-allreduce", "is gone"),
+    ("--gradient-accumulation-steps 16 --data-parallel-size 16", "derived"),
+    ("--zero-stage 3", "Megatron-DeepSpeed"),
+    ("--lr-decay-style linear", "taken for cosine"),
+    ("...", "leaves options out"),
+    ("--log-interval 10", "not part of a plan: "),
+]
+
+
+@pytest.mark.parametrize(("more", "note"), RENAMED, ids=[more for more, _ in RENAMED])
+def test_what_is_taken_otherwise_than_written_is_said(more, note, tmp_path):
+    found = back(QWEN, tmp_path, MORE=more, QUEUES="32")
+    assert any(note in line for line in found.notes), found.notes
+    assert found.layout.zero == (3 if "zero" in more else 1)
+
+
+def test_hardware_queues_are_held_against_what_overlaps(tmp_path):
+    with pytest.raises(BadInput, match="CUDA_DEVICE_MAX_CONNECTIONS=1: Megatron-FSDP needs more"):
+        back(QWEN, tmp_path, MORE="--use-megatron-fsdp")
+    notes = [back(QWEN, tmp_path, QUEUES=queues).notes for queues in ("1", "8")]
+    assert [any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in note for note in said) for said in notes] == [False, True]
+
+
+def test_arguments_nobody_gives_cases_and_functions(tmp_path):
+    head = """
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --tp) TP=$2; shift 2 ;;
+    *) echo "what is $1"; exit 1 ;;
+  esac
+done
+for x in "$@"; do TP=$x; done
+usage() { echo "torchrun --num-layers"; }
+case ${SIZE:-30B} in
+  235B|"671B") NNODES=32 ;;
+  30*) NNODES=2
+       if [ -n "$MORE" ] && [ $MORE != x ]; then MORE="$MORE --bf16"; fi ;;
+  *) NNODES=1 ;;
+esac
+"""
+    assert back(head + QWEN, tmp_path, EP="4").layout.world_size == 16
+    assert back(head + QWEN, tmp_path, SIZE="671B").layout.world_size == 256
+    assert back(head + QWEN, tmp_path, SIZE="1B", EP="4").layout.world_size == 8
+
+
+ARGUED = """
+SIZE=$1; MBS=$2; TP=${3}; SAVE=${12}
+OVERLAP=$(( ($TP > 1) ? 1 : 0 ))
+if [ $SIZE = A3B ]; then
+  moe_options=" \\
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-router-pre-softmax \\
+    --moe-layer-freq '([1]*48)'"
+elif [ -z ${SIZE} ]; then
+  echo "a size is missing"
+  exit -1
+fi
+if [ $OVERLAP -eq 1 ]; then more=" --sequence-parallel --tp-comm-overlap"; fi
+run="torchrun --nproc_per_node 8 pretrain_qwen.py ${moe_options} $more --num-layers 48 --hidden-size 2048 \\
+ --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --swiglu \\
+ --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --untie-embeddings-and-output-weights --bf16 \\
+ --use-rotary-position-embeddings --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
+ --init-method-std 0.008 --micro-batch-size $MBS --tensor-model-parallel-size $TP --save $SAVE --save-interval 9 \\
+ --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
+eval $run
+"""
+
+
+def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(ARGUED)
+    found = read(launch_of(script, {}, ("A3B", "2", "4")), world=8, folder=tmp_path)
+    assert found.layout == parse_layout("tp4,mbs2,overlap=tp", world_size=8)
+    known = model("Qwen/Qwen3-30B-A3B")
+    assert (found.model.name, found.model.vocab_size) == (known.name, known.vocab_size)
+    assert found.model.initializer_range == 0.008
+    assert (found.model.moe.router.pre_softmax, found.model.moe.router.renormalize) == (True, False)
+    with pytest.raises(BadInput, match="no command here starts"):  # it exits before
+        launch_of(script, {})
+
+
+SCRIPTS = [
+    ("echo hello\n", "no command here starts pretrain_gpt.py"),
+    ("for x in 1 2; do torchrun pretrain_gpt.py --num-layers 4; done\n", "`for` is not read"),
+    ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
+    ("if [ $(hostname) = a ]; then X=1; fi\n", "which only running tells"),
+    ("if true; then\n", "`fi` is missing"),
+    ("torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --num-layers 4\n", "must be a whole number"),
+    ("torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 1 --seq-length 8\n", "model is not in"),
+]
+
+
+@pytest.mark.parametrize(("script", "rule"), SCRIPTS, ids=[rule for _, rule in SCRIPTS])
+def test_scripts_that_cannot_be_read_say_where(script, rule, tmp_path):
+    with pytest.raises(BadInput) as caught:
+        back(script, tmp_path)
+    assert rule in str(caught.value)
+    assert "\n" not in str(caught.value)

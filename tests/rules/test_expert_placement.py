@@ -1,0 +1,122 @@
+"""Placements of experts: even packing, replicas, and what of them a plan and a layout say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moewright.codec import parse_layout
+from moewright.rules import expert_placement, routing
+from moewright.rules.legality import illegal
+from moewright.spec.workload import Routing, Workload
+from tiny_jobs import MODEL
+
+HOT = (900, 10, 500, 20, 700, 30, 5, 600)
+WORK = Workload(seq_len=32, global_batch=8, load_histogram=(HOT, (1,) * 8))
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    ep = draw(st.sampled_from((1, 2, 4, 8)))
+    local = draw(st.integers(1, 8))
+    return tuple(draw(st.lists(st.integers(0, 10**6), min_size=ep * local, max_size=ep * local))), ep
+
+
+@given(loads())
+def test_a_balanced_placement_holds_every_expert_once_and_is_never_worse_than_blocks(
+    load: tuple[tuple[int, ...], int],
+) -> None:
+    counts, ep = load
+    slots = expert_placement.balanced(counts, ep)
+    assert sorted(slots) == list(range(len(counts)))
+    even, blocks = expert_placement.placed(counts, ep), expert_placement.rank_load_factor(counts, ep)
+    assert expert_placement.rank_load_factor(even, ep) <= blocks
+    if sum(counts):
+        # Greedy by size: the hottest rank is over the mean by no more than one expert's load.
+        assert max(expert_placement.rank_loads(even, ep)) <= max(
+            sum(counts) / ep + max(counts), 0 if slots != tuple(range(len(counts))) else max(counts) * len(counts)
+        )
+
+
+@given(loads(), st.integers(1, 3))
+def test_replicas_fill_every_slot_and_leave_no_expert_out(load: tuple[tuple[int, ...], int], spare: int) -> None:
+    counts, ep = load
+    found = expert_placement.replicated(counts, ep, spare)
+    assert len(found.slots) == len(counts) + spare * ep
+    assert set(found.slots) == set(range(len(counts)))
+    if sum(counts):
+        room = len(found.slots) // ep
+        share = [counts[expert] / found.slots.count(expert) for expert in found.slots]
+        of_rank = [sum(share[rank * room : (rank + 1) * room]) for rank in range(ep)]
+        assert abs(found.load_factor - max(of_rank) * ep / sum(counts)) < 1e-9
+
+
+@given(loads(), st.integers(1, 3), st.data())
+def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
+    load: tuple[tuple[int, ...], int], spare: int, data: st.DataObject
+) -> None:
+    counts, ep = load
+    slots = expert_placement.replicated(counts, ep, spare).slots
+    own = len(counts) // ep
+    sent = []
+    for rank in range(ep):
+        copies = expert_placement.copies_of(slots, ep, rank, spare)
+        assert all(slot < own for slot in copies.sends)
+        mine = expert_placement.of_rank(slots, ep, rank)
+        sent.append(iter([mine[slot] for slot in copies.sends]))
+        assert copies.receive == tuple(
+            expert_placement.copies_of(slots, ep, other, spare).send[rank] for other in range(ep)
+        )
+    for rank in range(ep):  # what comes is in the order of owners, and fills the slots as they stand
+        receive = expert_placement.copies_of(slots, ep, rank, spare).receive
+        assert [next(sent[other]) for other in range(ep) for _ in range(receive[other])] == list(
+            expert_placement.of_rank(slots, ep, rank)[own:]
+        )
+    sources = [data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts))) for _ in range(ep)]
+    rows = routing.slot_rows(sources, slots)
+    for expert in range(len(counts)):
+        of_expert = [count for slot, count in zip(slots, rows, strict=True) if slot == expert]
+        assert sum(of_expert) == sum(of_source[expert] for of_source in sources)
+        assert max(of_expert) - min(of_expert) <= ep  # each source is even but for one row
+
+
+def test_one_flooded_expert_is_beyond_packing_and_shared_by_replicas() -> None:
+    flooded = (1000, 0, 0, 0, 0, 0, 0, 0)
+    assert expert_placement.rank_load_factor(expert_placement.placed(flooded, 4), 4) == 4.0
+    assert expert_placement.replicated(flooded, 4, 1).load_factor == 1.0
+    assert expert_placement.replicated((0,) * 8, 4, 1).load_factor == 1.0
+
+
+def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain() -> None:
+    work = replace(WORK, routing=Routing.MEASURED)
+    blocks, even = (parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced"))
+    assert routing.expected_load(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
+    replicas = replace(even, spare=2)
+    assert routing.expected_load(MODEL, work, replicas) < routing.expected_load(MODEL, work, even)
+    assert expert_placement.slots_of(MODEL, WORK, replicas, 2)[:4] == (
+        0,
+        1,
+        2,
+        3,
+    )  # its own; then two of the other rank
+    assert routing.expected_load(MODEL, work, even) < routing.expected_load(MODEL, work, blocks)
+    assert expert_placement.slots_of(MODEL, WORK, even, 2) == tuple(range(8))  # even already
+    assert "1.02 x the mean in contiguous blocks" in expert_placement.even_loads(WORK, 2)
+
+
+def test_a_placement_needs_ranks_and_a_load() -> None:
+    even = parse_layout("ep2,expert_placement=balanced", world_size=2)
+    assert illegal(MODEL, WORK, even) == ()
+    (reason,) = illegal(MODEL, replace(WORK, load_histogram=()), even)
+    assert "load_histogram" in reason.rule
+    (reason,) = illegal(MODEL, replace(WORK, load_histogram=(HOT,)), even)
+    assert reason.field == "workload.load_histogram"
+    (reason,) = illegal(MODEL, WORK, replace(even, ep=1))
+    assert reason.rule == "needs ep > 1"
+    assert illegal(MODEL, WORK, replace(even, spare=4)) == ()
+    (reason,) = illegal(MODEL, WORK, replace(even, spare=5))
+    assert (reason.field, reason.nearest) == ("layout.spare", "4")
+    (reason,) = illegal(MODEL, WORK, parse_layout("ep2,spare1", world_size=2))
+    assert (reason.rule, reason.nearest) == ("goes with expert_placement=balanced", "0")

@@ -1,0 +1,93 @@
+"""What the engine does not run, or not for a model, is refused with the field, the rule and what would do."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import stand_in_deep_ep
+from moewright.codec import parse_layout
+from moewright.rules.legality import illegal
+from moewright.rules.runnable import unsupported_layout
+from moewright.spec.workload import DataSpec, Dtype
+from tiny_jobs import MODEL, workload
+
+
+def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
+    work = workload(DataSpec(), precision=precision)
+    chosen = parse_layout(layout, world_size=8)
+    assert not illegal(MODEL, work, chosen)
+    return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ep4",
+        "tp2,ep2",
+        "tp2,etp4",
+        "etp2,ep4,zero0",
+        "mbs2,tp2,ep8",
+        "tp4",
+        "recompute=full",
+        "recompute=mlp+moe",
+        "offload=moe_act+core_attn",
+        "offload=optimizer,overlap=grad+param",
+        "zero3,tp2,etp4,ep2,overlap=grad+param,offload=optimizer,recompute=full",
+        "zero3,shard4,recompute=moe",
+    ],
+)
+def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
+    assert said(layout) == []
+
+
+@pytest.mark.parametrize(("precision", "refused"), [(Dtype.FP32, False), (Dtype.BF16, True)])
+def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refused: bool) -> None:
+    """16 / 4 columns are 16 bytes in fp32 and 8 in bf16."""
+    found = said("etp4", precision=precision)
+    assert bool(found) is refused
+    assert all("layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8" in reason for reason in found)
+
+
+def test_what_is_not_built_is_refused() -> None:
+    assert said("graphs=attn")[0].startswith("layout.graphs=attn: the engine does not run this yet")
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ("zero3", "layout.zero=3"),
+        ("capacity=1,capacity_fill=padded", "layout.capacity_fill=padded"),
+    ],
+)
+def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
+    work = workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
+    chosen = parse_layout(f"ep4,expert_placement=balanced,spare1,{more}", world_size=8)
+    assert not illegal(MODEL, work, chosen)
+    (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)
+    assert str(reason).startswith(f"{field}: ")
+    assert "spare=1" in reason.rule
+
+
+@pytest.mark.parametrize(("kind", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep_cpp")])
+def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
+    kind: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (missing,) = said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)
+    assert missing.startswith(f"layout.dispatcher={kind}: needs the package deep_ep ")
+    assert missing.endswith("which is not installed; nearest legal value: dedup")
+    stand_in_deep_ep.install(monkeypatch)
+    assert said(f"ep4,dispatcher={kind}", precision=Dtype.BF16) == []
+    assert said(f"ep4,dispatcher={kind}") == [
+        f"train.precision=fp32: moves bf16 rows with dispatcher={kind}; nearest legal value: bf16"
+    ]
+    assert "dispatches whole experts" in said(f"ep4,etp2,dispatcher={kind}", precision=Dtype.BF16)[0]
+    monkeypatch.delitem(sys.modules, package)
+    assert f"needs the package {package} " in said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
+
+
+def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:
+    assert said("offload=optimizer0.5") == [
+        "layout.offload=optimizer0.5: the engine does not run this yet; nearest legal value: optimizer1"
+    ]

@@ -1,0 +1,306 @@
+"""The tuning procedure with runs made up: what is kept, pruned and passed over, when it stops, and how it goes on."""
+
+import random
+from dataclasses import replace
+from itertools import count
+from math import exp, log
+from statistics import NormalDist
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.search.space import everything
+from moewright.spec.axis import Axis
+from moewright.spec.errors import BadInput
+from moewright.spec.finding import Cause, Wall
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import MIB
+from moewright.tuning.decisions import PREDICTED, Phase, Rules, Ruling
+from moewright.tuning.journal import JOURNAL_FILE, Journal, read_journal
+from moewright.tuning.paired_test import Noise, interval, noise_of, t_quantile
+from moewright.tuning.procedure import Tuning
+from moewright.tuning.space import Space, moved, point_of
+from moewright.tuning.trials import Check, Failure, Found, Length, Outcome, predicted_outcome
+from sample_run import hardware, model, workload
+
+AXES = (
+    Axis(key="ep", values=("1", "2")),
+    Axis(key="mbs", values=("1", "2", "4", "8")),
+    Axis(key="recompute", values=("none", "moe_act+layernorm", "full")),
+    Axis(key="bucket_elements", values=("100000", "40000000")),
+)
+FEW = AXES[1:3]
+BAD_START = "mbs1,recompute=full,ep1,overlap=grad+param"
+GOOD = (Check(name="loss", passed=True, said="fine"),)
+
+
+def space(axes=AXES, start=BAD_START, memory_bytes=0):
+    machine = hardware(2)
+    if memory_bytes:
+        room = Sourced(value=memory_bytes, kind=SourceKind.ASSUMED, source="test")
+        machine = replace(machine, device=replace(machine.device, memory_bytes=room))
+    layout = parse_layout(start, world_size=2)
+    return Space(
+        model=model(),
+        workload=workload(),
+        hardware=machine,
+        start=point_of(layout, workload()),
+        axes=axes,
+        allowed=everything,
+    )
+
+
+def true_s(point):
+    """Seconds of a made-up machine: unlike the planner's, with experts spread and small buckets the faster choice."""
+    layout = point.layout
+    seconds = 0.5 + 0.4 / layout.mbs + (0.2 if layout.ep == 1 else 0.0)
+    seconds *= {0: 1.0, 2: 1.05}.get(len(layout.recompute), 1.3)
+    return seconds * (1.0 if point.bucket_elements < 1_000_000 else 1.06)
+
+
+class Machine:
+    """Runs points in `true_s` times noise; fails those that `fails` names, and remembers what it ran."""
+
+    def __init__(self, noise=0.01, fails=lambda point: Failure.NONE, checks=lambda point: GOOD):
+        self.asked, self.noise, self.fails, self.checks = [], noise, fails, checks
+        self.dice = random.Random(5)
+
+    def __call__(self, ask):
+        self.asked.append((ask.point, ask.length, ask.repeat))
+        failure = self.fails(ask.point)
+        if failure is not Failure.NONE:
+            return Outcome(failure=failure, said="no memory" if failure is Failure.MEMORY else "broke", spent_s=1.0)
+        seconds = true_s(ask.point) * exp(self.noise * NormalDist().inv_cdf(self.dice.uniform(0.001, 0.999)))
+        walls = (Found(wall=Wall.COMPUTE, cause=Cause.RECOMPUTE, title="replays", share=0.2),)
+        checks = self.checks(ask.point) if ask.length is Length.VALIDATE else ()
+        return Outcome(
+            step_s=seconds,
+            wall_step_s=seconds,
+            steps=ask.length.steps,
+            findings=walls if ask.point.layout.recompute else (),
+            checks=checks,
+            spent_s=1.0,
+        )
+
+
+def tuned(machine, where=None, rules=None, budget_s=0.0):
+    return Tuning(where or space(), machine, rules=rules or Rules(), budget_s=budget_s, watch=lambda result: None).run()
+
+
+@pytest.fixture(scope="module")
+def usual():
+    """A tuning from the bad start, and the machine it ran on."""
+    machine = Machine()
+    return tuned(machine), machine
+
+
+def rulings(result, ruling):
+    return [one for one in result.decisions if one.ruling is ruling]
+
+
+def test_a_bad_start_comes_within_a_twentieth_of_the_best_in_a_fifth_of_the_points(usual):
+    where, (result, _) = space(), usual
+    best = min(map(true_s, where.all_points()))
+    assert len(where.all_points()) == 48
+    assert true_s(result.winner) <= best / 0.95
+    assert result.points <= 48 / 5
+    assert result.total.high < 0  # faster than the start beyond noise
+    assert {phase for phase, _ in result.stops} == set(Phase)
+
+
+def test_every_candidate_runs_in_turns_with_the_incumbent(usual):
+    result, machine = usual
+    screened = [point for point, length, _ in machine.asked if length is Length.SCREEN]
+    assert screened[:3] == [result.start] * 3  # how far runs of one layout differ is seen first
+    incumbent = rulings(result, Ruling.START)[0].point
+    for decision in result.decisions:
+        if decision.interval is not None:
+            places = [place for place, point in enumerate(screened) if point == decision.point]
+            beside = [screened[max(0, place - 1) : place + 2] for place in places[: decision.interval.pairs]]
+            assert len(beside) == decision.interval.pairs
+            assert all(incumbent in near for near in beside)
+        incumbent = decision.point if decision.ruling is Ruling.KEPT else incumbent
+
+
+def test_one_variable_changes_at_a_time_after_scaling(usual):
+    result, incumbent = usual[0], None
+    for decision in result.decisions:
+        if decision.phase is Phase.RETUNE:
+            near = {point for _, point in space().one_away(incumbent)}
+            assert decision.point in near
+        if decision.ruling in (Ruling.START, Ruling.KEPT):
+            incumbent = decision.point
+
+
+def test_constants_are_fitted_to_every_trial():
+    seen = []
+    tuning = Tuning(
+        space(), Machine(), rules=Rules(), budget_s=0.0, watch=lambda _: seen.append(tuning.prices.hardware)
+    )
+    result = tuning.run()
+    assert len({str(each.constants) for each in seen}) > len(rulings(result, Ruling.KEPT))
+    start = rulings(result, Ruling.START)[0]
+    was = abs(log(start.predicted_s / start.step_s))
+    assert abs(log(tuning.prices.step_s(start.point) / start.step_s)) < was
+
+
+def test_noise_that_hides_a_gain_keeps_the_incumbent():
+    flat = (Axis(key="bucket_elements", values=("100000", "40000000")),)
+    result = tuned(Machine(noise=0.5), space(flat))  # 6 % to be seen through runs that differ by half
+    assert result.winner == result.start
+    assert not rulings(result, Ruling.KEPT)
+
+
+def test_what_runs_out_of_memory_prunes_all_that_needs_more():
+    where = space(AXES[1:])  # of two sizes of buckets one at least needs what the other does
+    machine = Machine(fails=lambda point: Failure.MEMORY if point.layout.mbs >= 4 else Failure.NONE)
+    result = tuned(machine, where)
+    limits = [one.predicted_peak_bytes for one in rulings(result, Ruling.FAILED)]
+    assert limits
+    assert limits == sorted(limits, reverse=True)  # whatever ran after a failure needed less
+    pruned = rulings(result, Ruling.PRUNED)
+    assert pruned
+    assert all(one.predicted_peak_bytes >= min(limits) and one.runs == 0 for one in pruned)
+    assert all("ran out" in one.said for one in pruned)
+    assert result.winner.layout.mbs < 4
+    assert result.validated is not None
+
+
+def test_what_is_predicted_not_to_fit_is_not_run():
+    machine = Machine()
+    small = space(FEW, memory_bytes=300 * MIB)
+    result = tuned(machine, small)
+    asked = {point for point, _, _ in machine.asked}
+    for decision in rulings(result, Ruling.PRUNED):
+        assert decision.point not in asked
+    assert any("predicted not to fit" in one.said for one in rulings(result, Ruling.PRUNED))
+
+
+def test_a_fault_that_is_not_of_memory_prunes_nothing_else():
+    broken = moved(moved(space().start, "mbs", "8"), "recompute", "none")
+    result = tuned(Machine(fails=lambda point: Failure.OTHER if point == broken else Failure.NONE), space(FEW))
+    assert [one.point for one in rulings(result, Ruling.FAILED)] in ([broken], [])
+    assert not rulings(result, Ruling.PRUNED)
+
+
+def test_a_start_that_does_not_run_gives_way_to_the_planners_own():
+    start = space().start
+    result = tuned(Machine(fails=lambda point: Failure.OTHER if point == start else Failure.NONE), space(FEW))
+    assert result.decisions[0].ruling is Ruling.FAILED
+    assert rulings(result, Ruling.START)[0].point != start
+    assert result.winner is not None
+    nothing = tuned(Machine(fails=lambda _: Failure.OTHER))
+    assert nothing.winner is None
+    assert nothing.stops == ((Phase.FIT, "no layout of the planner's first ones runs"),)
+
+
+def test_a_winner_that_is_not_valid_gives_way_to_the_incumbent_before_it():
+    bad = (Check(name="loss", passed=False, said="no number"),)
+    best = tuned(Machine(), space(FEW)).winner
+    result = tuned(Machine(checks=lambda point: bad if point == best else GOOD), space(FEW))
+    assert rulings(result, Ruling.INVALID)[0].point == best
+    assert result.winner not in (None, best)
+    assert tuned(Machine(checks=lambda _: bad), space(FEW[:1])).winner is None
+
+
+def test_a_spent_budget_ends_the_trials_and_the_winner_is_validated_all_the_same(usual):
+    whole = usual[0]
+    machine = Machine()
+    result = tuned(machine, budget_s=11.0)  # trials of a second each; a validation of 53 steps takes as long as five
+    assert result.runs < whole.runs
+    assert any("budget" in why for _, why in result.stops)
+    assert machine.asked[-1][1] is Length.VALIDATE
+    assert result.validated is not None
+    least = tuned(Machine(), budget_s=0.5)
+    assert (least.winner, least.runs) == (least.start, 2)  # one run, and its validation
+
+
+def test_a_killed_tuning_goes_on_where_it_stood(tmp_path):
+    def clock():
+        ticks = count()
+        return lambda: float(next(ticks))
+
+    class KilledError(Exception):
+        pass
+
+    def dies(machine, after):
+        def run_one(ask):
+            if len(machine.asked) == after:
+                raise KilledError
+            return machine(ask)
+
+        return run_one
+
+    whole = Machine(noise=0.0)
+    wanted = tuned(Journal(tmp_path / "whole", whole, clock()), space(FEW))
+    first, second = Machine(noise=0.0), Machine(noise=0.0)
+    with pytest.raises(KilledError):
+        tuned(Journal(tmp_path / "cut", dies(first, 6), clock()), space(FEW))
+    with (tmp_path / "cut" / JOURNAL_FILE).open("a") as stream:
+        stream.write('{"point": {"lay')  # killed while it wrote
+    result = tuned(Journal(tmp_path / "cut", second, clock()), space(FEW))
+    assert first.asked + second.asked == whole.asked
+    assert (result.winner, result.decisions) == (wanted.winner, wanted.decisions)
+    again = Machine()
+    assert tuned(Journal(tmp_path / "cut", again, clock()), space(FEW)).winner == wanted.winner
+    assert not again.asked
+    assert len(read_journal(tmp_path / "cut")) == len(whole.asked)
+
+
+def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
+    (tmp_path / JOURNAL_FILE).write_text('{"point": 3}\n')
+    with pytest.raises(BadInput, match=r"journal.jsonl:1"):
+        read_journal(tmp_path)
+
+
+def test_predictions_alone_decide_without_runs_of_the_start_or_validation():
+    where = space()
+    result = tuned(predicted_outcome, where, rules=PREDICTED)
+    fastest = min(
+        where.all_points(),
+        key=lambda point: Tuning(where, predicted_outcome, rules=PREDICTED, budget_s=0, watch=len).prices.step_s(point),
+    )
+    assert result.winner == fastest
+    assert result.validated is None
+    assert result.noise.sd == 0
+    assert "predicted" in dict(result.stops)[Phase.VALIDATE]
+
+
+def test_a_job_that_spells_nothing_out_is_searched_by_the_planner():
+    where = space(axes=())
+    result = tuned(predicted_outcome, where, rules=PREDICTED)
+    first, last = rulings(result, Ruling.START)[0], rulings(result, Ruling.KEPT)[-1]
+    assert last.predicted_s < first.predicted_s
+    with pytest.raises(BadInput, match="spells nothing out"):
+        where.all_points()
+
+
+def test_the_space_holds_what_its_axes_reach_and_nothing_else():
+    where = space()
+    points = where.all_points()
+    assert all(where.holds(point) for point in points)
+    assert not where.holds(replace(points[0], gc_every_steps=7))
+    assert not where.holds(moved(points[0], "mbs", "16"))
+    assert not where.holds(moved(points[0], "overlap", "none"))
+
+
+def test_students_t_is_that_of_the_tables():
+    for freedom, wanted in ((1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (30, 2.042), (31, 2.040)):
+        assert t_quantile(0.975, freedom) == pytest.approx(wanted, abs=6e-4)
+    assert t_quantile(0.975, 100_000) == pytest.approx(NormalDist().inv_cdf(0.975), rel=1e-4)
+
+
+def test_an_interval_narrows_with_pairs_and_widens_with_looks():
+    noise = Noise(sd=0.05, freedom=6)
+    one, four = interval([0.1], noise, looks=1), interval([0.1] * 4, noise, looks=1)
+    assert one.high - one.low == pytest.approx(2 * (four.high - four.low))
+    assert interval([0.1], noise, looks=5).high > one.high
+    assert one.gain == pytest.approx(1 - exp(0.1))
+
+
+def test_a_drift_of_the_machine_is_no_noise():
+    steady = [[0.0, 0.1, 0.0, 0.1]]
+    drifting = [[0.01 * number for number in range(40)]]
+    assert noise_of(drifting, prior_sd=0.07, prior_freedom=2).sd < 0.03
+    assert noise_of(steady, prior_sd=0.07, prior_freedom=2).sd == pytest.approx(0.0866, abs=1e-3)
+    assert noise_of([], prior_sd=0.07, prior_freedom=2) == Noise(sd=0.07, freedom=2)
