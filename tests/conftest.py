@@ -1,4 +1,5 @@
-"""Lies here so that pytest puts this folder on the path: tests of several floors share its sample modules."""
+"""Lies here so that pytest puts this folder on the path: tests of several floors share its sample
+modules."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ import shutil
 
 from hypothesis import HealthCheck, settings
 
-# The same examples for the same tree: a failure is of the change. How long one takes says what else the machine does.
-settings.register_profile("unhurried", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples for the same tree: a failure is of the change. How long one takes says what else
+# the machine does.
+settings.register_profile(
+    "unhurried", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unhurried")
 
-# Without a GPU Triton's kernels run in its interpreter, which they do if this is set when Triton is first imported.
+# Without a GPU Triton's kernels run in its interpreter, which they do if this is set when Triton is
+# first imported.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -14,7 +14,17 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 97  # odd: no axis divides it
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3", "llama", "gpt_oss", "deepseek_v2", "deepseek_v3")
+FAMILIES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+    "qwen3",
+    "llama",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 
 
 def _model(family: str, **more: Any) -> nn.Module:
@@ -37,7 +47,9 @@ def _model(family: str, **more: Any) -> nn.Module:
         )  # fmt: skip
         return transformers.Qwen3MoeForCausalLM(config).float()
     if family == "mixtral":
-        config = transformers.MixtralConfig(**shape, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
+        config = transformers.MixtralConfig(
+            **shape, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2
+        )
         return transformers.MixtralForCausalLM(config).float()
     if family == "olmoe":
         config = transformers.OlmoeConfig(
@@ -52,7 +64,9 @@ def _model(family: str, **more: Any) -> nn.Module:
             "routed_scaling_factor": 2.5,
         }  # fmt: skip
         if family == "deepseek_v2":
-            config = transformers.DeepseekV2Config(**latent, q_lora_rank=None, topk_method="group_limited_greedy")
+            config = transformers.DeepseekV2Config(
+                **latent, q_lora_rank=None, topk_method="group_limited_greedy"
+            )
             return transformers.DeepseekV2ForCausalLM(config).float()
         yarn = {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
@@ -97,7 +111,8 @@ def write_model(
     shard_bytes: int = 2**40,
     **more: Any,
 ) -> None:
-    """A model of the family, none of whose weights is a one or a zero: those would hide one that is left out."""
+    """A model of the family, none of whose weights is a one or a zero: those would hide one that is
+    left out."""
     model = _model(family, **more)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
@@ -111,31 +126,41 @@ def write_model(
 
 
 def write_fused(source: Path, folder: Path) -> None:
-    """The Qwen3-MoE of `source` with the experts of a layer in one tensor, as later files have it."""
+    """The Qwen3-MoE of `source` with the experts of a layer in one tensor, as later files have
+    it."""
     (folder / "config.json").write_text((source / "config.json").read_text())
     apart = load_file(source / "model.safetensors")
     kept = {name: tensor for name, tensor in apart.items() if ".experts." not in name}
     base = "model.layers.0.mlp.experts."
     gate, up, down = (
-        torch.stack([apart[f"{base}{e}.{part}_proj.weight"] for e in range(8)]) for part in ("gate", "up", "down")
+        torch.stack([apart[f"{base}{e}.{part}_proj.weight"] for e in range(8)])
+        for part in ("gate", "up", "down")
     )
     fused = {**kept, f"{base}gate_up_proj": torch.cat((gate, up), 1), f"{base}down_proj": down}
     save_file(fused, folder / "model.safetensors", {"format": "pt"})
 
 
 def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """The model of `source` with its matrices in e4m3, a factor a block of rows and columns, as DeepSeek-V3 is
-    published (not those that it keeps wide: embedding, head, routers); factors lie in a file of their own. Returns what
-    the tensors stand for, in fp32.
+    """The model of `source` with its matrices in e4m3, a factor a block of rows and columns, as
+    DeepSeek-V3 is published (not those that it keeps wide: embedding, head, routers); factors lie
+    in a file of their own. Returns what the tensors stand for, in fp32.
     """
     folder.mkdir()
-    stored = {name: t for file in sorted(source.glob("*.safetensors")) for name, t in load_file(file).items()}
+    stored = {
+        name: t
+        for file in sorted(source.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
     values, factors, wide = {}, {}, {}
     for name, tensor in stored.items():
         values[name], wide[name] = tensor, tensor.float()
-        if tensor.dim() < 2 or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+        if tensor.dim() < 2 or name.endswith(
+            ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+        ):
             continue
-        of_row, of_column = (torch.arange(size) // step for size, step in zip(tensor.shape, block, strict=True))
+        of_row, of_column = (
+            torch.arange(size) // step for size, step in zip(tensor.shape, block, strict=True)
+        )
         largest = torch.zeros(int(of_row[-1]) + 1, int(of_column[-1]) + 1)
         for row, strip in zip(of_row, tensor.float().abs(), strict=True):
             largest[row] = largest[row].scatter_reduce(0, of_column, strip, "amax")
@@ -147,8 +172,14 @@ def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, t
     for file, tensors in (("values.safetensors", values), ("factors.safetensors", factors)):
         save_file(tensors, folder / file, {"format": "pt"})
         placed |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed})
+    )
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": list(block),
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return wide

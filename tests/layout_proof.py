@@ -1,9 +1,10 @@
-"""One harness that proves a layout: W ranks run it once, and everything they did is held against one process.
+"""One harness that proves a layout: W ranks run it once, and everything they did is held against
+one process.
 
-Against the one process: logits and token losses, every gradient, and the curves of eight plain SGD steps (which show
-a wrong scale) and eight clipped AdamW steps, with the norm as each rank saw it. Among the ranks: tensors held in copies
-are the same bits after every step of SGD and at the end. Against the planner: every rank's ledger of the second step,
-exactly.
+Against the one process: logits and token losses, every gradient, and the curves of eight plain SGD
+steps (which show a wrong scale) and eight clipped AdamW steps, with the norm as each rank saw it.
+Among the ranks: tensors held in copies are the same bits after every step of SGD and at the end.
+Against the planner: every rank's ledger of the second step, exactly.
 """
 
 from __future__ import annotations
@@ -45,22 +46,40 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Documents, Dtype, FusedKernels, LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import (
+    Documents,
+    Dtype,
+    FusedKernels,
+    LossSpec,
+    OptimizerSpec,
+    Workload,
+)
 
 BATCH, LENGTH, STEPS = 8, 16, 8
 _BATCHES = 4
 _COUNTED = 2  # the step whose books are kept
 _MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
 _SGD_LR, _ADAMW_LR = 0.05, 2e-3
-# Of every row: within a chunk of 8 ranks, over several, over all, from the edge of one to that of another.
-_DOCUMENTS = ((3, 1, 10, 2), (16,), (8, 8), (1,) * 5 + (11,), (4, 12), (12, 4), (5, 2, 9), (2, 6, 7, 1))
+# Of every row: within a chunk of 8 ranks, over several, over all, from the edge of one to that of
+# another.
+_DOCUMENTS = (
+    (3, 1, 10, 2),
+    (16,),
+    (8, 8),
+    (1,) * 5 + (11,),
+    (4, 12),
+    (12, 4),
+    (5, 2, 9),
+    (2, 6, 7, 1),
+)
 
 WORK = Workload(
     seq_len=LENGTH,
     global_batch=BATCH,
     steps=STEPS,
     precision=Dtype.FP32,
-    # A large eps: Adam divides near-zero gradients by themselves, which would show rounding as a difference.
+    # A large eps: Adam divides near-zero gradients by themselves, which would show rounding as a
+    # difference.
     optimizer=OptimizerSpec(clip_norm=0.0, weight_decay=0.1, eps=1e-6, bucket_elements=4000),
     loss=LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001),
 )
@@ -68,8 +87,8 @@ WORK = Workload(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Of one rule: (loss, aux loss, gradient norm) by step as one rank saw it, and digests of its weights, after every
-    step of SGD and after the last of AdamW.
+    """Of one rule: (loss, aux loss, gradient norm) by step as one rank saw it, and digests of its
+    weights, after every step of SGD and after the last of AdamW.
     """
 
     steps: tuple[tuple[float, float, float], ...]
@@ -89,7 +108,8 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """One process, and the seed of weights whose routing has a clear margin all along its curves."""
+    """One process, and the seed of weights whose routing has a clear margin all along its
+    curves."""
 
     seed: int
     seen: Seen
@@ -98,7 +118,8 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """Fixed batches whose rows consist of documents; of each, all batches alike, `lengths` [B][documents]."""
+    """Fixed batches whose rows consist of documents; of each, all batches alike, `lengths`
+    [B][documents]."""
 
     fixed: FixedBatches
     lengths: tuple[tuple[int, ...], ...]
@@ -112,7 +133,8 @@ class Packed:
 
 
 def batches_of(work: Workload, model: ModelSpec) -> FixedBatches | Packed:
-    """Those of `batches`, or the same in documents, after the last token of which no target follows."""
+    """Those of `batches`, or the same in documents, after the last token of which no target
+    follows."""
     fixed = batches(model)
     if work.data.documents is Documents.JOINED:
         return fixed
@@ -122,7 +144,8 @@ def batches_of(work: Workload, model: ModelSpec) -> FixedBatches | Packed:
 
 
 def batches(model: ModelSpec) -> FixedBatches:
-    """Random tokens. In each batch one row has no target at all, and the others different numbers of them."""
+    """Random tokens. In each batch one row has no target at all, and the others different numbers
+    of them."""
     dice = torch.Generator().manual_seed(11)
     ids = torch.randint(0, model.vocab_size, (_BATCHES, BATCH, LENGTH + 1), generator=dice)
     targets = ids[:, :, 1:].clone()
@@ -134,8 +157,11 @@ def batches(model: ModelSpec) -> FixedBatches:
 
 
 def prove(plan: Plan, folder: Path) -> None:
-    """Assert that a plan's layout computes what one process computes, and that its ledger is the predicted one."""
-    one = reference(plan.model, replace(plan.workload, fused_kernels=FusedKernels.AUTO), plan.layout.mbs)
+    """Assert that a plan's layout computes what one process computes, and that its ledger is the
+    predicted one."""
+    one = reference(
+        plan.model, replace(plan.workload, fused_kernels=FusedKernels.AUTO), plan.layout.mbs
+    )
     plan = replace(plan, workload=replace(plan.workload, seed=one.seed))
     ranks = run(plan, folder)
     assert_tensors(assemble(ranks), one.tensors)
@@ -157,7 +183,9 @@ def assert_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
         else:
             error = float((found[name] - reference).norm() / scale)
             assert error <= 3e-5, (name, error)
-    worst = (found["logits"] - wanted["logits"]).abs().amax(2)  # every position by itself, the last one too
+    worst = (
+        (found["logits"] - wanted["logits"]).abs().amax(2)
+    )  # every position by itself, the last one too
     assert float((worst / wanted["logits"].abs().amax(2)).max()) <= 3e-5
 
 
@@ -200,13 +228,15 @@ def assert_equal_lines(predicted: Ledger, counted: Ledger) -> None:
 
 
 def assemble(ranks: list[Seen]) -> dict[str, torch.Tensor]:
-    """Whole tensors from the boxes of all ranks; they cover all of it, and boxes that overlap hold the same bits."""
+    """Whole tensors from the boxes of all ranks; they cover all of it, and boxes that overlap hold
+    the same bits."""
     whole: dict[str, torch.Tensor] = {}
     for seen in ranks:
         for piece in seen.pieces:
             full = whole.setdefault(piece.name, torch.full(piece.global_shape, float("nan")))
             box = tuple(
-                slice(start, start + size) for start, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+                slice(start, start + size)
+                for start, size in zip(piece.offsets, piece.tensor.shape, strict=True)
             )
             known = ~full[box].isnan()
             assert torch.equal(full[box][known], piece.tensor[known]), piece.name
@@ -222,7 +252,9 @@ def reference(model: ModelSpec, work: Workload, mbs: int) -> Reference:
     for seed in range(20):
         seeded = replace(work, seed=seed)
         with tempfile.TemporaryDirectory() as folder:
-            (seen,) = run(tiny_jobs.plan(seeded, f"mbs{mbs}", world_size=1, model=model), Path(folder))
+            (seen,) = run(
+                tiny_jobs.plan(seeded, f"mbs{mbs}", world_size=1, model=model), Path(folder)
+            )
         if seen.margin > _MARGIN:
             return Reference(seed=seed, seen=seen, tensors=assemble([seen]))
     raise AssertionError(f"{model.name}: no weights whose routing has a clear margin")
@@ -230,7 +262,10 @@ def reference(model: ModelSpec, work: Workload, mbs: int) -> Reference:
 
 def run(plan: Plan, folder: Path) -> list[Seen]:
     """What each rank of the plan saw."""
-    assert launch(partial(_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run") is Exit.DONE
+    assert (
+        launch(partial(_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run")
+        is Exit.DONE
+    )
     found = []
     for rank in range(plan.layout.world_size):
         with (folder / f"seen{rank}").open("rb") as file:
@@ -244,7 +279,16 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     margins = _watch_margins()
 
     def start(rule: Update, work: Workload) -> Trainee:
-        job = trainee(plan.model, work, plan.layout, data, rank=seat.rank, device=device, initial=_initial, rule=rule)
+        job = trainee(
+            plan.model,
+            work,
+            plan.layout,
+            data,
+            rank=seat.rank,
+            device=device,
+            initial=_initial,
+            rule=rule,
+        )
         for each in router.routers_of(job.model):
             if each.selection_bias is not None:
                 each.selection_bias.copy_(torch.linspace(-0.1, 0.1, len(each.selection_bias)))
@@ -256,7 +300,9 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     pieces += [replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradients()]
     apply(job, Clock(), first, lr=0.0)
     sgd = _curve(job, _SGD_LR, seat, folder, looked=range(1, STEPS + 1))
-    clipped = replace(plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.norm / 2))
+    clipped = replace(
+        plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.norm / 2)
+    )
     adamw = _curve(start(adamw_update, clipped), _ADAMW_LR, seat, folder, looked=(STEPS,))
     seen = Seen(
         pieces=tuple(pieces),
@@ -271,10 +317,13 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     return Outcome.DONE
 
 
-def _curve(job: Trainee, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]) -> Curve:
+def _curve(
+    job: Trainee, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]
+) -> Curve:
     """STEPS steps; the books of one of them go to `folder`, as training writes them.
 
-    Weights are looked at after the steps `looked`, which ends what overlaps: gathers that the next forward would await.
+    Weights are looked at after the steps `looked`, which ends what overlaps: gathers that the next
+    forward would await.
     """
     steps, digests = [], []
     for step in range(1, STEPS + 1):
@@ -291,11 +340,14 @@ def _curve(job: Trainee, lr: float, seat: RankContext, folder: Path, *, looked: 
 
 
 def _digests(job: Trainee) -> Iterator[tuple[str, bytes]]:
-    """Each part of a weight that this rank holds, by name and box, and the biases that move with the load."""
+    """Each part of a weight that this rank holds, by name and box, and the biases that move with
+    the load."""
     for slot in slots_of(job.model):
         at = slot.placement
         weight = slot.owner.weight
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # of ZeRO-3, from all its parts
+        whole = (
+            weight.full_tensor() if isinstance(weight, DTensor) else weight
+        )  # of ZeRO-3, from all its parts
         yield f"{slot.name} {at.offsets} {at.local}", _digest(whole)
     for each in router.routers_of(job.model):
         if each.selection_bias is not None:
@@ -307,12 +359,16 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
-    """As in training, but for norm weights and biases: ones and zeros would hide one that is left out."""
+    """As in training, but for norm weights and biases: ones and zeros would hide one that is left
+    out."""
     at = slot.placement
     if slot.name.endswith(".weight") and len(at.whole) > 1:
         return initial_value(slot, run)
     whole = 0.5 * torch.sin(torch.arange(prod(at.whole)) + len(slot.name)).view(at.whole)
-    boxes = [tuple(map(slice, part.offsets, map(add, part.offsets, part.local))) for part in at.apart() or (at,)]
+    boxes = [
+        tuple(map(slice, part.offsets, map(add, part.offsets, part.local)))
+        for part in at.apart() or (at,)
+    ]
     return torch.cat([whole[box] for box in boxes]) + (1 if slot.name.endswith(".weight") else 0)
 
 
@@ -322,12 +378,16 @@ def _watch_margins() -> list[float]:
     choose = reference_kernels.choose
 
     @torch.no_grad()
-    def watched(scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def watched(
+        scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         wanted = scores if bias is None else scores + bias
         chosen = choose(scores, spec, bias)
         if spec.top_groups < spec.groups:
             of_group = wanted.unflatten(1, (spec.groups, -1))
-            margins.append(_gap(of_group.topk(spec.counted_in_group, -1).values.sum(-1), spec.top_groups))
+            margins.append(
+                _gap(of_group.topk(spec.counted_in_group, -1).values.sum(-1), spec.top_groups)
+            )
             opened = torch.zeros_like(of_group[:, :, 0], dtype=torch.bool)
             opened.scatter_(1, chosen // of_group.shape[2], True)
             wanted = of_group.masked_fill(~opened[:, :, None], float("-inf")).flatten(1)

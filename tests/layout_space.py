@@ -1,9 +1,11 @@
-"""The space of legal layouts over small model shapes, the corners in which bugs of others lived, and samples of both.
+"""The space of legal layouts over small model shapes, the corners in which bugs of others lived,
+and samples of both.
 
-A layout belongs to the space when the rules call it legal and the engine does not refuse it, so the space grows with
-the engine. The sweep is drawn from it by a fixed seed, one by one, each time the layout with the most pairs of choices
-not seen before (an axis and its value beside another axis and its value; the model shape is an axis) for its ranks.
-`rotated` picks a part of it by a hash of the source: another part with every change, the same for the same tree.
+A layout belongs to the space when the rules call it legal and the engine does not refuse it, so the
+space grows with the engine. The sweep is drawn from it by a fixed seed, one by one, each time the
+layout with the most pairs of choices not seen before (an axis and its value beside another axis and
+its value; the model shape is an axis) for its ranks. `rotated` picks a part of it by a hash of the
+source: another part with every change, the same for the same tree.
 """
 
 from __future__ import annotations
@@ -97,17 +99,21 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True, mtp_layers=1,
             attention=replace(_gqa(4, 1, QkNorm.PER_HEAD), qkv_bias=True, out_bias=True),
         ),
-        # Latent attention alone: the one shape that may have it over TP without sequence parallelism.
+        # Latent attention alone: the one shape that may have it over TP without sequence
+        # parallelism.
         "latent": replace(DENSE, layers=4, moe_layers=(False,) * 4, attention=_LATENT, vocab_size=101, mtp_layers=1),
     }
 )  # fmt: skip
 
-DRAWN = tuple(name for name in SHAPES if name != "latent")  # which has corners alone: else it is as the others are
+DRAWN = tuple(
+    name for name in SHAPES if name != "latent"
+)  # which has corners alone: else it is as the others are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A layout on a shape, and what the ends of documents mean; `name` says what it is there for."""
+    """A layout on a shape, and what the ends of documents mean; `name` says what it is there
+    for."""
 
     name: str
     shape: str
@@ -133,8 +139,12 @@ class Case:
         return broken or unsupported_layout(self.layout, model=model, workload=self.work)
 
 
-def _corner(name: str, shape: str, world: int, text: str, documents: Documents = Documents.JOINED) -> Case:
-    return Case(name=name, shape=shape, layout=parse_layout(text, world_size=world), documents=documents)
+def _corner(
+    name: str, shape: str, world: int, text: str, documents: Documents = Documents.JOINED
+) -> Case:
+    return Case(
+        name=name, shape=shape, layout=parse_layout(text, world_size=world), documents=documents
+    )
 
 
 # Where bugs of other engines were invisible in the default layout.
@@ -153,30 +163,71 @@ CORNERS = (
     _corner("sinks round a ring", "deep", 4, "cp2,tp2,ep2,mbs2"),
     _corner("windows by heads, biases over ETP", "oss", 4, "cp2,cp_comm=a2a,tp2,ep2,etp2,mbs2"),
     _corner("windows round a ring", "oss", 4, "cp4,ep2,mbs4"),
-    _corner("windows over gathered keys, in documents", "oss", 4, "cp4,cp_comm=allgather,ep2,mbs4", Documents.BOUNDED),
-    _corner("more ranks than key heads, biases", "oss", 4, "tp4,ep4,mbs4,recompute=core_attn+moe_act"),
+    _corner(
+        "windows over gathered keys, in documents",
+        "oss",
+        4,
+        "cp4,cp_comm=allgather,ep2,mbs4",
+        Documents.BOUNDED,
+    ),
+    _corner(
+        "more ranks than key heads, biases", "oss", 4, "tp4,ep4,mbs4,recompute=core_attn+moe_act"
+    ),
     _corner("room in shards and beside them", "oss", 4, "ep4,zero3,mbs1"),
     _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
     _corner("documents round a ring", "qwen", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
-    _corner("documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED),
-    _corner("documents, heads inside and a ring between", "deep", 8, "cp8,cp_comm=a2a+p2p,mbs2", Documents.BOUNDED),
+    _corner(
+        "documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED
+    ),
+    _corner(
+        "documents, heads inside and a ring between",
+        "deep",
+        8,
+        "cp8,cp_comm=a2a+p2p,mbs2",
+        Documents.BOUNDED,
+    ),
     _corner("micro-batches of many rows with SP", "deepseek", 2, "tp2,mbs4"),
     _corner("depths over a ring, in documents", "ahead", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
-    _corner("depths in a V, replayed in part", "ahead", 4, "pp2,ep2,schedule=zbv,mbs2,recompute=moe+core_attn"),
+    _corner(
+        "depths in a V, replayed in part",
+        "ahead",
+        4,
+        "pp2,ep2,schedule=zbv,mbs2,recompute=moe+core_attn",
+    ),
     _corner("a checkpoint a depth", "ahead", 2, "ep2,mbs4,recompute=uniform2", Documents.BOUNDED),
     _corner("depths before the stage of the loss", "ahead", 4, "pp4,mbs2,layout='Ett|tt|mm|L'"),
-    _corner("depths and loss on the ranks of a V", "ahead", 2, "pp2,schedule=zbv,mbs2,layout='E|tt|ttmm|L'"),
-    _corner("a tied table on three ranks, TP without SP", "dense", 6, "pp3,tp2,sp=false,mbs4,layout='Ett|ttm|L'"),
+    _corner(
+        "depths and loss on the ranks of a V",
+        "ahead",
+        2,
+        "pp2,schedule=zbv,mbs2,layout='E|tt|ttmm|L'",
+    ),
+    _corner(
+        "a tied table on three ranks, TP without SP",
+        "dense",
+        6,
+        "pp3,tp2,sp=false,mbs4,layout='Ett|ttm|L'",
+    ),
     _corner("a rank without a valid token", "qwen", 8, "ep8,mbs1"),
     _corner("a rank without a valid token, dense", "dense", 8, "mbs1"),
     _corner("latents made whole on every rank", "latent", 2, "tp2,sp=false,mbs4"),
     _corner(
-        "latents made whole, replayed and in shards", "latent", 4, "tp2,sp=false,cp2,mbs4,zero3,recompute=mla_up_proj"
+        "latents made whole, replayed and in shards",
+        "latent",
+        4,
+        "tp2,sp=false,cp2,mbs4,zero3,recompute=mla_up_proj",
     ),
-    _corner("latents made whole on four ranks of two stages", "latent", 8, "tp4,sp=false,pp2,mbs4,schedule=zb-h1"),
+    _corner(
+        "latents made whole on four ranks of two stages",
+        "latent",
+        8,
+        "tp4,sp=false,pp2,mbs4,schedule=zb-h1",
+    ),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),
-    _corner("copies once a rank, of experts cut in two", "deep", 4, "tp2,etp2,ep2,mbs2,dispatcher=dedup"),
+    _corner(
+        "copies once a rank, of experts cut in two", "deep", 4, "tp2,etp2,ep2,mbs2,dispatcher=dedup"
+    ),
     _corner("experts not a power of two", "olmoe", 4, "ep2,mbs2"),
     _corner("tied embeddings across stages", "olmoe", 2, "pp2,mbs2"),
     _corner("1F1B across EP and TP", "qwen", 8, "tp2,pp2,ep2,mbs2"),
@@ -194,8 +245,15 @@ CORNERS = (
     _corner("a V, tied ends on one rank", "olmoe", 2, "pp2,schedule=zbv,mbs2"),
     _corner("every rank sees all tokens", "deepseek", 4, "tp2,etp2,ep2,dispatcher=allgather"),
     _corner("a token crosses once", "deep", 4, "tp2,ep4,dispatcher=dedup,mbs2"),
-    _corner("a token crosses to a node, then to ranks", "deep", 4, "ep4,ep_node2,dispatcher=dedup,mbs2"),
-    _corner("to a node, then to ranks of cut experts", "deep", 8, "tp2,ep4,etp2,ep_node2,dispatcher=dedup,mbs2"),
+    _corner(
+        "a token crosses to a node, then to ranks", "deep", 4, "ep4,ep_node2,dispatcher=dedup,mbs2"
+    ),
+    _corner(
+        "to a node, then to ranks of cut experts",
+        "deep",
+        8,
+        "tp2,ep4,etp2,ep_node2,dispatcher=dedup,mbs2",
+    ),
     _corner(
         "to four nodes, beside shared experts, replayed",
         "deepseek",
@@ -203,27 +261,54 @@ CORNERS = (
         "ep8,ep_node2,dispatcher=dedup,mbs1,overlap=shared,recompute=moe",
     ),
     _corner("weights in shards", "qwen", 4, "ep2,zero3,mbs2"),
-    _corner("weights in shards of TP and ETP parts", "olmoe", 4, "tp2,etp2,zero3,mbs2,overlap=grad+param"),
-    _corner("weights in shards, TP alone", "qwen", 2, "tp2,etp2,zero3,mbs4"),
-    _corner("weights in shards, layers replayed", "deepseek", 4, "tp2,ep2,zero3,mbs2,recompute=full"),
     _corner(
-        "weights in shards, experts replayed, states on the host", "deep", 2, "zero3,recompute=moe,offload=optimizer"
+        "weights in shards of TP and ETP parts",
+        "olmoe",
+        4,
+        "tp2,etp2,zero3,mbs2,overlap=grad+param",
+    ),
+    _corner("weights in shards, TP alone", "qwen", 2, "tp2,etp2,zero3,mbs4"),
+    _corner(
+        "weights in shards, layers replayed", "deepseek", 4, "tp2,ep2,zero3,mbs2,recompute=full"
+    ),
+    _corner(
+        "weights in shards, experts replayed, states on the host",
+        "deep",
+        2,
+        "zero3,recompute=moe,offload=optimizer",
     ),
     _corner("weights in shards, copies across blocks", "qwen", 8, "tp2,ep2,zero3,shard2,mbs2"),
-    _corner("weights in shards, a block without two copies of the experts", "olmoe", 4, "ep2,zero3,shard2,mbs2"),
+    _corner(
+        "weights in shards, a block without two copies of the experts",
+        "olmoe",
+        4,
+        "ep2,zero3,shard2,mbs2",
+    ),
     _corner("depths of which the experts alone are whole", "ahead", 2, "etp2,mbs4,zero3"),
     _corner("replicated optimizer", "qwen", 4, "tp2,ep2,zero0,mbs2"),
     _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
-    _corner("logits in pieces of a tied and padded table", "olmoe", 2, "tp2,ep2,mbs2,recompute=loss"),
-    _corner("logits in pieces, TP without SP, a depth", "dense", 2, "tp2,sp=false,mbs4,recompute=loss"),
-    _corner("logits in pieces, weights in shards", "ahead", 4, "tp2,ep2,zero3,mbs2,recompute=full+loss"),
-    _corner("logits in pieces where weight gradients wait", "ahead", 2, "pp2,schedule=zb-h1,mbs2,recompute=loss"),
+    _corner(
+        "logits in pieces of a tied and padded table", "olmoe", 2, "tp2,ep2,mbs2,recompute=loss"
+    ),
+    _corner(
+        "logits in pieces, TP without SP, a depth", "dense", 2, "tp2,sp=false,mbs4,recompute=loss"
+    ),
+    _corner(
+        "logits in pieces, weights in shards", "ahead", 4, "tp2,ep2,zero3,mbs2,recompute=full+loss"
+    ),
+    _corner(
+        "logits in pieces where weight gradients wait",
+        "ahead",
+        2,
+        "pp2,schedule=zb-h1,mbs2,recompute=loss",
+    ),
 )
 
 
 @cache
 def sweep() -> tuple[Case, ...]:
-    """SWEEP layouts of the space, chosen one by one for the most pairs of choices not seen before."""
+    """SWEEP layouts of the space, chosen one by one for the most pairs of choices not seen
+    before."""
     pool = list(_drawn())
     bits: dict[tuple[str, str], int] = {}
     masks = []
@@ -233,7 +318,10 @@ def sweep() -> tuple[Case, ...]:
     seen, chosen = 0, []
     while len(chosen) < min(SWEEP, len(pool)):
         # Small worlds first: a rank more is time more, and shows little that is new.
-        best = max(range(len(pool)), key=lambda i: (masks[i] & ~seen).bit_count() / (4 + pool[i].layout.world_size))
+        best = max(
+            range(len(pool)),
+            key=lambda i: (masks[i] & ~seen).bit_count() / (4 + pool[i].layout.world_size),
+        )
         chosen.append(pool.pop(best))
         seen |= masks.pop(best)
     return tuple(chosen)
@@ -245,7 +333,11 @@ def rotated(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
     tree = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         tree.update(path.read_bytes())
-    return tuple(sorted(cases, key=lambda case: hashlib.sha256(tree.digest() + case.id.encode()).digest())[:count])
+    return tuple(
+        sorted(cases, key=lambda case: hashlib.sha256(tree.digest() + case.id.encode()).digest())[
+            :count
+        ]
+    )
 
 
 def job(case: Case) -> Plan:
@@ -256,7 +348,10 @@ def job(case: Case) -> Plan:
 
 def _drawn() -> Iterator[Case]:
     """Different random layouts of the space, without those of CORNERS."""
-    dice, found = random.Random(20251121), {(case.shape, case.layout, case.documents) for case in CORNERS}
+    dice, found = (
+        random.Random(20251121),
+        {(case.shape, case.layout, case.documents) for case in CORNERS},
+    )
     start = len(found)
     for _ in range(_DRAWS):
         shape = dice.choice(DRAWN)
@@ -276,7 +371,8 @@ def _drawn() -> Iterator[Case]:
 def _divides(layout: Layout) -> bool:
     """The cheap part of legality."""
     return not any(
-        layout.world_size % used for used in (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
+        layout.world_size % used
+        for used in (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     )
 
 
@@ -284,7 +380,9 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
     """Any layout, most of them not legal."""
     tp, pp = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 1, 1, 2, 2, 4))
     schedule = dice.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
-    vpp = {Schedule.INTERLEAVED: dice.choice((2, 2, 4))}.get(schedule, 2 if schedule.v_shaped else 1)
+    vpp = {Schedule.INTERLEAVED: dice.choice((2, 2, 4))}.get(
+        schedule, 2 if schedule.v_shaped else 1
+    )
     cp = dice.choice((1, 1, 2, 2, 4))
     layout = Layout(
         world_size=dice.choice((1, 2, 2, 4, 4, 4, 8, 8)),
@@ -302,7 +400,9 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
         cp_comm=dice.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
         recompute=_some(dice, list(Recompute), 0.5),
         offload=_some(dice, list(Offload), 0.2),
-        dispatcher=dice.choice([Dispatcher.ALL_TO_ALL, *Dispatcher]) if model.moe else Dispatcher.ALL_TO_ALL,
+        dispatcher=dice.choice([Dispatcher.ALL_TO_ALL, *Dispatcher])
+        if model.moe
+        else Dispatcher.ALL_TO_ALL,
         overlap=_some(dice, list(Overlap), 0.3),
     )
     if layout.dispatcher is Dispatcher.DEDUP and layout.ep > 2 and dice.random() < 0.6:
@@ -327,8 +427,12 @@ def _some(dice: random.Random, choices: list, chance: float) -> tuple:
 def _stages(dice: random.Random, model: ModelSpec, count: int) -> str:
     """Layers spread over stages at random, some of them empty."""
     cuts = sorted(dice.choices(range(model.layers + 1), k=count - 1))
-    parts = ["t" * (high - low) for low, high in zip((0, *cuts), (*cuts, model.layers), strict=True)]
-    if model.mtp_layers and dice.random() < 0.5:  # in the stage before the loss, which then stands alone
+    parts = [
+        "t" * (high - low) for low, high in zip((0, *cuts), (*cuts, model.layers), strict=True)
+    ]
+    if (
+        model.mtp_layers and dice.random() < 0.5
+    ):  # in the stage before the loss, which then stands alone
         parts[-2:] = [parts[-2] + parts[-1] + "m" * model.mtp_layers, ""]
     else:
         parts[-1] += "m" * model.mtp_layers
@@ -339,7 +443,21 @@ def _choices(case: Case) -> Iterator[tuple[str, str]]:
     """Axes and values of a case, for pairs of them."""
     layout = case.layout
     yield "shape", case.shape
-    for axis in ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "mbs", "zero", "shard", "ep_node", "dp", "edp"):
+    for axis in (
+        "tp",
+        "sp",
+        "cp",
+        "pp",
+        "vpp",
+        "ep",
+        "etp",
+        "mbs",
+        "zero",
+        "shard",
+        "ep_node",
+        "dp",
+        "edp",
+    ):
         yield axis, str(getattr(layout, axis))
     yield "documents", case.documents
     for axis in ("schedule", "cp_comm", "dispatcher"):

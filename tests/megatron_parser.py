@@ -1,5 +1,5 @@
-"""What Megatron-LM's parser and its checks after parsing accept, written down again for tests (arguments.py and
-transformer_config.py at d98e8a64). Nothing of the exporter is used here.
+"""What Megatron-LM's parser and its checks after parsing accept, written down again for tests
+(arguments.py and transformer_config.py at d98e8a64). Nothing of the exporter is used here.
 """
 
 import csv
@@ -10,7 +10,8 @@ OPTIONS = {row["flag"]: row for row in csv.DictReader(TABLE.splitlines())}
 
 
 def parsed(flags):
-    """Flags as {name: values}; asserts what argparse would: known, once, how many values, their types and choices."""
+    """Flags as {name: values}; asserts what argparse would: known, once, how many values, their
+    types and choices."""
     names = [name for name, *_ in flags]
     assert len(names) == len(set(names)), names
     given = {name: tuple(values) for name, *values in flags}
@@ -34,7 +35,10 @@ def whole(given, name, otherwise):
 
 def check(given, world, environment):
     """Asserts what Megatron-LM asserts of options together, on a node of Hopper."""
-    tp, cp, pp = (whole(given, f"--{kind}-parallel-size", 1) for kind in ("tensor-model", "context", "pipeline-model"))
+    tp, cp, pp = (
+        whole(given, f"--{kind}-parallel-size", 1)
+        for kind in ("tensor-model", "context", "pipeline-model")
+    )
     ep = whole(given, "--expert-model-parallel-size", 1)
     etp = whole(given, "--expert-tensor-parallel-size", tp)
     assert world % (tp * cp * pp) == 0
@@ -79,7 +83,9 @@ def experts(given, tp, ep):
     if score == "softmax" and given["--moe-router-topk"] == ("1",):
         assert "--moe-router-pre-softmax" in given
     if "--moe-router-num-groups" in given:
-        groups, kept = (whole(given, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk"))
+        groups, kept = (
+            whole(given, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk")
+        )
         assert number % groups == 0
         assert kept <= groups
     kinds = given["--moe-router-load-balancing-type"]
@@ -96,7 +102,9 @@ def stages(given, pp):
     ways = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
     said = [name for name in (*ways, "--pipeline-model-parallel-layout") if name in given]
     assert len(said) <= 1
-    counted = sum(f"--account-for-{name}-in-pipeline-split" in given for name in ("embedding", "loss"))
+    counted = sum(
+        f"--account-for-{name}-in-pipeline-split" in given for name in ("embedding", "loss")
+    )
     if "--pipeline-model-parallel-layout" in given:
         assert not counted
         return
@@ -126,7 +134,11 @@ def batches(given, dp):
 
 def memory(given, environment):
     granularity = given.get("--recompute-granularity", ("",))[0]
-    assert (granularity == "full") == ("--recompute-method" in given) == ("--recompute-num-layers" in given)
+    assert (
+        (granularity == "full")
+        == ("--recompute-method" in given)
+        == ("--recompute-num-layers" in given)
+    )
     modules = given.get("--recompute-modules", ())
     assert bool(modules) == (granularity == "selective")
     if "moe_act" in modules:
@@ -171,7 +183,10 @@ def overlap(given, tp, cp, pp, environment):
         assert queues != "1"
         assert whole(given, "--expert-model-parallel-size", 1) > 1
         assert given["--moe-token-dispatcher-type"][0] in ("alltoall", "flex")
-        assert pp == 1 or {"--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"} & set(given)
+        assert pp == 1 or {
+            "--num-virtual-stages-per-pipeline-rank",
+            "--pipeline-model-parallel-layout",
+        } & set(given)
         assert given.get("--recompute-granularity") != ("full",)
         assert "moe" not in given.get("--recompute-modules", ())
         assert "--bf16" in given or "--fp16" in given

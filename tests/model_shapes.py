@@ -1,4 +1,5 @@
-"""Model shapes for tests of rules: a small MoE to vary, and the published shapes that legality is checked on."""
+"""Model shapes for tests of rules: a small MoE to vary, and the published shapes that legality is
+checked on."""
 
 from __future__ import annotations
 
@@ -24,9 +25,13 @@ def moe_model(
         hidden_size=heads * 16,
         layers=layers,
         vocab_size=1024,
-        attention=AttentionSpec(kind=AttentionKind.GQA, heads=heads, kv_heads=kv_heads, head_dim=16, v_head_dim=16),
+        attention=AttentionSpec(
+            kind=AttentionKind.GQA, heads=heads, kv_heads=kv_heads, head_dim=16, v_head_dim=16
+        ),
         dense_ffn_size=256,
-        moe=MoeSpec(experts=experts, ffn_size=ffn, router=RouterSpec(top_k=2), shared_ffn_size=shared),
+        moe=MoeSpec(
+            experts=experts, ffn_size=ffn, router=RouterSpec(top_k=2), shared_ffn_size=shared
+        ),
         moe_layers=(True,) * layers,
         mtp_layers=mtp,
     )
@@ -38,5 +43,6 @@ def dense_model(*, layers: int = 4) -> ModelSpec:
 
 
 def qwen3_235b() -> ModelSpec:
-    """Qwen3-235B-A22B as far as legality looks: 94 layers, 64 heads over 4 kv heads, 128 experts of width 1536."""
+    """Qwen3-235B-A22B as far as legality looks: 94 layers, 64 heads over 4 kv heads, 128 experts of
+    width 1536."""
     return moe_model(layers=94, heads=64, kv_heads=4, experts=128, ffn=1536)

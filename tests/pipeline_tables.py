@@ -18,7 +18,9 @@ def tables(pp: int, most: int) -> Iterator[tuple[Layout, int]]:
             yield from _legal(Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule), m)
         for vpp in (2, 3):
             for group in range(pp, m + 1):
-                chosen = Layout(world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.INTERLEAVED, vpp_group=group)
+                chosen = Layout(
+                    world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.INTERLEAVED, vpp_group=group
+                )
                 yield from _legal(chosen, m)
                 yield from _legal(replace(chosen, overlap=(Overlap.P2P,)), m)
 

@@ -1,4 +1,5 @@
-"""A made-up run through the spec classes: 6 layers, 16 experts, 60 steps, two ranks. No number in it was measured."""
+"""A made-up run through the spec classes: 6 layers, 16 experts, 60 steps, two ranks. No number in
+it was measured."""
 
 import math
 from dataclasses import replace
@@ -27,7 +28,14 @@ from moewright.spec.ledger import (
     Phase,
     TimeRow,
 )
-from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RouterSpec
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RouterSpec,
+)
 from moewright.spec.plan import Assumption, Estimate, Plan, TimePart, TimeShare, Verdict
 from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, Session, StepRecord
 from moewright.spec.sourced import Sourced, SourceKind
@@ -39,12 +47,19 @@ UNIGRAM_ENTROPY = 6.214
 
 
 def measured(value: float, what: str) -> Sourced:
-    return Sourced(value=value, kind=SourceKind.MEASURED, source=f"bench machine, {what}, median of 5")
+    return Sourced(
+        value=value, kind=SourceKind.MEASURED, source=f"bench machine, {what}, median of 5"
+    )
 
 
 def model() -> ModelSpec:
     attention = AttentionSpec(
-        kind=AttentionKind.GQA, heads=4, kv_heads=2, head_dim=64, v_head_dim=64, qk_norm=QkNorm.PER_HEAD
+        kind=AttentionKind.GQA,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        qk_norm=QkNorm.PER_HEAD,
     )
     moe = MoeSpec(experts=EXPERTS, ffn_size=192, router=RouterSpec(top_k=4))
     return ModelSpec(
@@ -62,7 +77,9 @@ def model() -> ModelSpec:
 
 
 def hardware(count: int = 2) -> Hardware:
-    rate = Curve(points=((1e6, 8e9), (1e9, 6.1e10)), kind=SourceKind.MEASURED, source="bench machine")
+    rate = Curve(
+        points=((1e6, 8e9), (1e9, 6.1e10)), kind=SourceKind.MEASURED, source="bench machine"
+    )
     device = Device(
         name="one thread of a test processor",
         kind=DeviceKind.CPU,
@@ -75,7 +92,9 @@ def hardware(count: int = 2) -> Hardware:
         domain_size=count,
         devices_per_node=count,
         domain_Bps=measured(2.4e9, "all-to-all of 4 MiB"),
-        network_Bps=Sourced(value=1.25e9, kind=SourceKind.ASSUMED, source="10 Gbit/s Ethernet; not used here"),
+        network_Bps=Sourced(
+            value=1.25e9, kind=SourceKind.ASSUMED, source="10 Gbit/s Ethernet; not used here"
+        ),
         domain_latency_s=measured(9e-5, "all-reduce of 8 B"),
         network_latency_s=Sourced(value=5e-5, kind=SourceKind.ASSUMED, source="usual for TCP"),
     )
@@ -126,7 +145,12 @@ SAVED = {
 
 
 def memory(saved_scale: float = 1.0) -> tuple[MemoryRow, ...]:
-    sizes = {Component.WEIGHTS: 1.0, Component.GRADIENTS: 2.0, Component.MASTER: 1.0, Component.MOMENTS: 2.0}
+    sizes = {
+        Component.WEIGHTS: 1.0,
+        Component.GRADIENTS: 2.0,
+        Component.MASTER: 1.0,
+        Component.MOMENTS: 2.0,
+    }
     states = [
         MemoryRow(component=component, module=module, bytes=int(size * scale))
         for component, scale in sizes.items()
@@ -136,7 +160,11 @@ def memory(saved_scale: float = 1.0) -> tuple[MemoryRow, ...]:
         MemoryRow(component=Component.ACTIVATIONS, module=module, bytes=int(size * saved_scale))
         for module, size in SAVED.items()
     ]
-    return (*states, *saved, MemoryRow(component=Component.LOGITS, module=Module.HEAD, bytes=64 * MIB))
+    return (
+        *states,
+        *saved,
+        MemoryRow(component=Component.LOGITS, module=Module.HEAD, bytes=64 * MIB),
+    )
 
 
 def ledger(rank: int) -> Ledger:
@@ -189,10 +217,19 @@ def estimate(step_s: float = 1.29) -> Estimate:
         TimePart.OPTIMIZER: 0.04,
     }
     assumptions = (
-        Assumption(name="host_s_per_layer_microbatch", value="410 us", kind=SourceKind.FITTED, source="short runs"),
-        Assumption(name="gemm_rate", value="61 GFLOP/s", kind=SourceKind.MEASURED, source="bench machine"),
+        Assumption(
+            name="host_s_per_layer_microbatch",
+            value="410 us",
+            kind=SourceKind.FITTED,
+            source="short runs",
+        ),
+        Assumption(
+            name="gemm_rate", value="61 GFLOP/s", kind=SourceKind.MEASURED, source="bench machine"
+        ),
         Assumption(name="load_factor", value="1.15", kind=SourceKind.ASSUMED, source="job file"),
-        Assumption(name="memory_Bps", value="11 GB/s", kind=SourceKind.DATASHEET, source="<vendor> & co"),
+        Assumption(
+            name="memory_Bps", value="11 GB/s", kind=SourceKind.DATASHEET, source="<vendor> & co"
+        ),
     )
     total = sum(row.bytes for row in memory())
     return Estimate(
@@ -232,7 +269,9 @@ def plan(step_s: float = 1.29, **layout: object) -> Plan:
 
 def load(layer: int, step: int) -> LayerLoad:
     skew = 0.9 * math.exp(-step / 15) + 0.12 + 0.04 * layer
-    weights = [math.exp(skew * math.sin(1.7 * expert + layer + 0.01 * step)) for expert in range(EXPERTS)]
+    weights = [
+        math.exp(skew * math.sin(1.7 * expert + layer + 0.01 * step)) for expert in range(EXPERTS)
+    ]
     counts = tuple(round(4096 * 4 * weight / sum(weights)) for weight in weights)
     shares = [count / sum(counts) for count in counts]
     return LayerLoad(
@@ -300,4 +339,6 @@ def record(steps: int = STEPS) -> RunRecord:
 
 
 def recomputing(base: Plan) -> Plan:
-    return replace(base, layout=replace(base.layout, recompute=(Recompute.LAYERNORM, Recompute.MOE_ACT)))
+    return replace(
+        base, layout=replace(base.layout, recompute=(Recompute.LAYERNORM, Recompute.MOE_ACT))
+    )

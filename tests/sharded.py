@@ -42,14 +42,18 @@ def pieces_of(state: dict[str, torch.Tensor], layout: str, rank: int, world: int
             start, count = _share(tensor.numel(), rank, world)
             flat = tensor.reshape(-1)[start : start + count].clone()
             origin = (0,) * len(shape)
-            pieces += flat_pieces(name, global_shape=shape, offsets=origin, local_shape=shape, start=start, flat=flat)
+            pieces += flat_pieces(
+                name, global_shape=shape, offsets=origin, local_shape=shape, start=start, flat=flat
+            )
             continue
         dim = {"rows": 0, "columns": len(shape) - 1, "replicated": -1}[layout]
         offsets, part = [0] * len(shape), tensor
         if shape and dim >= 0:
             offsets[dim], count = _share(shape[dim], rank, world)
             part = tensor.narrow(dim, offsets[dim], count)
-        pieces.append(Piece(name=name, global_shape=shape, offsets=tuple(offsets), tensor=part.clone()))
+        pieces.append(
+            Piece(name=name, global_shape=shape, offsets=tuple(offsets), tensor=part.clone())
+        )
     return pieces
 
 
@@ -59,13 +63,23 @@ def blank(pieces: list[Piece]) -> list[Piece]:
     for piece in pieces:
         tensor = torch.empty_like(piece.tensor, memory_format=torch.contiguous_format)
         tensor.reshape(-1).view(torch.uint8).fill_(1)
-        made.append(Piece(name=piece.name, global_shape=piece.global_shape, offsets=piece.offsets, tensor=tensor))
+        made.append(
+            Piece(
+                name=piece.name,
+                global_shape=piece.global_shape,
+                offsets=piece.offsets,
+                tensor=tensor,
+            )
+        )
     return made
 
 
 def bits(pieces: list[Piece]) -> list[bytes]:
     """The bytes of each piece: NaN equals NaN, -0 differs from 0."""
-    return [piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for piece in pieces]
+    return [
+        piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for piece in pieces
+    ]
 
 
 def on_ranks(world: int, work: Callable[[Coordinator], T]) -> list[T | Exception]:

@@ -1,6 +1,8 @@
-"""A module in the place of deep_ep: the calls that the engine makes of it, by exchanges over any process group.
+"""A module in the place of deep_ep: the calls that the engine makes of it, by exchanges over any
+process group.
 
-`Buffer` as in DeepEP 1.2, `HybridEPBuffer` as on its branch hybrid-ep; written after their documented shapes.
+`Buffer` as in DeepEP 1.2, `HybridEPBuffer` as on its branch hybrid-ep; written after their
+documented shapes.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ class _Way:
 
     def _moved(self, rows: torch.Tensor, send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty((int(receive.sum()), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), receive.tolist(), send.tolist(), group=self.group)
+        dist.all_to_all_single(
+            out, rows.contiguous(), receive.tolist(), send.tolist(), group=self.group
+        )
         return out
 
 
 class Buffer:
     wrong = 0.0
 
-    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0
+    ) -> None:
         assert num_nvl_bytes > 0
         self.group = group
 
@@ -89,7 +95,9 @@ class Buffer:
         counts = [int((ids == expert).sum()) for expert in range(local)]
         return way.there(x), ids.masked_fill(away, -1), weights, counts, way, None
 
-    def combine(self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None) -> tuple[Any, ...]:
+    def combine(
+        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
         back = None if topk_weights is None else handle.back(topk_weights)
         return handle.back(x) + self.wrong, back, None
 
@@ -125,7 +133,9 @@ class HybridEPBuffer:
             reached = routing_map.unflatten(1, (self.group.size(), self.local)).any(2)
             way = _Way(reached, self.group)
             wanted = way.there(routing_map.to(torch.uint8)).bool()[:, self.here]
-            room = torch.cat((wanted, torch.ones(3, self.local, dtype=torch.bool)))  # longer than what came
+            room = torch.cat(
+                (wanted, torch.ones(3, self.local, dtype=torch.bool))
+            )  # longer than what came
             handle = (way, None, None, torch.tensor([len(wanted)]), room, len(hidden))
         way = handle[0]
         spread = None if probs is None else way.there(probs)[:, self.node]

@@ -1,4 +1,5 @@
-"""Tiny jobs for tests that train: a Qwen3-MoE-shaped model of about 100k parameters and a corpus of a few pages."""
+"""Tiny jobs for tests that train: a Qwen3-MoE-shaped model of about 100k parameters and a corpus of
+a few pages."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from moewright.engine.checkpoint.piece import DTYPES
 from moewright.engine.data.build import build
 from moewright.engine.data.tokenizer import TokenizerKind
 from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware, Peak
-from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RopeSpec, RouterSpec
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RopeSpec,
+    RouterSpec,
+)
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, OptimizerSpec, Workload
@@ -89,8 +98,13 @@ def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MOD
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds, as whole tensors by name."""
-    whole = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors}
-    pieces = [Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t) for n, t in whole.items()]
+    whole = {
+        t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors
+    }
+    pieces = [
+        Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
+        for n, t in whole.items()
+    ]
     load(checkpoint, pieces=pieces, comm=alone())
     return whole
 
@@ -129,7 +143,10 @@ def _hardware(count: int) -> Hardware:
             kind=DeviceKind.CPU,
             memory_bytes=_assumed(4e9),
             memory_Bps=_assumed(1e10),
-            peaks=(Peak(dtype=Dtype.FP32, rate=_assumed(1e11)), Peak(dtype=Dtype.BF16, rate=_assumed(1e11))),
+            peaks=(
+                Peak(dtype=Dtype.FP32, rate=_assumed(1e11)),
+                Peak(dtype=Dtype.BF16, rate=_assumed(1e11)),
+            ),
             rates=(),
         ),
         fabric=Fabric(

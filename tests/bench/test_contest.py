@@ -1,4 +1,5 @@
-"""The contest: turns of the engine and of transformers on the same model, and a peer that is not there."""
+"""The contest: turns of the engine and of transformers on the same model, and a peer that is not
+there."""
 
 from __future__ import annotations
 
@@ -17,13 +18,19 @@ pytest.importorskip("transformers")
 
 
 def test_two_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untrained, both give every word the same chance: a loss of ln(8192) = 9.01 and a little more."""
+    """Untrained, both give every word the same chance: a loss of ln(8192) = 9.01 and a little
+    more."""
     monkeypatch.setattr(contest, "WARM_UP", 0)
     monkeypatch.setattr(contest, "ROUNDS", 1)
     here = Path(sys.executable)
     peer = replace(contest.PEERS[0], needs="")
-    ready = {contest.ENGINE: contest.prepare(contest.ENGINE, here), peer: contest.prepare(peer, here)}
-    turns, split = contest.compete(ready, part="step", dtype="bf16", threads=1, environment=os.environ)
+    ready = {
+        contest.ENGINE: contest.prepare(contest.ENGINE, here),
+        peer: contest.prepare(peer, here),
+    }
+    turns, split = contest.compete(
+        ready, part="step", dtype="bf16", threads=1, environment=os.environ
+    )
     assert [one.name for one in turns] == [contest.ENGINE.name, peer.name]
     assert all(9.01 < one.values[0] < 9.3 for one in turns)
     ours, theirs = turns
@@ -34,18 +41,32 @@ def test_two_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     absent = contest.Contestant(name="nobody", module="nobody")
-    with pytest.raises(BadInput, match=r"nobody: it failed: .*No module named moewright\.bench\.peers\.nobody"):
-        contest.compete({absent: Path(sys.executable)}, part="step", dtype="fp32", threads=1, environment=os.environ)
+    with pytest.raises(
+        BadInput, match=r"nobody: it failed: .*No module named moewright\.bench\.peers\.nobody"
+    ):
+        contest.compete(
+            {absent: Path(sys.executable)},
+            part="step",
+            dtype="fp32",
+            threads=1,
+            environment=os.environ,
+        )
 
 
 def test_a_peer_that_cannot_be_had_is_named_with_its_reason(tmp_path: Path) -> None:
-    nowhere = contest.Contestant(name="nobody", module="nobody", needs=str(tmp_path / "no-such-package"))
+    nowhere = contest.Contestant(
+        name="nobody", module="nobody", needs=str(tmp_path / "no-such-package")
+    )
     with pytest.raises(BadInput, match="nobody: it cannot be had here"):
         contest.prepare(nowhere, tmp_path / "peers")
     assert not (tmp_path / "peers" / "nobody" / "ready").exists()
 
 
 def test_a_peers_environment_finds_our_code(tmp_path: Path) -> None:
-    python = contest.prepare(contest.Contestant(name="none", module="none", needs="pip"), tmp_path / "peers")
+    python = contest.prepare(
+        contest.Contestant(name="none", module="none", needs="pip"), tmp_path / "peers"
+    )
     bare = {"PATH": os.environ["PATH"]}
-    subprocess.run([str(python), "-c", "import moewright.bench.peers.contest, torch"], env=bare, check=True)
+    subprocess.run(
+        [str(python), "-c", "import moewright.bench.peers.contest, torch"], env=bare, check=True
+    )

@@ -31,7 +31,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these figures
 def pretend(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Case, ...]:
     """Every unit of work takes 2 ns on every rank, a collective 1 ms and 1 ns a byte."""
     known = all_cases(CPU, ranks)
-    each = tuple(1e-3 + case.x * 1e-9 if isinstance(case.op, Collective) else case.work * 2e-9 for case in known)
+    each = tuple(
+        1e-3 + case.x * 1e-9 if isinstance(case.op, Collective) else case.work * 2e-9
+        for case in known
+    )
     times = tuple((seconds,) * ranks for seconds in each)
     monkeypatch.setattr(machine, "run_team", lambda *_, **__: times)
     return known
@@ -48,12 +51,18 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
     }
     for rate in device.rates:
         assert [x for x, _ in rate.curve.points] == [
-            *(case.x for case in known if (case.op, case.dtype) == (rate.op, rate.dtype) and case.work),
+            *(
+                case.x
+                for case in known
+                if (case.op, case.dtype) == (rate.op, rate.dtype) and case.work
+            ),
             *(case.x for case in known if case.op is Probe.COPY and rate.op is Op.ELEMENTWISE),
         ]
         assert all(y == pytest.approx(5e8) for _, y in rate.curve.points)
     assert [peak.rate.value for peak in device.peaks] == pytest.approx([5e8, 5e8])
-    assert device.memory_bytes.value * nproc <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device.memory_bytes.value * nproc <= os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES"
+    )
     times = {(one.op, one.group_size): one.curve.points for one in fabric.times}
     assert set(times) == {(op, size) for op in Collective for size in group_sizes(nproc)}
     for points in times.values():
@@ -68,7 +77,12 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(fabric.links) == (0 if nproc < 3 else nproc * (nproc - 1) // 2)
     assert all(link.Bps.value == pytest.approx(5e8) for link in fabric.links)
     curves = (*(rate.curve for rate in device.rates), *(one.curve for one in fabric.times))
-    for number in (*curves, *(peak.rate for peak in device.peaks), hardware.constants[0].value, fabric.domain_Bps):
+    for number in (
+        *curves,
+        *(peak.rate for peak in device.peaks),
+        hardware.constants[0].value,
+        fabric.domain_Bps,
+    ):
         assert number.kind is SourceKind.MEASURED
         assert torch.__version__ in number.source
         assert "measured 20" in number.source
@@ -96,7 +110,9 @@ def test_the_smallest_of_every_kind_of_work_runs() -> None:
     smallest: dict[tuple[str, str, int], Case] = {}
     for case in all_cases(CPU, 1):
         smallest.setdefault(case.curve, case)
-    assert len(smallest) == 5 * 2 + 1 + 2  # ops of both precisions, the optimizer, a copy and a step
+    assert (
+        len(smallest) == 5 * 2 + 1 + 2
+    )  # ops of both precisions, the optimizer, a copy and a step
     for case in smallest.values():
         case.setup(Place(device=torch.device("cpu")))()
 
@@ -114,7 +130,8 @@ def test_a_launch_is_of_the_host_and_not_of_the_rates(monkeypatch: pytest.Monkey
 
 
 def test_the_hosts_work_by_hand() -> None:
-    """A step of 5 ms; layers of 1 ms without experts, of 2 ms and 0.1 an expert with them; two micro-batches."""
+    """A step of 5 ms; layers of 1 ms without experts, of 2 ms and 0.1 an expert with them; two
+    micro-batches."""
     steps = [5e-3 + 2 * (of.dense * 1e-3 + of.moe * (2e-3 + of.experts * 1e-4)) for of in SHAPES]
     found = host_work(steps)
     assert (found.layer_s, found.expert_s, found.step_s) == pytest.approx((2e-3, 1e-4, 5e-3))
@@ -124,7 +141,9 @@ def test_the_hosts_work_by_hand() -> None:
 @pytest.mark.parametrize("ranks", [3, 4, 7, 8])
 def test_every_pair_meets_once(ranks: int) -> None:
     met = [(one, other) for turn in rounds(ranks) for one, other in turn.items()]
-    assert sorted(met) == sorted((one, other) for one in range(ranks) for other in range(ranks) if one != other)
+    assert sorted(met) == sorted(
+        (one, other) for one in range(ranks) for other in range(ranks) if one != other
+    )
 
 
 def test_uneven_rows_are_as_many_as_even_ones() -> None:
@@ -154,7 +173,9 @@ def test_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nproc_is_checked() -> None:
-    with pytest.raises(BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest .* 1"):
+    with pytest.raises(
+        BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest .* 1"
+    ):
         measure(nproc=0)
 
 
@@ -167,7 +188,13 @@ def test_no_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sleepy(seconds: float) -> Case:
     """Time passes on the wall only, as in a collective that waits."""
-    return Case(op=Collective.ALL_REDUCE, dtype=Dtype.FP32, x=1, work=1, setup=lambda _: lambda: time.sleep(seconds))
+    return Case(
+        op=Collective.ALL_REDUCE,
+        dtype=Dtype.FP32,
+        x=1,
+        work=1,
+        setup=lambda _: lambda: time.sleep(seconds),
+    )
 
 
 @pytest.mark.spawn
@@ -204,9 +231,12 @@ def break_on_rank_1(case: Case, how: str) -> Case:
 
 @pytest.mark.spawn
 @pytest.mark.parametrize(
-    ("how", "words"), [("raise", "rank 1 .*failed:.*no such kernel"), ("kill", "rank 1 .*killed by signal 9")]
+    ("how", "words"),
+    [("raise", "rank 1 .*failed:.*no such kernel"), ("kill", "rank 1 .*killed by signal 9")],
 )
-def test_a_broken_rank_ends_the_team_by_name(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rank_ends_the_team_by_name(
+    how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workers, "all_cases", lambda *_: (break_on_rank_1(sleepy(0), how),))
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"(?s){words}"):
@@ -216,7 +246,8 @@ def test_a_broken_rank_ends_the_team_by_name(how: str, words: str, monkeypatch: 
 
 @pytest.mark.spawn
 def lives(pid: str) -> bool:
-    """Whether there is such a process that is not merely waiting for its parent to ask for its exit code."""
+    """Whether there is such a process that is not merely waiting for its parent to ask for its exit
+    code."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -224,7 +255,8 @@ def lives(pid: str) -> bool:
 
 
 def test_a_killed_bench_leaves_no_process() -> None:
-    """It is killed when its two ranks have started; they would measure on for as long as their budget lasts."""
+    """It is killed when its two ranks have started; they would measure on for as long as their
+    budget lasts."""
     bench = multiprocessing.get_context("fork").Process(
         target=run_team, args=(CPU,), kwargs={"ranks": 2, "budget_s": 20}
     )
@@ -245,7 +277,8 @@ def test_a_killed_bench_leaves_no_process() -> None:
 
 
 def test_this_machine() -> None:
-    """A short real run: every kind of work and every collective is there, with figures of a possible size."""
+    """A short real run: every kind of work and every collective is there, with figures of a
+    possible size."""
     started = time.monotonic()
     hardware = measure(nproc=2, budget_s=14.0)
     assert time.monotonic() - started < 40
@@ -255,7 +288,9 @@ def test_this_machine() -> None:
     assert {one.op for one in hardware.fabric.times} == set(Collective)
     assert all(1e-6 < y < 10 for one in hardware.fabric.times for _, y in one.curve.points)
     constants = {constant.name: constant.value.value for constant in hardware.constants}
-    assert 0 <= constants["host_s_per_layer_microbatch"] < 1  # a difference: 0 where other jobs took the machine
+    assert (
+        0 <= constants["host_s_per_layer_microbatch"] < 1
+    )  # a difference: 0 where other jobs took the machine
     assert 0 <= constants["host_s_per_local_expert"] < 0.1
     assert hardware.fingerprint == machine_fingerprint(2)
 

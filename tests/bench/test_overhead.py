@@ -1,4 +1,5 @@
-"""The engine beside a plain PyTorch loop over the same modules: the same training, and no slower."""
+"""The engine beside a plain PyTorch loop over the same modules: the same training, and no
+slower."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engine_keeps_up_with_a_plain_loop() -> None:
-    """The bar of 0.95 is for `make bench` on an idle machine; 0.85 holds on one that does other work meanwhile."""
+    """The bar of 0.95 is for `make bench` on an idle machine; 0.85 holds on one that does other
+    work meanwhile."""
     found = overhead(torch.device("cpu"))
     assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-5)
     assert found.ratio > 0.85

@@ -8,7 +8,9 @@ from moewright.bench import rate
 from moewright.cli.main import main
 
 
-def test_rates_are_of_whole_searches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_are_of_whole_searches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(rate, "CASES", (("Qwen3-30B-A3B", "16xH100"),))
     assert main(["bench", "search"]) == 0
     lines = capsys.readouterr().out.splitlines()

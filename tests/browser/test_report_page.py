@@ -24,7 +24,18 @@ ARGS = (
     "--disable-sync",
     "--no-first-run",
 )
-SECTIONS = ("verdict", "loss", "ledger", "experts", "time", "memory", "plan", "constants", "findings", "sessions")
+SECTIONS = (
+    "verdict",
+    "loss",
+    "ledger",
+    "experts",
+    "time",
+    "memory",
+    "plan",
+    "constants",
+    "findings",
+    "sessions",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,9 @@ def browser():
 def report(tmp_path_factory) -> Path:
     run = record()
     path = tmp_path_factory.mktemp("run") / "report.html"
-    write_report(run, [compare(ledger(rank), counted(rank)) for rank in (0, 1)], diagnose(run), path)
+    write_report(
+        run, [compare(ledger(rank), counted(rank)) for rank in (0, 1)], diagnose(run), path
+    )
     return path
 
 
@@ -107,12 +120,19 @@ def test_heat_cells_fill_their_rows_and_differ_in_colour(page):
 
 
 def test_bars_are_as_long_as_their_values(page):
-    lengths = [bar.bounding_box()["width"] for bar in page.locator("#time .stack").first.locator(".bar").all()]
+    lengths = [
+        bar.bounding_box()["width"]
+        for bar in page.locator("#time .stack").first.locator(".bar").all()
+    ]
     assert len(lengths) == 2
-    assert lengths[0] / lengths[1] == pytest.approx(1.395 / 1.5065, rel=0.02)  # predicted phases over measured ones
+    assert lengths[0] / lengths[1] == pytest.approx(
+        1.395 / 1.5065, rel=0.02
+    )  # predicted phases over measured ones
     totals = [bar.bounding_box()["width"] for bar in page.locator("#memory .bar").all()]
     assert len(totals) == 4
-    assert totals[0] == pytest.approx(totals[2], abs=1)  # by component and by module sum to the same
+    assert totals[0] == pytest.approx(
+        totals[2], abs=1
+    )  # by component and by module sum to the same
     assert totals[1] == pytest.approx(totals[3], abs=1)
 
 
@@ -129,4 +149,7 @@ def test_pointing_at_a_curve_reads_its_values(page):
 def test_ledger_marks_are_text_and_colour(page):
     mark = page.locator("#ledger .state", has_text="equal").first
     assert mark.is_visible()
-    assert page.evaluate("getComputedStyle(document.querySelector('#ledger .good .state')).color") == "rgb(36, 113, 63)"
+    assert (
+        page.evaluate("getComputedStyle(document.querySelector('#ledger .good .state')).color")
+        == "rgb(36, 113, 63)"
+    )

@@ -53,15 +53,35 @@ def test_cells(column: str, text: str, same: str) -> None:
 
 
 def test_columns() -> None:
-    names = ("Micro Batch Size", "global-batch-size", "num_gpus", "Sequence Length", "TFLOPs", "notes")
-    assert [column_of(name) for name in names] == ["mbs", "gbs", "num_gpus", "seq_len", "tflops_per_gpu", "notes"]
+    names = (
+        "Micro Batch Size",
+        "global-batch-size",
+        "num_gpus",
+        "Sequence Length",
+        "TFLOPs",
+        "notes",
+    )
+    assert [column_of(name) for name in names] == [
+        "mbs",
+        "gbs",
+        "num_gpus",
+        "seq_len",
+        "tflops_per_gpu",
+        "notes",
+    ]
 
 
 def test_a_table_of_a_data_frame_is_the_same_run(tmp_path: Path) -> None:
     (plain,) = read(tmp_path, {"id": "a", **ROW, **JOB}).rows
     floats = {name: f"{value}.0" for name, value in JOB.items()}
-    (spelt,) = read(tmp_path, {"ID": "a", **ROW, **floats, "etp": "nan", "oom": "False"}, encoding="utf-8-sig").rows
-    assert (spelt.layout, spelt.workload, spelt.speed) == (plain.layout, plain.workload, plain.speed)
+    (spelt,) = read(
+        tmp_path, {"ID": "a", **ROW, **floats, "etp": "nan", "oom": "False"}, encoding="utf-8-sig"
+    ).rows
+    assert (spelt.layout, spelt.workload, spelt.speed) == (
+        plain.layout,
+        plain.workload,
+        plain.speed,
+    )
 
 
 def test_a_layout_column_fills_what_is_empty(tmp_path: Path) -> None:
@@ -70,9 +90,17 @@ def test_a_layout_column_fills_what_is_empty(tmp_path: Path) -> None:
     assert row.id == "@line2"
     assert row.layout.dispatcher is Dispatcher.DEEPEP
     assert row.layout.graphs == (Graphs.ATTN,)
-    assert layout_text(row.layout) == "tp2,pp32,vpp3,ep8,mbs1,dispatcher=deepep,recompute=moe_act,graphs=attn"
+    assert (
+        layout_text(row.layout)
+        == "tp2,pp32,vpp3,ep8,mbs1,dispatcher=deepep,recompute=moe_act,graphs=attn"
+    )
     for recompute in ("full", "full+loss", "loss", "layernorm+loss"):
-        given = {**ROW, "seq_len": "4096", "gbs": "2048", "layout": f"tp2,ep8,pp32,vpp3,mbs1,recompute={recompute}"}
+        given = {
+            **ROW,
+            "seq_len": "4096",
+            "gbs": "2048",
+            "layout": f"tp2,ep8,pp32,vpp3,mbs1,recompute={recompute}",
+        }
         (row,) = read(tmp_path, given).rows
         assert "+".join(row.layout.recompute) == recompute
     (bad,) = read(tmp_path, {**ROW, "seq_len": "4096", "gbs": "2048", "layout": "tq2"}).skipped

@@ -1,4 +1,5 @@
-"""The fit of constants: recovers what made the runs, stays within bounds, and says what it does not know."""
+"""The fit of constants: recovers what made the runs, stays within bounds, and says what it does not
+know."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def runs(layouts: tuple[str, ...] = LAYOUTS, **truth: float) -> tuple[Run, ...]:
     found = []
     for text in layouts:
         prepared = Prepared(MODEL, work, HARDWARE, parse_layout(text, world_size=64))
-        found.append(Run(id=text, prepared=prepared, hardware=HARDWARE, measured_s=prepared.step_s(changed)))
+        found.append(
+            Run(id=text, prepared=prepared, hardware=HARDWARE, measured_s=prepared.step_s(changed))
+        )
     return tuple(found)
 
 
@@ -74,14 +77,18 @@ def test_three_runs_suffice_and_what_they_do_not_show_stays() -> None:
     unseen = by_name["ep_overlap_hidden"]
     assert unseen.value == pytest.approx(unseen.prior)
     assert unseen.sd == pytest.approx(unseen.prior_sd, rel=1e-6)
-    assert by_name["alltoall_between_time_scale"].value > by_name["alltoall_between_time_scale"].prior
+    assert (
+        by_name["alltoall_between_time_scale"].value > by_name["alltoall_between_time_scale"].prior
+    )
 
 
 def test_values_stay_in_bounds_whatever_was_measured() -> None:
     wild = tuple(replace(run, measured_s=50 * run.measured_s) for run in runs())
     found = fit(wild)
     for one, free in zip(
-        sorted(found.estimated("H100"), key=lambda e: e.name), sorted(FREE, key=lambda f: f.name), strict=True
+        sorted(found.estimated("H100"), key=lambda e: e.name),
+        sorted(FREE, key=lambda f: f.name),
+        strict=True,
     ):
         assert free.low <= one.value <= free.high
 
@@ -90,7 +97,9 @@ def test_one_wild_run_does_not_carry_the_fit_away() -> None:
     good = runs()
     spoilt = (replace(good[0], measured_s=3 * good[0].measured_s), *good[1:])
     found = fit(spoilt, centre=Centre.HARDWARE)
-    errors = [run.prepared.step_s(found.constants(HARDWARE)) / run.measured_s - 1 for run in good[1:]]
+    errors = [
+        run.prepared.step_s(found.constants(HARDWARE)) / run.measured_s - 1 for run in good[1:]
+    ]
     assert max(map(abs, errors)) < 0.12
 
 
@@ -123,12 +132,28 @@ def table(path: Path, count: int) -> Path:
         out = csv.writer(file)
         out.writerow(names)
         for i, (mbs, ep, seconds) in enumerate(times[:count]):
-            row = [f"r{i}", "Qwen3-30B-A3B", "H100", "16", "bf16", "4096", "1024", mbs, "1", "1", ep, "none", "none"]
+            row = [
+                f"r{i}",
+                "Qwen3-30B-A3B",
+                "H100",
+                "16",
+                "bf16",
+                "4096",
+                "1024",
+                mbs,
+                "1",
+                "1",
+                ep,
+                "none",
+                "none",
+            ]
             out.writerow([*row, "alltoall", "true", seconds])
     return path
 
 
-def test_the_verb_writes_a_hardware_file_that_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_a_hardware_file_that_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "mine.toml"
     assert main(["fit", str(table(tmp_path / "t.csv", 3)), "--on", "H100", "--out", str(out)]) == 0
     said = capsys.readouterr().out
@@ -137,13 +162,22 @@ def test_the_verb_writes_a_hardware_file_that_is_used(tmp_path: Path, capsys: py
     mine, stock = catalogue.hardware(f"16x{out}"), catalogue.hardware("16xH100")
     fitted = [one for one in mine.constants if "t.csv" in one.value.source]
     assert fitted
-    assert all(one.value.kind is SourceKind.FITTED and "3 runs" in one.value.source for one in fitted)
+    assert all(
+        one.value.kind is SourceKind.FITTED and "3 runs" in one.value.source for one in fitted
+    )
     assert mine.device == stock.device
     assert mine.fabric == stock.fabric
 
 
 def test_two_runs_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["fit", str(table(tmp_path / "t.csv", 2)), "--on", "H100", "--out", str(tmp_path / "mine.toml")]
+    arguments = [
+        "fit",
+        str(table(tmp_path / "t.csv", 2)),
+        "--on",
+        "H100",
+        "--out",
+        str(tmp_path / "mine.toml"),
+    ]
     assert main(arguments) == 2
     assert "a fit needs 3" in capsys.readouterr().err
     assert not (tmp_path / "mine.toml").exists()
@@ -154,7 +188,8 @@ CPU_LAYOUTS = ("ep2,mbs1", "ep2,mbs2", "ep1,mbs4", "tp2,ep2,mbs2")
 
 
 def cpu_runs() -> tuple[tuple[str, Plan, float], ...]:
-    """Layouts of a small model on the golden machine, with the seconds of one whose products take 1.4 x as long."""
+    """Layouts of a small model on the golden machine, with the seconds of one whose products take
+    1.4 x as long."""
     hardware = catalogue.hardware(str(CPU_FILE))
     small = replace(MODEL, layers=2, moe_layers=(True, True), hidden_size=256, vocab_size=4096)
     work = Workload(seq_len=256, global_batch=16, precision=Dtype.FP32)
@@ -186,7 +221,11 @@ def write_runs(folder: Path) -> Path:
                 mfu=0.1,
                 skipped=False,
                 phases=(),
-                loads=(LayerLoad(layer=0, max_over_mean=1.0, dead_experts=0, entropy=1.0, counts=(8,) * 128),),
+                loads=(
+                    LayerLoad(
+                        layer=0, max_over_mean=1.0, dead_experts=0, entropy=1.0, counts=(8,) * 128
+                    ),
+                ),
             )
             for number in range(1, 9)
         ]
@@ -194,8 +233,11 @@ def write_runs(folder: Path) -> Path:
     return folder
 
 
-def test_runs_of_our_own_and_a_part_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a benched machine: the slow products are found, and what to run next is what the engine runs."""
+def test_runs_of_our_own_and_a_part_of_our_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a benched machine: the slow products are found, and what to run next is what the engine
+    runs."""
     out = tmp_path / "mine.toml"
     folder = write_runs(tmp_path / "runs")
     (folder / "torn").mkdir()
@@ -208,11 +250,15 @@ def test_runs_of_our_own_and_a_part_of_our_own(tmp_path: Path, capsys: pytest.Ca
     assert 1.2 < Constants(catalogue.hardware(str(out)))["gemm_time_scale"] < 1.5
     for text, plan, seconds in cpu_runs():
         layout = parse_layout(text, world_size=2)
-        fitted = Prepared(plan.model, plan.workload, catalogue.hardware(str(out)), layout).step_s(())
+        fitted = Prepared(plan.model, plan.workload, catalogue.hardware(str(out)), layout).step_s(
+            ()
+        )
         assert fitted == pytest.approx(seconds, rel=0.05)
 
 
-def test_a_table_may_name_the_part_of_the_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_may_name_the_part_of_the_hardware_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, out = table(tmp_path / "t.csv", 3), tmp_path / "fitted.toml"
     write_toml(tmp_path / "own.toml", replace(catalogue.hardware("16xH100"), name="Acme X1"))
     path.write_text(path.read_text(encoding="utf-8").replace("H100", "Acme X1"), encoding="utf-8")
@@ -222,7 +268,10 @@ def test_a_table_may_name_the_part_of_the_hardware_file(tmp_path: Path, capsys: 
 
 
 def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(tmp_path), "--on", str(CPU_FILE), "--out", str(tmp_path / "mine.toml")]) == 2
+    assert (
+        main(["fit", str(tmp_path), "--on", str(CPU_FILE), "--out", str(tmp_path / "mine.toml")])
+        == 2
+    )
     assert "a fit needs 3" in capsys.readouterr().err
 
 

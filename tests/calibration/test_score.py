@@ -37,13 +37,17 @@ def table(folder: Path, *changes: dict[str, str]) -> Table:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
-        writer.writerows({**BASE, "id": f"a-{place}", **change} for place, change in enumerate(changes))
+        writer.writerows(
+            {**BASE, "id": f"a-{place}", **change} for place, change in enumerate(changes)
+        )
     return read_table(path)
 
 
 def predicted(folder: Path, *changes: dict[str, str]) -> list[float]:
     """What the planner says of rows, to write tables whose errors are known."""
-    rows = score(table(folder, *({**change, "tokens_per_s_per_gpu": "1"} for change in changes))).rows
+    rows = score(
+        table(folder, *({**change, "tokens_per_s_per_gpu": "1"} for change in changes))
+    ).rows
     return [row.predicted_tokens_per_s_per_gpu or 0.0 for row in rows]
 
 
@@ -54,7 +58,12 @@ def scored(folder: Path, factors: tuple[float, ...]) -> Score:
     """Three layouts whose measured speed is the predicted one times a factor."""
     speeds = predicted(folder, *LAYOUTS)
     said = [str(speed * factor) for speed, factor in zip(speeds, factors, strict=True)]
-    return score(table(folder, *({**one, "tokens_per_s_per_gpu": s} for one, s in zip(LAYOUTS, said, strict=True))))
+    return score(
+        table(
+            folder,
+            *({**one, "tokens_per_s_per_gpu": s} for one, s in zip(LAYOUTS, said, strict=True)),
+        )
+    )
 
 
 def test_errors_and_group(tmp_path: Path) -> None:
@@ -73,7 +82,9 @@ def test_regret_is_what_the_layout_predicted_best_loses(tmp_path: Path) -> None:
     speeds = predicted(tmp_path, *LAYOUTS)
     best = max(range(3), key=speeds.__getitem__)
     factors = [1.0, 1.0, 1.0]
-    factors[best] = min(speeds) / speeds[best] / 2  # the layout predicted best is measured slowest, half the next
+    factors[best] = (
+        min(speeds) / speeds[best] / 2
+    )  # the layout predicted best is measured slowest, half the next
     summary = scored(tmp_path, tuple(factors)).summary
     others = [speed for place, speed in enumerate(speeds) if place != best]
     assert summary.worst_regret == pytest.approx(1 - min(speeds) / 2 / max(others))
@@ -91,7 +102,9 @@ def test_ranks_share_a_place_when_equal() -> None:
 
 def test_a_calibration_reaches_the_rows_and_is_named(tmp_path: Path) -> None:
     rows = table(tmp_path, {"tokens_per_s_per_gpu": "1000"})
-    slow = Constant(name="step_tail_s", value=Sourced(value=100.0, kind=SourceKind.FITTED, source="a test"))
+    slow = Constant(
+        name="step_tail_s", value=Sourced(value=100.0, kind=SourceKind.FITTED, source="a test")
+    )
 
     def calibrate(row: Measured) -> Calibration:
         return Calibration(constants=(slow,), source=f"fitted for {row.id}")
@@ -110,13 +123,22 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
     maybe = {"recompute_granularity": "", "mbs": "4", "tokens_per_s_per_gpu": "1000"}
     found = score(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
     assert [row.id for row in found.rows] == ["a-0", "a-1", "a-2", "a-3"]
-    assert [row.verdict for row in found.rows] == [Verdict.FITS, None, Verdict.OOM, Verdict.UNCERTAIN]
+    assert [row.verdict for row in found.rows] == [
+        Verdict.FITS,
+        None,
+        Verdict.OOM,
+        Verdict.UNCERTAIN,
+    ]
     assert found.rows[1].skipped == "mbs: is not stated"
     assert found.rows[2].measured_oom
     assert "recompute, which may have been on" in found.rows[3].calibration
     memory = found.summary.memory
     assert (memory.ran, memory.ran_fits, memory.ran_uncertain) == (2, 1, 1)
-    assert (memory.out_of_memory, memory.out_of_memory_fits, memory.out_of_memory_uncertain) == (1, 0, 0)
+    assert (memory.out_of_memory, memory.out_of_memory_fits, memory.out_of_memory_uncertain) == (
+        1,
+        0,
+        0,
+    )
 
 
 def test_a_peak_is_predicted_in_the_unit_and_sense_of_the_row(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Rows of a table of measured runs, read as nouns: what is stated, what stays unknown, what is skipped and why."""
+"""Rows of a table of measured runs, read as nouns: what is stated, what stays unknown, what is
+skipped and why."""
 
 from __future__ import annotations
 
@@ -36,7 +37,14 @@ BASE = {
     "force_balance": "true",
     "time_per_iter_s": "22.42",
 }
-DEEPSEEK = {"model": "DeepSeek-V3", "tp": "1", "pp": "8", "vpp": "", "dp": "32", "time_per_iter_s": ""}
+DEEPSEEK = {
+    "model": "DeepSeek-V3",
+    "tp": "1",
+    "pp": "8",
+    "vpp": "",
+    "dp": "32",
+    "time_per_iter_s": "",
+}
 
 
 def table(folder: Path, *changes: dict[str, str]) -> Table:
@@ -61,9 +69,19 @@ def test_a_full_row(tmp_path: Path) -> None:
 
 
 def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
-    blank = {"recompute_granularity": "", "recompute_modules": "", "cuda_graph": "", "force_balance": ""}
+    blank = {
+        "recompute_granularity": "",
+        "recompute_modules": "",
+        "cuda_graph": "",
+        "force_balance": "",
+    }
     (row,) = table(tmp_path, blank).rows
-    assert set(row.unknown) == {"recompute_granularity", "cuda_graph", "force_balance", "dispatcher"}
+    assert set(row.unknown) == {
+        "recompute_granularity",
+        "cuda_graph",
+        "force_balance",
+        "dispatcher",
+    }
     (natural,) = table(tmp_path, {"force_balance": "false"}).rows
     assert natural.unknown == ("expert_load",)
     assert natural.workload.routing is Routing.LEARNED
@@ -79,10 +97,15 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
         ({"time_per_iter_s": ""}, "states neither speed nor memory"),
         ({"dp": "8"}, "256 devices leave 4"),
         ({"ep": "7"}, "layout.ep=7"),
-        ({"vpp": "", "notes": "with VPP switched on (degree not stated)"}, "does not state its degree"),
+        (
+            {"vpp": "", "notes": "with VPP switched on (degree not stated)"},
+            "does not state its degree",
+        ),
     ],
 )
-def test_a_row_that_cannot_be_scored_says_why(tmp_path: Path, change: dict[str, str], reason: str) -> None:
+def test_a_row_that_cannot_be_scored_says_why(
+    tmp_path: Path, change: dict[str, str], reason: str
+) -> None:
     found = table(tmp_path, change, {"id": "a-2"})
     assert [row.id for row in found.rows] == ["a-2"]
     assert found.order == ("a-1", "a-2")
@@ -116,16 +139,24 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
 
 def test_a_row_tells_what_it_can_where_its_words_go_further_than_the_model(tmp_path: Path) -> None:
     """Muon keeps half of Adam's moments; a gather of weights alone has no buckets to wait for."""
-    change = {**DEEPSEEK, "optimizer": "muon", "overlap_grad_reduce": "false", "overlap_param_gather": "true"}
+    change = {
+        **DEEPSEEK,
+        "optimizer": "muon",
+        "overlap_grad_reduce": "false",
+        "overlap_param_gather": "true",
+    }
     (row,) = table(tmp_path, {**change, "tokens_per_s_per_gpu": "1000"}).rows
     assert row.workload.optimizer.moment_dtype is Dtype.BF16
     assert Overlap.PARAM not in row.layout.overlap
-    (skipped,) = table(tmp_path, {**change, "tokens_per_s_per_gpu": "1000", "optimizer": "shampoo"}).skipped
+    (skipped,) = table(
+        tmp_path, {**change, "tokens_per_s_per_gpu": "1000", "optimizer": "shampoo"}
+    ).skipped
     assert "only Adam and Muon" in skipped.reason
 
 
 def test_tflops_are_turned_into_tokens_by_the_convention_of_the_source(tmp_path: Path) -> None:
-    # 259.99 GFLOP a token with MTP and 249.81 without (data README); Llama3-8B 57.9 at 8192, full attention.
+    # 259.99 GFLOP a token with MTP and 249.81 without (data README); Llama3-8B 57.9 at 8192, full
+    # attention.
     spread = {**DEEPSEEK, "tflops_per_gpu": "300"}
     dense = {
         **DEEPSEEK,
@@ -136,7 +167,13 @@ def test_tflops_are_turned_into_tokens_by_the_convention_of_the_source(tmp_path:
         "seq_len": "8192",
         "recompute_modules": "layernorm",
     }
-    full = {**dense, "id": "a-3", "source": "NeMo 24.07", "date_release": "24.07", "tflops_per_gpu": "700"}
+    full = {
+        **dense,
+        "id": "a-3",
+        "source": "NeMo 24.07",
+        "date_release": "24.07",
+        "tflops_per_gpu": "700",
+    }
     found = table(tmp_path, spread, {**spread, "id": "a-2", "notes": "table says w/o MTP"}, full)
     rates = [row.speed.tokens_per_s_per_device for row in found.rows if row.speed]
     assert rates == pytest.approx([300e3 / 259.99, 300e3 / 249.81, 700e3 / 57.9], rel=2e-3)
@@ -176,8 +213,12 @@ def test_peaks_in_their_units(tmp_path: Path) -> None:
         ("40", "1e9 bytes, torch max_allocated of the LAST rank", PeakKind.LAST_RANK, 40, 10**9),
         ("40", "GiB reserved", PeakKind.RESERVED, 40, GIB),
     )
-    rows = table(tmp_path, *({"peak_memory_gb": v, "peak_memory_kind": said} for v, said, *_ in kinds)).rows
-    assert [(row.peak.kind, row.peak.value, row.peak.unit_bytes) for row in rows if row.peak] == [k[2:] for k in kinds]
+    rows = table(
+        tmp_path, *({"peak_memory_gb": v, "peak_memory_kind": said} for v, said, *_ in kinds)
+    ).rows
+    assert [(row.peak.kind, row.peak.value, row.peak.unit_bytes) for row in rows if row.peak] == [
+        k[2:] for k in kinds
+    ]
 
 
 def test_repeats_and_contradictions_are_named(tmp_path: Path) -> None:
@@ -202,13 +243,25 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path) -> None:
-    moonlight = {"model": "Moonlight-16B-A3B", "num_gpus": "8", "pp": "1", "vpp": "", "dp": "4", "gbs": "8"}
-    bridge = {**moonlight, "source": "NVIDIA-NeMo/Megatron-Bridge skill", "recompute_modules": "moe_act"}
+    moonlight = {
+        "model": "Moonlight-16B-A3B",
+        "num_gpus": "8",
+        "pp": "1",
+        "vpp": "",
+        "dp": "4",
+        "gbs": "8",
+    }
+    bridge = {
+        **moonlight,
+        "source": "NVIDIA-NeMo/Megatron-Bridge skill",
+        "recompute_modules": "moe_act",
+    }
     (row,) = table(tmp_path, bridge).rows
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.BF16
     (row,) = table(tmp_path, {**bridge, "optimizer": "adam, main grads fp32"}).rows
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.FP32
-    # 128 experts over 8 ranks are 16 a rank: 1 + 4/16; a model with selection bias keeps itself even.
+    # 128 experts over 8 ranks are 16 a rank: 1 + 4/16; a model with selection bias keeps itself
+    # even.
     (row,) = table(tmp_path, {"notes": "real data", "force_balance": ""}).rows
     assert row.workload.load_factor == pytest.approx(1.25)
     assert row.unknown == ("expert_load",)
@@ -217,7 +270,9 @@ def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path
 
 
 def test_a_forks_own_policies_are_not_guessed(tmp_path: Path) -> None:
-    (row,) = table(tmp_path, {"recompute_modules": "attn layernorm moe_expert (names of their fork)"}).skipped
+    (row,) = table(
+        tmp_path, {"recompute_modules": "attn layernorm moe_expert (names of their fork)"}
+    ).skipped
     assert "is no policy of modules that is modelled" in row.reason
 
 
@@ -225,7 +280,10 @@ def test_a_forks_own_policies_are_not_guessed(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"time_per_iter_s": "fast"}, "time_per_iter_s=fast: must be a number above 0"),
-        ({"time_per_iter_s": "", "tflops_per_gpu": "plenty"}, "tflops_per_gpu=plenty: must be a number above 0"),
+        (
+            {"time_per_iter_s": "", "tflops_per_gpu": "plenty"},
+            "tflops_per_gpu=plenty: must be a number above 0",
+        ),
         ({"dispatcher": "pigeon"}, "dispatcher=pigeon: must be one of allgather, alltoall"),
         ({"capacity_factor": "-1"}, "capacity_factor=-1: must be a number above 0"),
         ({"num_gpus": "many"}, "num_gpus=many: must be a number above 0"),
@@ -233,7 +291,9 @@ def test_a_forks_own_policies_are_not_guessed(tmp_path: Path) -> None:
         ({"peak_memory_gb": "inf"}, "peak_memory_gb=inf: must be a number above 0"),
     ],
 )
-def test_a_cell_that_cannot_be_read_skips_its_row(tmp_path: Path, change: dict[str, str], reason: str) -> None:
+def test_a_cell_that_cannot_be_read_skips_its_row(
+    tmp_path: Path, change: dict[str, str], reason: str
+) -> None:
     (row,) = table(tmp_path, change).skipped
     assert reason in row.reason
 
@@ -246,7 +306,9 @@ def test_rows_without_an_id_of_their_own_are_told_apart_by_line(tmp_path: Path) 
 
 def test_what_an_out_of_memory_row_leaves_open_is_taken_at_its_least(tmp_path: Path) -> None:
     stated = {"oom": "true", "time_per_iter_s": "", "gbs": "", "dp": ""}
-    (open_vpp,) = table(tmp_path, {**stated, "pp": "8", "vpp": "", "notes": "VPP on (degree not stated)"}).rows
+    (open_vpp,) = table(
+        tmp_path, {**stated, "pp": "8", "vpp": "", "notes": "VPP on (degree not stated)"}
+    ).rows
     assert (open_vpp.layout.vpp, open_vpp.least) == (12, ("vpp",))
     (small,) = table(tmp_path, {**stated, "mbs": "", "recompute_modules": "attn moe_expert"}).rows
     assert small.least == ("mbs", "recompute_granularity")
@@ -258,7 +320,9 @@ def test_parts_of_full_recompute_and_of_the_optimizer(tmp_path: Path) -> None:
     assert (row.layout.offload, row.layout.offload_fraction) == ((Offload.OPTIMIZER,), 0.25)
     full = {"recompute_granularity": "full"}
     first, every = table(
-        tmp_path, {**full, "recompute_modules": "full block 5"}, {**full, "recompute_modules": "uniform, 1 layer"}
+        tmp_path,
+        {**full, "recompute_modules": "full block 5"},
+        {**full, "recompute_modules": "uniform, 1 layer"},
     ).rows
     assert (first.layout.recompute_block, first.layout.recompute_span) == (5, 1)
     assert (every.layout.recompute_block, every.layout.recompute_span) == (0, 1)

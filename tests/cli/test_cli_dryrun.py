@@ -43,7 +43,9 @@ def job(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_counted_stands_beside_predicted(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counted_stands_beside_predicted(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "counted.json"
     assert main(["dryrun", job, "--rank", "1023", "--json", str(out)]) == 0
     said = capsys.readouterr().out
@@ -56,7 +58,9 @@ def test_counted_stands_beside_predicted(job: str, tmp_path: Path, capsys: pytes
     counted = json.loads(out.read_text())
     assert counted["ledger"]["rank"] == 1023
     assert counted["states_bytes"] == sum(
-        row["bytes"] for row in counted["ledger"]["memory"] if row["component"] not in ("activations", "logits")
+        row["bytes"]
+        for row in counted["ledger"]["memory"]
+        if row["component"] not in ("activations", "logits")
     )
 
 
@@ -67,7 +71,10 @@ def test_counted_stands_beside_predicted(job: str, tmp_path: Path, capsys: pytes
         (("--rank", "-1"), "--rank=-1: ranks are 0 to 1023; nearest legal value: 0"),
         (("--rank", "0", "--set", "layout.text=tp3"), "job.toml: layout.tp=3: "),
         (("--rank", "0", "--set", "train.global_batch=100"), "job.toml: train.global_batch=100: "),
-        (("--rank", "0", "--set", "layout.text=graphs=attn"), "job.toml: layout.graphs=attn: the engine does not run"),
+        (
+            ("--rank", "0", "--set", "layout.text=graphs=attn"),
+            "job.toml: layout.graphs=attn: the engine does not run",
+        ),
         ((), "--rank"),
     ],
 )

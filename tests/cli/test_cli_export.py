@@ -1,4 +1,5 @@
-"""`export` and `--from-flags` from the command line: what is printed, where, and how mistakes end."""
+"""`export` and `--from-flags` from the command line: what is printed, where, and how mistakes
+end."""
 
 import json
 
@@ -44,8 +45,23 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
     assert "--expert-model-parallel-size 8" in exported
     again = tmp_path / "again.sh"
     again.write_text(exported)
-    assert main(["export", "--from-flags", str(again), "--on", "8xH200", "--json", str(tmp_path / "again.json")]) == 0
-    assert json.loads((tmp_path / "again.json").read_text())["fingerprint"] == written["fingerprint"]
+    assert (
+        main(
+            [
+                "export",
+                "--from-flags",
+                str(again),
+                "--on",
+                "8xH200",
+                "--json",
+                str(tmp_path / "again.json"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        json.loads((tmp_path / "again.json").read_text())["fingerprint"] == written["fingerprint"]
+    )
 
 
 def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, monkeypatch):
@@ -62,8 +78,14 @@ def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, 
     [
         ("estimate --from-flags {script}", "--on: is needed: a script does not name its devices"),
         ("estimate --from-flags {script} --on 16xH200", "the script starts 1 x 8 = 8 ranks"),
-        ("estimate --from-flags {script} --on H200 --layout ep8", "--layout: the script of --from-flags says it"),
-        ("estimate Llama-2-7b --from-flags {script} --on H200", "--num-layers=48: meta-llama/Llama-2-7b has 32"),
+        (
+            "estimate --from-flags {script} --on H200 --layout ep8",
+            "--layout: the script of --from-flags says it",
+        ),
+        (
+            "estimate Llama-2-7b --from-flags {script} --on H200",
+            "--num-layers=48: meta-llama/Llama-2-7b has 32",
+        ),
         ("estimate --on H200", "model"),
         ("export --to megatron", "exactly one is needed"),
         ("export {script} --from-flags {script}", "exactly one is needed"),
@@ -82,12 +104,17 @@ def test_mistakes_are_one_line_and_exit_2(arguments, wanted, script, capsys):
     ("more", "wanted"),
     [
         ({"EP": "7"}, "pretrain.sh: --expert-model-parallel-size=7"),
-        ({"GBS": "60"}, "--global-batch-size=60: micro-batch 1 x data-parallel 8 = 8 must divide it"),
+        (
+            {"GBS": "60"},
+            "--global-batch-size=60: micro-batch 1 x data-parallel 8 = 8 must divide it",
+        ),
         ({"MORE": "--overlap-param-gather"}, "param needs grad"),
         ({"MORE": "--context-parallel-size 2 --cp-comm-type ring"}, "--cp-comm-type"),
     ],
 )
-def test_what_is_illegal_in_a_script_is_named_as_the_script_says_it(more, wanted, script, capsys, monkeypatch):
+def test_what_is_illegal_in_a_script_is_named_as_the_script_says_it(
+    more, wanted, script, capsys, monkeypatch
+):
     for name, value in more.items():
         monkeypatch.setenv(name, value)
     assert main(["estimate", "--from-flags", str(script), "--on", "H200"]) == 2

@@ -13,13 +13,19 @@ LAYOUT = "tp2,ep8,pp8,vpp4,mbs1,recompute=select"
 JOB = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048", "--layout", LAYOUT]
 
 
-def test_a_plan_becomes_a_megatron_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_becomes_a_megatron_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = tmp_path / "plan.json"
     assert main(["estimate", *JOB, "--json", str(plan)]) == 0
     capsys.readouterr()
     assert main(["export", str(plan), "--to", "megatron"]) == 0
     script = capsys.readouterr().out
-    for flag in ("--expert-model-parallel-size 8", "--expert-tensor-parallel-size 1", "--sequence-parallel"):
+    for flag in (
+        "--expert-model-parallel-size 8",
+        "--expert-tensor-parallel-size 1",
+        "--sequence-parallel",
+    ):
         assert flag in script
     assert main(["export", str(plan), "--to", "torchrun", "--job", "job.toml"]) == 0
     assert "--nnodes 32 --nproc-per-node 8" in capsys.readouterr().out
@@ -42,8 +48,11 @@ def test_an_unknown_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said.count("\n") == 1
 
 
-def test_a_measured_load_is_shown_beside_even_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the ranks of experts 0-15 lie 1.5 x the even rows in every second layer: 1.25 x in the mean."""
+def test_a_measured_load_is_shown_beside_even_routing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the ranks of experts 0-15 lie 1.5 x the even rows in every second layer: 1.25 x in the
+    mean."""
     load = tmp_path / "load.csv"
     even, hot = ",".join(["14"] * 128), ",".join(["21"] * 16 + ["13"] * 112)
     load.write_text("\n".join([even, hot] * 47))

@@ -37,19 +37,40 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--precision", "bf61"), "bf16"),
         (("plan", "Qwen3-30B-A3B"), "--on: is needed"),
         (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--top", "0"), "--top=0: must be in 1..100"),
-        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--seq-len", "-1"), "--seq-len=-1: must be in 1.."),
+        (
+            ("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--seq-len", "-1"),
+            "--seq-len=-1: must be in 1..",
+        ),
         (("plan", "Qwen3-30B-A3B", "surplus", "--on", "8xH100"), "surplus"),
         (("plan", "Qwen3-30B-A3", "--on", "8xH100"), "Qwen3-30B-A3B"),
         (("plan", "Qwen3-30B-A3B", "--on", "8xH1O0"), "H100"),
         (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "epp8"), "ep"),
-        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep3"), "--layout ep=3: etp * ep = 3 must divide"),
-        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8,"), "--layout: has an empty place"),
-        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "layout=Et*47L"), "--layout layout=Et*47L: "),
+        (
+            ("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep3"),
+            "--layout ep=3: etp * ep = 3 must divide",
+        ),
+        (
+            ("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8,"),
+            "--layout: has an empty place",
+        ),
+        (
+            ("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "layout=Et*47L"),
+            "--layout layout=Et*47L: ",
+        ),
         (("plan", "Qwen3-30B-A3B", "--on", "0xH100"), "--on=0xH100: the count must be"),
-        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--why-not", "tp2,dp8"), "--why-not dp=8: must be"),
-        (("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--top", "1000000"), "--top=1000000: must be in 1..100"),
+        (
+            ("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--why-not", "tp2,dp8"),
+            "--why-not dp=8: must be",
+        ),
+        (
+            ("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--top", "1000000"),
+            "--top=1000000: must be in 1..100",
+        ),
         (("plan", "Qwen3-235B-A22B", "--on", "1xH100"), "nearest legal value: more devices"),
-        (("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "tp2,dp8"), "nearest legal value: 4"),
+        (
+            ("estimate", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "tp2,dp8"),
+            "nearest legal value: 4",
+        ),
         (("data", "build"), "--out"),
         (("data", "build", "--out", "x", "--tokenizer", "bep"), "bpe"),
         (("bench", "machine", "--out", "/proc/x.toml"), "/proc/x.toml: cannot be written"),
@@ -70,7 +91,9 @@ def test_a_refusal_is_one_line_and_code_2(
     assert said in refusal(capsys, *arguments)
 
 
-def test_a_config_that_contradicts_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_contradicts_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "recipes/quickstart/config.json").read_text()
     config = tmp_path / "config.json"
     config.write_text(text.replace('"num_experts_per_tok": 4', '"num_experts_per_tok": 40'))
@@ -80,7 +103,9 @@ def test_a_config_that_contradicts_itself(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("content", [b"\x80\x05pickle", b"[" * 100_000, b'{"a": 1, "a": 2}', b"{"])
-def test_a_config_that_is_no_config(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_no_config(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "config.json"
     config.write_bytes(content)
     assert str(config) in refusal(capsys, "plan", str(config), "--on", "8xH100")
@@ -97,25 +122,47 @@ class Canary:
 
 
 def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Code beside a config, pickled weights and traces, tags of YAML, targets to be built, values that are code."""
+    """Code beside a config, pickled weights and traces, tags of YAML, targets to be built, values
+    that are code."""
     canary, folder, job = tmp_path / "canary", tmp_path / "hf", tmp_path / "job.toml"
     folder.mkdir()
     config = json.loads((ROOT / "recipes/quickstart/config.json").read_text())
     named = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": named, "trust_remote_code": True}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"auto_map": named, "trust_remote_code": True})
+    )
     code = f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n"
-    for name in ("evil.py", "__init__.py", "configuration_evil.py", "conftest.py", "sitecustomize.py"):
+    for name in (
+        "evil.py",
+        "__init__.py",
+        "configuration_evil.py",
+        "conftest.py",
+        "sitecustomize.py",
+    ):
         (folder / name).write_text(code)
     for name in ("pytorch_model.bin", "training_args.bin", "tokenizer.pkl"):
         (folder / name).write_bytes(pickle.dumps(Canary(canary)))
-    assert main(("estimate", str(folder), "--on", "1xH100", "--global-batch", "1", "--seq-len", "128")) == 0
+    assert (
+        main(("estimate", str(folder), "--on", "1xH100", "--global-batch", "1", "--seq-len", "128"))
+        == 0
+    )
     capsys.readouterr()
-    assert "no such file" in refusal(capsys, "convert", "import", str(folder), "--out", str(tmp_path / "ours"))
+    assert "no such file" in refusal(
+        capsys, "convert", "import", str(folder), "--out", str(tmp_path / "ours")
+    )
     recipe = (ROOT / "recipes/quickstart_2cpu_bf16.toml").read_text()
     for content, said in (
         (f"model: !!python/object/apply:os.mkdir [{canary}]\n", "is not TOML"),
-        (recipe.replace("[train]\n", f'[train]\n_target_ = "os.mkdir"\npath = "{canary}"\n'), "train._target_"),
-        (recipe.replace("[train]\n", f"""[train]\nseed = "__import__('os').mkdir('{canary}')"\n"""), "train.seed"),
+        (
+            recipe.replace("[train]\n", f'[train]\n_target_ = "os.mkdir"\npath = "{canary}"\n'),
+            "train._target_",
+        ),
+        (
+            recipe.replace(
+                "[train]\n", f"""[train]\nseed = "__import__('os').mkdir('{canary}')"\n"""
+            ),
+            "train.seed",
+        ),
     ):
         job.write_text(content)
         assert said in refusal(capsys, "train", str(job), "--out", str(tmp_path / "run"))
@@ -128,14 +175,24 @@ def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("change", [{}, {"hidden_size": 131072, "num_hidden_layers": 1024, "vocab_size": 2**24}])
+@pytest.mark.parametrize(
+    "change", [{}, {"hidden_size": 131072, "num_hidden_layers": 1024, "vocab_size": 2**24}]
+)
 def test_a_million_devices_and_the_largest_model_are_answered_within_bounds(
     change: dict[str, int], tmp_path: Path
 ) -> None:
     """Ten seconds of a core, a gigabyte."""
     config = json.loads((ROOT / "recipes/quickstart/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
-    command = [sys.executable, "-m", "moewright.cli.main", "plan", str(tmp_path), "--on", "1000000xH100"]
+    command = [
+        sys.executable,
+        "-m",
+        "moewright.cli.main",
+        "plan",
+        str(tmp_path),
+        "--on",
+        "1000000xH100",
+    ]
 
     def bounded() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
@@ -146,7 +203,9 @@ def test_a_million_devices_and_the_largest_model_are_answered_within_bounds(
     assert "Traceback" not in found.stderr
 
 
-def test_an_unwritable_answer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_answer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     arguments = (
         "estimate",
@@ -161,7 +220,9 @@ def test_an_unwritable_answer_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "cannot be written" in refusal(capsys, *arguments)
 
 
-def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -171,18 +232,24 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_a_verb_without_its_package_says_how_to_get_it() -> None:
-    program = "import sys; sys.modules['tokenizers'] = None; from moewright.cli.main import run; run()"
+    program = (
+        "import sys; sys.modules['tokenizers'] = None; from moewright.cli.main import run; run()"
+    )
     arguments = [sys.executable, "-c", program, "data", "build", "--out", "x"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    said = "moewright: this verb needs tokenizers; install it with: pip install 'moewright[engine]'\n"
+    said = (
+        "moewright: this verb needs tokenizers; install it with: pip install 'moewright[engine]'\n"
+    )
     assert done.stderr == said
 
 
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     program = "from moewright.cli.main import run; run()"
     arguments = [sys.executable, "-c", program, "plan", "--help"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -196,10 +263,16 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
         ("plan Qwen3-30B-A3B --on 8xH100 --top 1 >&-", 0, ""),
         ("plan Qwen3-30B-A3 --on 8xH100 2>&-", 2, ""),
         ("plan Qwen3-30B-A3 --on 8xH100 2>/dev/full", 2, ""),
-        ("plan Qwen3-30B-A3B --on 8xH100 --top 1 >/dev/full", 1, "moewright: system: No space left on device\n"),
+        (
+            "plan Qwen3-30B-A3B --on 8xH100 --top 1 >/dev/full",
+            1,
+            "moewright: system: No space left on device\n",
+        ),
     ],
 )
-def test_an_output_that_cannot_be_written_is_no_traceback(ending: str, code: int, said: str) -> None:
+def test_an_output_that_cannot_be_written_is_no_traceback(
+    ending: str, code: int, said: str
+) -> None:
     program = f"""moewright() {{ {sys.executable} -c 'from moewright.cli.main import run; run()' "$@"; }}
     moewright {ending}; exit ${{PIPESTATUS[0]}}"""
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
@@ -216,17 +289,28 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
     times = []
     for _ in range(3):
         before = os.times()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
         after = os.times()
         # Of the processor: the wall's clock also runs while others work on this machine.
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        times.append(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         assert done.stdout.endswith("[]\n")
     assert min(times) < 0.5
 
 
-def test_help_names_every_verb_once_and_each_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_verb_once_and_each_explains_itself(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(["--help"])
-    verbs = [line[2:14].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")]
+    verbs = [
+        line[2:14].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")
+    ]
     verbs = [verb for verb in verbs if verb and not verb.startswith("-")]
     assert verbs == sorted(set(verbs))
     assert {"bench", "data", "estimate", "plan", "report", "train"} <= set(verbs)
@@ -258,7 +342,9 @@ def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback() -> None:
         "from moewright.cli.main import run\n"
         "run()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "moewright: interrupted\n")
 
 
@@ -270,21 +356,40 @@ QUICKSTART = str(ROOT / "recipes/quickstart_2cpu_bf16.toml")
     [
         (("train", QUICKSTART, "--nproc", "999"), "--nproc=999: must be in 1.."),
         (("train", QUICKSTART, "--set", "train.precision=fp8"), "train.precision=fp8"),
-        (("verify", str(ROOT / "recipes/quickstart"), "--batch", "nowhere", "--out", "x"), "nowhere: no such file"),
-        (("verify", str(ROOT / "recipes/quickstart"), "--batch", "nowhere", "--out", "x", "--layout", "tpp2"), "tpp"),
+        (
+            ("verify", str(ROOT / "recipes/quickstart"), "--batch", "nowhere", "--out", "x"),
+            "nowhere: no such file",
+        ),
+        (
+            (
+                "verify",
+                str(ROOT / "recipes/quickstart"),
+                "--batch",
+                "nowhere",
+                "--out",
+                "x",
+                "--layout",
+                "tpp2",
+            ),
+            "tpp",
+        ),
         (("dryrun", QUICKSTART, "--rank", "9"), "--rank=9: ranks are 0 to 1"),
         (("dryrun", QUICKSTART, "--rank", "0", "--set", "layout.tp=3"), "layout.tp=3"),
         (("bench", "machine", "--nproc", "999"), "--nproc=999: must be in 1.."),
     ],
 )
-def test_what_needs_no_torch_to_be_refused_does_not_wait_for_it(arguments: tuple[str, ...], said: str) -> None:
+def test_what_needs_no_torch_to_be_refused_does_not_wait_for_it(
+    arguments: tuple[str, ...], said: str
+) -> None:
     program = (
         "import sys\n"
         "from moewright.cli.main import main\n"
         "code = main(sys.argv[1:])\n"
         "print(code, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == "2 False\n"
@@ -293,7 +398,12 @@ def test_what_needs_no_torch_to_be_refused_does_not_wait_for_it(arguments: tuple
 def test_of_the_ranks_on_a_machine_one_tells_of_a_refusal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    given = {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     told = []
     for rank in range(4):
         for key, value in {**given, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}.items():

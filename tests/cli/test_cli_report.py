@@ -11,7 +11,8 @@ from moewright.spec.run import RunRecord
 
 
 def _write(directory: Path, record: RunRecord) -> None:
-    """A run folder that reads back as `record`, but without its ledgers (they are of a made-up job)."""
+    """A run folder that reads back as `record`, but without its ledgers (they are of a made-up
+    job)."""
     write_json(directory / "plan.json", record.plan)
     lines = [record_line(each) for each in (*record.sessions, *record.steps, *record.evals)]
     (directory / "steps.jsonl").write_text("".join(lines))
@@ -27,6 +28,8 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_the_page_goes_where_it_is_asked(tmp_path: Path) -> None:
     _write(tmp_path / "run", sample_run.record(steps=3))
-    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "deep" / "page.html")]) == 0
+    assert (
+        main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "deep" / "page.html")]) == 0
+    )
     assert (tmp_path / "deep" / "page.html").stat().st_size > 1000
     assert not (tmp_path / "run" / "report.html").exists()

@@ -34,7 +34,19 @@ def test_published_tables_stand_beside_predictions(recipe, tmp_path, capsys):
 
 
 def test_memory_is_drawn_by_component_and_by_module(tmp_path, capsys):
-    assert main(["bench", "sweep", str(RECIPES / "seed0_tp_vs_pp.toml"), "--predict", "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "sweep",
+                str(RECIPES / "seed0_tp_vs_pp.toml"),
+                "--predict",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.count("by component") == 2
     assert out.count("by module") == 2
@@ -51,18 +63,26 @@ table = [{{ title = "t", row = [
 """
 
 
-@pytest.mark.parametrize("said", ['routing = "skewed", load_skew = 1.0', 'routing = "learned", load_factor = 1.5'])
+@pytest.mark.parametrize(
+    "said", ['routing = "skewed", load_skew = 1.0', 'routing = "learned", load_factor = 1.5']
+)
 def test_a_row_says_how_its_experts_were_loaded(said, tmp_path):
     (tmp_path / "s.toml").write_text(SWEEP.format(said=said))
-    assert main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 0
+    )
     even, hot = (float(row["predicted time/iter (s)"]) for row in rows_of(tmp_path))
     assert hot > 1.02 * even
 
 
-@pytest.mark.parametrize("said", ["load_skew = 1.0", 'routing = "learned", load_factor = 0.5', 'routing = "measured"'])
+@pytest.mark.parametrize(
+    "said", ["load_skew = 1.0", 'routing = "learned", load_factor = 0.5', 'routing = "measured"']
+)
 def test_a_load_without_its_routing_is_refused(said, tmp_path, capsys):
     (tmp_path / "s.toml").write_text(SWEEP.format(said=said))
-    assert main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 2
+    assert (
+        main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 2
+    )
     assert 'row "hot"' in capsys.readouterr().err
 
 

@@ -1,4 +1,5 @@
-"""`train` joins floors: which plan it runs, when it plans anew, what it refuses. The engine itself is stood in for."""
+"""`train` joins floors: which plan it runs, when it plans anew, what it refuses. The engine itself
+is stood in for."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 
 import sample_run
 from moewright.cli.main import main
-from moewright.codec import fingerprint, layout_text, parse_layout, read_json, write_json, write_toml
+from moewright.codec import (
+    fingerprint,
+    layout_text,
+    parse_layout,
+    read_json,
+    write_json,
+    write_toml,
+)
 from moewright.rules.runnable import unsupported_layout
 from moewright.search import search
 from moewright.spec.errors import BadInput, Reason
@@ -37,7 +45,14 @@ class Stage:
         self.code = 0
 
     def search(
-        self, model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, top: int, allowed: object
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        hardware: Hardware,
+        *,
+        fixed: str,
+        top: int,
+        allowed: object,
     ) -> SimpleNamespace:
         assert isinstance(allowed, partial)
         assert allowed.func is unsupported_layout
@@ -85,7 +100,14 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def start(tmp_path: Path) -> Start:
     """Starts `train` on the quickstart recipe, machine file and run folder in `tmp_path`."""
     write_toml(tmp_path / "machine.toml", sample_run.hardware(2))
-    common = ["train", str(RECIPE), "--out", str(tmp_path / "run"), "--set", f"train.hardware={tmp_path}/machine.toml"]
+    common = [
+        "train",
+        str(RECIPE),
+        "--out",
+        str(tmp_path / "run"),
+        "--set",
+        f"train.hardware={tmp_path}/machine.toml",
+    ]
     return lambda *more: main([*common, *more])
 
 
@@ -112,7 +134,12 @@ def test_the_second_start_takes_up_the_plan(stage: Stage, start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [("train.lr=1e-3", "optimizer"), ("train.steps=7", "steps"), ("layout.mbs=2", "mbs"), ("train.seed=1", "seed")],
+    [
+        ("train.lr=1e-3", "optimizer"),
+        ("train.steps=7", "steps"),
+        ("layout.mbs=2", "mbs"),
+        ("train.seed=1", "seed"),
+    ],
 )
 def test_a_changed_job_is_planned_anew(
     change: str, named: str, stage: Stage, start: Start, capsys: pytest.CaptureFixture[str]
@@ -165,7 +192,11 @@ def test_a_failed_rank_gives_its_code_and_no_report(stage: Stage, start: Start) 
 
 
 def test_under_torchrun_one_rank_writes(
-    stage: Stage, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: Stage,
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
@@ -177,7 +208,8 @@ def test_under_torchrun_one_rank_writes(
     capsys.readouterr()
     assert start("--nproc", "4") == 2
     assert (
-        "--nproc=4: is not the number of processes torchrun started; nearest legal value: 2" in capsys.readouterr().err
+        "--nproc=4: is not the number of processes torchrun started; nearest legal value: 2"
+        in capsys.readouterr().err
     )
     (tmp_path / "machine.toml").unlink()
     assert start() == 2
@@ -197,7 +229,12 @@ def test_under_torchrun_one_rank_writes(
     ],
 )
 def test_a_job_that_cannot_be_trained_writes_nothing(
-    change: str, said: str, stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str,
+    said: str,
+    stage: Stage,
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert start("--set", change) == 2
     err = capsys.readouterr().err
@@ -230,7 +267,11 @@ def test_pins_that_leave_no_layout_are_named(
 
 
 def test_a_machine_is_not_measured_for_a_job_without_a_layout(
-    stage: Stage, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: Stage,
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("moewright.search.search.search", SEARCH)
     (tmp_path / "machine.toml").unlink()
@@ -245,7 +286,9 @@ def test_a_plan_edited_by_hand_is_planned_anew(
 ) -> None:
     start()
     path = tmp_path / "run" / "plan.json"
-    path.write_text(path.read_text().replace('"bucket_elements": 40000000', '"bucket_elements": 4000'))
+    path.write_text(
+        path.read_text().replace('"bucket_elements": 40000000', '"bucket_elements": 4000')
+    )
     assert start() == 0
     assert "(optimizer, fingerprint): planning again" in capsys.readouterr().out
 

@@ -1,4 +1,5 @@
-"""`moewright validate` on a small table: the report, the JSON contract, calibration on other rows, refusals."""
+"""`moewright validate` on a small table: the report, the JSON contract, calibration on other rows,
+refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +67,10 @@ def test_report_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_constants_of_other_rows(tmp_path: Path) -> None:
     """Runs twice as slow as the first table's teach constants that predict slower steps."""
-    slow = tuple(row.replace(",2.4,", ",6.0,").replace(",2.2,", ",5.5,").replace(",2.6,", ",6.5,") for row in ROWS[:3])
+    slow = tuple(
+        row.replace(",2.4,", ",6.0,").replace(",2.2,", ",5.5,").replace(",2.6,", ",6.5,")
+        for row in ROWS[:3]
+    )
     plain = validated(tmp_path, table(tmp_path, *ROWS))
     fitted = validated(tmp_path, table(tmp_path, *ROWS), "--fit-on", table(tmp_path, *slow))
     assert float(str(fitted["b-1"]["predicted_tokens_per_s_per_gpu"])) < 0.9 * float(
@@ -86,10 +90,15 @@ def test_leaving_out_a_group(tmp_path: Path) -> None:
     [
         (("--leave-out", "colour"), "--leave-out=colour: is no column of the table"),
         (("--leave-out", "model"), "leaves 0 complete timed rows for a-1; a fit needs 3"),
-        (("--leave-out", "id", "--fit-on", "x.csv"), "so does --leave-out; nearest legal value: one of the two"),
+        (
+            ("--leave-out", "id", "--fit-on", "x.csv"),
+            "so does --leave-out; nearest legal value: one of the two",
+        ),
         (("--fit-on", "none.csv"), "table=none.csv: No such file"),
     ],
 )
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+def test_refusals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
     assert main(("validate", table(tmp_path, *ROWS), *arguments)) == 2
     assert said in capsys.readouterr().err

@@ -29,9 +29,14 @@ workloads = st.builds(
 )
 counts = st.integers(-(2**62), 2**62)
 curves = st.builds(
-    Curve, points=st.lists(st.tuples(numbers, numbers)).map(tuple), kind=st.sampled_from(SourceKind), source=st.text()
+    Curve,
+    points=st.lists(st.tuples(numbers, numbers)).map(tuple),
+    kind=st.sampled_from(SourceKind),
+    source=st.text(),
 )
-rows = st.builds(CommRow, op=st.sampled_from(Collective), group=st.text(), bytes=counts, calls=counts)
+rows = st.builds(
+    CommRow, op=st.sampled_from(Collective), group=st.text(), bytes=counts, calls=counts
+)
 selections = st.builds(Selection, step=counts, counts=st.lists(st.just((((1, 2),),))).map(tuple))
 
 
@@ -64,19 +69,37 @@ ROUTER = {"top_k": 2, "score": "softmax"}
             "job: moe.ruoter: unknown key; nearest legal value: router",
         ),
         ({"moe": {"experts": 8, "ffn_size": 4}}, "job: moe.router: is missing"),
-        ({"moe": {"experts": True, "ffn_size": 4, "router": ROUTER}}, "job: moe.experts=true: must be a whole number"),
+        (
+            {"moe": {"experts": True, "ffn_size": 4, "router": ROUTER}},
+            "job: moe.experts=true: must be a whole number",
+        ),
         ({"moe": {"experts": 8.5, "ffn_size": 4, "router": ROUTER}}, "nearest legal value: 8"),
-        ({"moe": {"experts": "8", "ffn_size": 4, "router": ROUTER}}, 'moe.experts="8": must be a whole number'),
-        ({"moe": {"experts": 10**400, "ffn_size": 4, "router": ROUTER}}, "moe.experts=a huge integer"),
+        (
+            {"moe": {"experts": "8", "ffn_size": 4, "router": ROUTER}},
+            'moe.experts="8": must be a whole number',
+        ),
+        (
+            {"moe": {"experts": 10**400, "ffn_size": 4, "router": ROUTER}},
+            "moe.experts=a huge integer",
+        ),
         (
             {"moe": {"experts": 8, "ffn_size": 4, "router": {**ROUTER, "score": "softmx"}}},
             'moe.router.score="softmx": must be one of softmax, sigmoid, sqrtsoftplus; nearest legal value: softmax',
         ),
         (
-            {"moe": {"experts": 8, "ffn_size": 4, "router": {**ROUTER, "scaling_factor": math.nan}}},
+            {
+                "moe": {
+                    "experts": 8,
+                    "ffn_size": 4,
+                    "router": {**ROUTER, "scaling_factor": math.nan},
+                }
+            },
             "moe.router.scaling_factor=nan: must be a finite number",
         ),
-        ({"moe": {"experts": 8, "ffn_size": 4, "router": {**ROUTER, "score": []}}}, "must be one of"),
+        (
+            {"moe": {"experts": 8, "ffn_size": 4, "router": {**ROUTER, "score": []}}},
+            "must be one of",
+        ),
         ({"moe": []}, "moe=a list of 0: must be a table"),
         ({"moe": None, "flag": 1}, "flag=1: must be true or false"),
         ({"moe": None, "pairs": "ab"}, 'pairs="ab": must be a list'),
@@ -132,7 +155,12 @@ def test_measured_numbers_may_be_infinite() -> None:
 def test_fingerprint_tells_nouns_apart() -> None:
     one, other = Layout(world_size=2), Layout(world_size=2, ep=2)
     assert fingerprint(one) == fingerprint(Layout(world_size=2))
-    assert len({fingerprint(one), fingerprint(other), fingerprint(one, other), fingerprint(other, one)}) == 4
+    assert (
+        len(
+            {fingerprint(one), fingerprint(other), fingerprint(one, other), fingerprint(other, one)}
+        )
+        == 4
+    )
     assert len(fingerprint(one)) == 16
     int(fingerprint(one), 16)
 

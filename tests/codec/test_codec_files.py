@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from moewright.codec import json_data, read_json, read_toml, toml_data, write_json, write_text, write_toml
+from moewright.codec import (
+    json_data,
+    read_json,
+    read_toml,
+    toml_data,
+    write_json,
+    write_text,
+    write_toml,
+)
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Curve
 from moewright.spec.layout import Layout
@@ -95,7 +103,9 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     assert json_data(tmp_path / "x.json") == {"a": 1}
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plan.json"
     write_json(path, Layout(world_size=1))
 

@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from moewright.codec import given_fields, layout_text, parse_layout
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CpComm,
+    Dispatcher,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 
 
 def _sets(choices: type, alone: object = None) -> st.SearchStrategy[tuple]:
@@ -32,7 +41,9 @@ layouts = st.builds(
     schedule=st.sampled_from(Schedule),
     vpp_group=st.integers(0, 999),
     cp_comm=st.sampled_from(CpComm),
-    recompute=st.one_of(_sets(Recompute, Recompute.FULL), st.just((Recompute.FULL, Recompute.LOSS))),
+    recompute=st.one_of(
+        _sets(Recompute, Recompute.FULL), st.just((Recompute.FULL, Recompute.LOSS))
+    ),
     offload=_sets(Offload),
     dispatcher=st.sampled_from(Dispatcher),
     capacity=st.floats(0, 1e300, allow_nan=False),
@@ -60,7 +71,11 @@ def _refusal(text: str) -> str:
 KEYS = ("tp", "ep", "vpp", "capacity", "recompute", "sp", "layout", "dp")
 
 
-@given(st.one_of(st.text(max_size=60), st.builds("{}={}".format, st.sampled_from(KEYS), st.text(max_size=20))))
+@given(
+    st.one_of(
+        st.text(max_size=60), st.builds("{}={}".format, st.sampled_from(KEYS), st.text(max_size=20))
+    )
+)
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     assert "\n" not in _refusal(text)
 

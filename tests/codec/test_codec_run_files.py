@@ -80,7 +80,10 @@ def test_a_run_reads_back(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
-    _write(tmp_path, record_line(_session(1)) + record_line(STEP) + record_line(replace(STEP, step=2))[:37])
+    _write(
+        tmp_path,
+        record_line(_session(1)) + record_line(STEP) + record_line(replace(STEP, step=2))[:37],
+    )
     record = read_run(tmp_path)
     assert record.steps == (STEP,)
     assert record.notes == ("steps.jsonl: a torn last line (37 characters) was left out",)
@@ -91,7 +94,14 @@ def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
 def test_steps_done_over_are_superseded(tmp_path: Path) -> None:
     lost = [replace(STEP, step=step, loss=9.0) for step in (1, 2, 3, 4)]
     redone = replace(STEP, step=3, loss=1.0)
-    records = [_session(1), *lost, replace(EVAL, step=2), replace(EVAL, step=4), _session(3), redone]
+    records = [
+        _session(1),
+        *lost,
+        replace(EVAL, step=2),
+        replace(EVAL, step=4),
+        _session(3),
+        redone,
+    ]
     _write(tmp_path, "".join(map(record_line, records)))
     record = read_run(tmp_path)
     assert record.steps == (*lost[:2], redone)

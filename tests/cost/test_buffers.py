@@ -21,19 +21,28 @@ QWEN = catalogue.model("Qwen3-30B-A3B")
 WORK = Workload(seq_len=4096, global_batch=2048)
 
 
-def of(text: str, model: str = "Qwen3-30B-A3B", on: str = "16xH100", work: Workload = WORK) -> Estimate:
+def of(
+    text: str, model: str = "Qwen3-30B-A3B", on: str = "16xH100", work: Workload = WORK
+) -> Estimate:
     hardware = catalogue.hardware(on)
-    return estimate(catalogue.model(model), work, hardware, parse_layout(text, world_size=hardware.count))
+    return estimate(
+        catalogue.model(model), work, hardware, parse_layout(text, world_size=hardware.count)
+    )
 
 
 def held(found: Estimate, component: Component, module: Module | None = None) -> int:
     rows = found.ledgers[found.peak_rank].memory
-    return sum(row.bytes for row in rows if row.component is component and module in (None, row.module))
+    return sum(
+        row.bytes for row in rows if row.component is component and module in (None, row.module)
+    )
 
 
 def test_graphs_of_deepseek_v3_pin_the_printed_7_gb() -> None:
-    """arXiv 2603.07685, CUDA graphs: about 7 GB more; its rank holds 60 layers in flight (test_memory_published)."""
-    layout = parse_layout("pp4,vpp4,ep64,graphs=attn+moe_router,layout='Etttt|(tttt|)*14tmL'", world_size=256)
+    """arXiv 2603.07685, CUDA graphs: about 7 GB more; its rank holds 60 layers in flight
+    (test_memory_published)."""
+    layout = parse_layout(
+        "pp4,vpp4,ep64,graphs=attn+moe_router,layout='Etttt|(tttt|)*14tmL'", world_size=256
+    )
     assert 60 * graph_bytes(DEEPSEEK, WORK, layout) / GB == pytest.approx(7, rel=0.05)
     assert graph_bytes(DEEPSEEK, WORK, replace(layout, graphs=())) == 0
 
@@ -62,8 +71,11 @@ def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
 
 
 def test_zero3_gathers_two_layers() -> None:
-    """Qwen3-30B: 128 experts of 3 x 2048 x 768, 2 x 2048 x 4096 + 2 x 2048 x 512 of attention, norms and router."""
-    layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 2048 + 2 * 128 + 2048 * 128
+    """Qwen3-30B: 128 experts of 3 x 2048 x 768, 2 x 2048 x 4096 + 2 x 2048 x 512 of attention,
+    norms and router."""
+    layer = (
+        128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 2048 + 2 * 128 + 2048 * 128
+    )
     sharded = parse_layout("zero3", world_size=16)
     assert gathered_bytes(QWEN, WORK, sharded, 0) == 2 * layer * (2 + 4)
     assert gathered_bytes(QWEN, WORK, replace(sharded, zero=1), 0) == 0
@@ -82,4 +94,7 @@ def test_natural_routing_eats_the_margin() -> None:
 
 def test_no_load_fills_a_dense_model_or_a_capacity() -> None:
     assert of("tp2", "Qwen3-8B").load_limit == 0
-    assert of("tp2,ep8,pp8,recompute=select,capacity1.0", "Qwen3-235B-A22B", "256xH800").load_limit == 0
+    assert (
+        of("tp2,ep8,pp8,recompute=select,capacity1.0", "Qwen3-235B-A22B", "256xH800").load_limit
+        == 0
+    )

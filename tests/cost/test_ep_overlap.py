@@ -1,4 +1,5 @@
-"""What runs beside the expert exchange, and what delayed weight gradients and shared experts change."""
+"""What runs beside the expert exchange, and what delayed weight gradients and shared experts
+change."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ def exchange_of(found: Estimate) -> TimeShare:
 
 
 def test_a_delayed_gradient_makes_room_for_its_dispatch() -> None:
-    """Experts 1 forward and 2 back, half of it weight gradients; an exchange of 1.5 each way fits where it may leave
-    after the input gradient, and shows half a second where it waits for the rest."""
+    """Experts 1 forward and 2 back, half of it weight gradients; an exchange of 1.5 each way fits
+    where it may leave after the input gradient, and shows half a second where it waits for the
+    rest."""
     windows = Windows(ahead=9.0, ahead_back=9.0, work=1.0, work_back=2.0)
     soon = windows.cover(1.5, 1.5, late=0.0, late_experts=0.0)
     later = windows.cover(1.5, 1.5, late=4.0, late_experts=1.0)
@@ -53,7 +55,10 @@ def test_a_gradient_put_off_leaves_its_own_window_shorter() -> None:
 
 def test_delayed_gradients_are_about_neutral_where_they_were_measured() -> None:
     """Qwen3-30B on 16 H100: 31.31 s and, with them, 31.20 s."""
-    plain, delayed = (of(QWEN, f"ep16,recompute=select,dispatcher=hybridep,overlap={o}") for o in ("ep", "ep+wgrad"))
+    plain, delayed = (
+        of(QWEN, f"ep16,recompute=select,dispatcher=hybridep,overlap={o}")
+        for o in ("ep", "ep+wgrad")
+    )
     assert 0 <= 1 - delayed.step_s / plain.step_s <= 0.015
     assert delayed.peak_bytes > plain.peak_bytes
 
@@ -69,7 +74,10 @@ def test_shared_experts_hide_no_more_of_the_exchange_than_they_take() -> None:
     assert QWEN.moe is not None
     for width in (768, 128 * 768):
         model = replace(QWEN, moe=replace(QWEN.moe, shared_ffn_size=width))
-        apart, beside = exchange_of(of(model, "ep16")), exchange_of(of(model, "ep16,overlap=shared"))
+        apart, beside = (
+            exchange_of(of(model, "ep16")),
+            exchange_of(of(model, "ep16,overlap=shared")),
+        )
         assert beside.seconds + beside.hidden_s == pytest.approx(apart.seconds)
         assert 0 < beside.hidden_s < apart.seconds if width == 768 else beside.seconds == 0
 
@@ -85,15 +93,23 @@ def test_parts_gathered_over_expert_tensor_ranks_are_padded_to_the_widest() -> N
 
 
 def test_copies_of_a_shard_are_summed_in_the_open() -> None:
-    """Where all of ZeRO-3's own collectives hide, what shows of a hybrid's is the sum over its copies."""
+    """Where all of ZeRO-3's own collectives hide, what shows of a hybrid's is the sum over its
+    copies."""
     hardware = catalogue.hardware("16xH100")
     hiding = Constant(
-        name="overlapped_dp_share", value=Sourced(value=0.0, kind=SourceKind.ASSUMED, source="all of it hides")
+        name="overlapped_dp_share",
+        value=Sourced(value=0.0, kind=SourceKind.ASSUMED, source="all of it hides"),
     )
     hardware = replace(hardware, constants=(*hardware.constants, hiding))
     shown = [
-        sum(share.seconds for share in estimate(QWEN, WORK, hardware, layout).shares if share.part is TimePart.DP_COMM)
-        for layout in (parse_layout(text, world_size=16) for text in ("ep2,zero3", "ep2,zero3,shard=8"))
+        sum(
+            share.seconds
+            for share in estimate(QWEN, WORK, hardware, layout).shares
+            if share.part is TimePart.DP_COMM
+        )
+        for layout in (
+            parse_layout(text, world_size=16) for text in ("ep2,zero3", "ep2,zero3,shard=8")
+        )
     ]
     assert shown[0] == 0
     assert shown[1] > 0

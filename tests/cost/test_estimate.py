@@ -1,4 +1,5 @@
-"""The joined estimate: parts that sum, figures that follow from each other, directions that must hold."""
+"""The joined estimate: parts that sum, figures that follow from each other, directions that must
+hold."""
 
 from __future__ import annotations
 
@@ -17,11 +18,17 @@ from moewright.spec.workload import DataSpec, Documents, Dtype, FusedKernels, Ro
 
 
 def of(
-    text: str = "ep8,mbs1", *, model: str = "Qwen3-30B-A3B", hardware: Hardware | None = None, **job: object
+    text: str = "ep8,mbs1",
+    *,
+    model: str = "Qwen3-30B-A3B",
+    hardware: Hardware | None = None,
+    **job: object,
 ) -> Estimate:
     work = replace(Workload(seq_len=4096, global_batch=64), **job)
     machine = hardware or catalogue.hardware("16xH100")
-    return estimate(catalogue.model(model), work, machine, parse_layout(text, world_size=machine.count))
+    return estimate(
+        catalogue.model(model), work, machine, parse_layout(text, world_size=machine.count)
+    )
 
 
 def seconds(found: Estimate, part: TimePart) -> float:
@@ -50,7 +57,9 @@ def test_parts_sum_to_the_step(text: str) -> None:
 def test_throughput_follows_from_the_step(text: str) -> None:
     found = of(text)
     assert found.tokens_per_s_per_device == pytest.approx(64 * 4096 / 16 / found.step_s)
-    assert found.tflops_per_device * 1e12 * 16 * found.step_s == pytest.approx(found.model_flops_per_step)
+    assert found.tflops_per_device * 1e12 * 16 * found.step_s == pytest.approx(
+        found.model_flops_per_step
+    )
     assert found.mfu == pytest.approx(found.tflops_per_device / 989.4, rel=1e-4)
 
 
@@ -68,7 +77,12 @@ def test_every_assumption_has_a_source() -> None:
     found = of()
     assert all(one.source and one.value for one in found.assumptions)
     named = {one.name for one in found.assumptions}
-    assert {"expert_load", "memory_bytes", "domain_efficiency", "host_s_per_layer_microbatch"} <= named
+    assert {
+        "expert_load",
+        "memory_bytes",
+        "domain_efficiency",
+        "host_s_per_layer_microbatch",
+    } <= named
 
 
 def test_plain_kernels_take_longer_where_there_are_fused_ones() -> None:
@@ -80,7 +94,8 @@ def test_plain_kernels_take_longer_where_there_are_fused_ones() -> None:
     on_cpu = catalogue.hardware("2xH100")
     on_cpu = replace(on_cpu, device=replace(on_cpu.device, kind=DeviceKind.CPU))
     auto, plain = (
-        of("ep2", hardware=on_cpu, fused_kernels=kernels) for kernels in (FusedKernels.AUTO, FusedKernels.PLAIN)
+        of("ep2", hardware=on_cpu, fused_kernels=kernels)
+        for kernels in (FusedKernels.AUTO, FusedKernels.PLAIN)
     )
     assert plain.step_s == auto.step_s
 
@@ -99,7 +114,11 @@ def test_hot_experts_cost_time() -> None:
 
 def test_overlap_hides_and_graphs_spare_the_host() -> None:
     text = "ep16,dispatcher=hybridep"
-    plain, graphed, hidden = of(text), of(f"{text},graphs=attn+moe_router"), of(f"{text},overlap=ep")
+    plain, graphed, hidden = (
+        of(text),
+        of(f"{text},graphs=attn+moe_router"),
+        of(f"{text},overlap=ep"),
+    )
     assert seconds(graphed, TimePart.HOST) < 0.7 * seconds(plain, TimePart.HOST)
     exposed = next(share for share in hidden.shares if share.part is TimePart.EP_COMM)
     share = next(float(one.value) for one in hidden.assumptions if one.name == "ep_overlap_hidden")
@@ -113,12 +132,24 @@ def test_nothing_overlaps_on_a_cpu() -> None:
     found = of("ep4,pp1,overlap=grad+param", hardware=machine, seq_len=512)
     assert all(share.hidden_s == 0 for share in found.shares)
     phases = {row.phase for row in found.ledgers[0].time}
-    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.GRAD_REDUCE, Phase.PARAM_GATHER} <= phases
+    assert {
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.OPTIMIZER,
+        Phase.GRAD_REDUCE,
+        Phase.PARAM_GATHER,
+    } <= phases
 
 
 def test_mtp_and_mla_models_are_priced() -> None:
-    found = of("tp8,ep64,recompute=select", model="DeepSeek-V3", hardware=catalogue.hardware("64xH100"))
-    assert {row.module.value for row in found.ledgers[0].memory} >= {"mtp", "dense_mlp", "shared_experts"}
+    found = of(
+        "tp8,ep64,recompute=select", model="DeepSeek-V3", hardware=catalogue.hardware("64xH100")
+    )
+    assert {row.module.value for row in found.ledgers[0].memory} >= {
+        "mtp",
+        "dense_mlp",
+        "shared_experts",
+    }
 
 
 @pytest.mark.parametrize(("text", "field"), [("ep7", r"layout\.ep"), ("tp3", r"layout\.tp")])
@@ -139,27 +170,44 @@ def test_another_world_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["ep8", "cp2,ep8,recompute=full", "cp4,ep8,cp_comm=a2a"])
 def test_documents_that_bound_attention_take_their_share_of_it(text: str) -> None:
-    whole, packed = of(text), of(text, data=DataSpec(documents=Documents.BOUNDED, attended_share=0.25))
-    assert seconds(packed, TimePart.ATTENTION) == pytest.approx(0.25 * seconds(whole, TimePart.ATTENTION))
-    core = 6 * 48 * 4096 * 4096 * 4096 * 64  # layers x width of all heads x pairs and tokens, forward and backward
+    whole, packed = (
+        of(text),
+        of(text, data=DataSpec(documents=Documents.BOUNDED, attended_share=0.25)),
+    )
+    assert seconds(packed, TimePart.ATTENTION) == pytest.approx(
+        0.25 * seconds(whole, TimePart.ATTENTION)
+    )
+    core = (
+        6 * 48 * 4096 * 4096 * 4096 * 64
+    )  # layers x width of all heads x pairs and tokens, forward and backward
     assert whole.model_flops_per_step - packed.model_flops_per_step == pytest.approx(0.75 * core)
-    counted = [sum(row.flops for row in one.ledgers[0].flops if row.op is FlopOp.ATTENTION) for one in (packed, whole)]
+    counted = [
+        sum(row.flops for row in one.ledgers[0].flops if row.op is FlopOp.ATTENTION)
+        for one in (packed, whole)
+    ]
     assert counted[0] == pytest.approx(0.25 * counted[1])
-    assert any(fact.name == "documents" and fact.value.startswith("leave 0.25") for fact in packed.assumptions)
+    assert any(
+        fact.name == "documents" and fact.value.startswith("leave 0.25")
+        for fact in packed.assumptions
+    )
 
 
 def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> None:
-    """Published: 1,440 and 7,397 tokens/s a GB300 in NVFP4, which the planner's constants meet within 10 %."""
+    """Published: 1,440 and 7,397 tokens/s a GB300 in NVFP4, which the planner's constants meet
+    within 10 %."""
     hardware = catalogue.hardware("256xGB300")
     model, layout = catalogue.model("Llama-3.1-405B"), parse_layout("tp4,pp8,vpp4", world_size=256)
     work = Workload(seq_len=8192, global_batch=1536, grad_dtype=Dtype.BF16)
     eight, four = (
-        estimate(model, replace(work, precision=dtype), hardware, layout) for dtype in (Dtype.FP8, Dtype.NVFP4)
+        estimate(model, replace(work, precision=dtype), hardware, layout)
+        for dtype in (Dtype.FP8, Dtype.NVFP4)
     )
     assert four.step_s < eight.step_s
     assert four.peak_bytes < eight.peak_bytes
     assert four.tokens_per_s_per_device == pytest.approx(1440, rel=0.1)
     for part, dtype, legal in (("H100", Dtype.NVFP4, "mxfp8"), ("A100", Dtype.FP8, "bf16")):
         with pytest.raises(BadInput, match="has no rates for it") as refused:
-            estimate(model, replace(work, precision=dtype), catalogue.hardware(f"256x{part}"), layout)
+            estimate(
+                model, replace(work, precision=dtype), catalogue.hardware(f"256x{part}"), layout
+            )
         assert refused.value.reasons[0].nearest == legal

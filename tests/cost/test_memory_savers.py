@@ -33,12 +33,18 @@ def of(text: str) -> Estimate:
     return estimate(QWEN, WORK, hardware, parse_layout(text, world_size=256))
 
 
-def held(found: Estimate, *components: Component, pp_rank: int = 0, module: Module | None = None) -> int:
+def held(
+    found: Estimate, *components: Component, pp_rank: int = 0, module: Module | None = None
+) -> int:
     rows = found.ledgers[pp_rank].memory
-    return sum(row.bytes for row in rows if row.component in components and module in (None, row.module))
+    return sum(
+        row.bytes for row in rows if row.component in components and module in (None, row.module)
+    )
 
 
-@pytest.mark.parametrize("text", ["recompute=block5", "recompute=uniform2+loss", "offload=optimizer0.25+moe_act"])
+@pytest.mark.parametrize(
+    "text", ["recompute=block5", "recompute=uniform2+loss", "offload=optimizer0.25+moe_act"]
+)
 def test_numbers_in_a_set_are_read_and_written(text: str) -> None:
     layout = parse_layout(f"{CUT},{text}", world_size=256)
     assert parse_layout(layout_text(layout), world_size=256) == layout
@@ -61,28 +67,37 @@ def test_numbers_that_say_nothing_are_refused(text: str, said: str) -> None:
 
 
 def test_block_and_uniform_exclude_each_other() -> None:
-    layout = Layout(world_size=256, tp=2, sp=True, ep=8, pp=8, recompute=(Recompute.FULL,), recompute_block=5)
+    layout = Layout(
+        world_size=256, tp=2, sp=True, ep=8, pp=8, recompute=(Recompute.FULL,), recompute_block=5
+    )
     assert not illegal(QWEN, WORK, layout)
     both = parse_layout(f"{CUT},recompute=block5+uniform2", world_size=256)
     assert "exclude each other" in str(illegal(QWEN, WORK, both)[0])
 
 
 def test_full_recompute_of_the_first_layers_of_each_chunk() -> None:
-    """A rank of 12 layers and 7 micro-batches in flight: between none and all of them, in proportion."""
-    none, first, all_of = (of(f"{CUT}{text}") for text in ("", ",recompute=block6", ",recompute=full"))
+    """A rank of 12 layers and 7 micro-batches in flight: between none and all of them, in
+    proportion."""
+    none, first, all_of = (
+        of(f"{CUT}{text}") for text in ("", ",recompute=block6", ",recompute=full")
+    )
     kept = [held(one, Component.ACTIVATIONS, pp_rank=1) for one in (none, first, all_of)]
     assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2, rel=1e-3)
     added = [one.hfu / one.mfu - 1 for one in (none, first, all_of)]
     # 6 of each rank's 12 layers, and 6 of the 11 on the first rank and the last.
     assert added[1] == pytest.approx(added[2] * 48 / 94, rel=1e-6)
     assert none.step_s < first.step_s < all_of.step_s
-    calls = [{(row.op, row.group): row.bytes for row in one.ledgers[1].comm} for one in (none, first, all_of)]
+    calls = [
+        {(row.op, row.group): row.bytes for row in one.ledgers[1].comm}
+        for one in (none, first, all_of)
+    ]
     for key, value in calls[1].items():
         assert 2 * value == pytest.approx(calls[0][key] + calls[2][key])
 
 
 def test_one_checkpoint_over_two_layers_keeps_half_the_inputs() -> None:
-    """16 MiB an input at TP2, 12 layers, 7 in flight on the second rank; its backward replays two layers."""
+    """16 MiB an input at TP2, 12 layers, 7 in flight on the second rank; its backward replays two
+    layers."""
     one, two = of(f"{CUT},recompute=full"), of(f"{CUT},recompute=uniform2")
     less = held(one, Component.ACTIVATIONS, pp_rank=1) - held(two, Component.ACTIVATIONS, pp_rank=1)
     assert less == 7 * 6 * 16 * MIB
@@ -92,7 +107,8 @@ def test_one_checkpoint_over_two_layers_keeps_half_the_inputs() -> None:
 
 @pytest.mark.parametrize("beside", ["", "full+"])
 def test_logits_in_pieces_are_neither_kept_nor_whole(beside: str) -> None:
-    """16,384 tokens of Qwen3-8B on the second of two ranks; the logits' product comes once more in backward."""
+    """16,384 tokens of Qwen3-8B on the second of two ranks; the logits' product comes once more in
+    backward."""
     model, hardware = catalogue.model("Qwen3-8B"), catalogue.hardware("16xH100")
     work = Workload(seq_len=16384, global_batch=64)
     plain, found = (
@@ -100,7 +116,9 @@ def test_logits_in_pieces_are_neither_kept_nor_whole(beside: str) -> None:
         for text in (beside.strip("+") or "none", f"{beside}loss")
     )
     assert found.ledgers[1].device_bytes < plain.ledgers[1].device_bytes - 4 * GIB
-    assert held(found, Component.ACTIVATIONS, pp_rank=1) == held(plain, Component.ACTIVATIONS, pp_rank=1)
+    assert held(found, Component.ACTIVATIONS, pp_rank=1) == held(
+        plain, Component.ACTIVATIONS, pp_rank=1
+    )
     assert found.step_s > plain.step_s
     head = 2 * work.tokens_per_step * 151936 * 4096
     added = (found.hfu / found.mfu - plain.hfu / plain.mfu) * found.model_flops_per_step
@@ -109,8 +127,9 @@ def test_logits_in_pieces_are_neither_kept_nor_whole(beside: str) -> None:
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
 def test_what_a_piece_of_the_logits_takes(kind: DeviceKind) -> None:
-    """16,384 tokens, 4096 columns: the logits in 16 bits and, of a fused stack, in 32 (it is the larger of what its
-    forward and its backward take); in backward their gradient, that of the weight, and of the head's input in fp32.
+    """16,384 tokens, 4096 columns: the logits in 16 bits and, of a fused stack, in 32 (it is the
+    larger of what its forward and its backward take); in backward their gradient, that of the
+    weight, and of the head's input in fp32.
     """
     model, work = catalogue.model("Qwen3-8B"), Workload(seq_len=16384, global_batch=64)
     layout = parse_layout("tp2,recompute=loss", world_size=16)
@@ -134,20 +153,30 @@ def test_a_part_of_the_optimizer_on_the_host(share: float) -> None:
 
 
 def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:
-    """12 bytes a parameter over all ranks, whoever holds copies; on a CPU the copy is in the memory that runs full."""
-    tiny = replace(catalogue.model("Qwen3-30B-A3B"), layers=6, moe_layers=(True,) * 6, tie_embeddings=True)
+    """12 bytes a parameter over all ranks, whoever holds copies; on a CPU the copy is in the memory
+    that runs full."""
+    tiny = replace(
+        catalogue.model("Qwen3-30B-A3B"), layers=6, moe_layers=(True,) * 6, tie_embeddings=True
+    )
     spec = replace(WORK.checkpoint, mode=SaveMode.ASYNC)
-    work, beside = (replace(WORK, global_batch=64, checkpoint=one) for one in (WORK.checkpoint, spec))
+    work, beside = (
+        replace(WORK, global_batch=64, checkpoint=one) for one in (WORK.checkpoint, spec)
+    )
     for text in ("tp2,ep4,pp2", "ep2,pp2,zero0"):
         layout = parse_layout(text, world_size=16)
-        copied = [copied_bytes(beside, layout, bucket_sets(tiny, beside, layout, rank)) for rank in range(16)]
+        copied = [
+            copied_bytes(beside, layout, bucket_sets(tiny, beside, layout, rank))
+            for rank in range(16)
+        ]
         assert sum(copied) == pytest.approx(12 * count(tiny).total, rel=1e-3)  # buckets are padded
     on_gpu = catalogue.hardware("16xH800")
     cpu = replace(on_gpu, device=replace(on_gpu.device, kind=DeviceKind.CPU))
     for hardware, more in ((on_gpu, 0), (cpu, copied[0])):
         without, found = (estimate(tiny, one, hardware, layout) for one in (work, beside))
         grown = found.ledgers[0].device_bytes - without.ledgers[0].device_bytes
-        assert grown == pytest.approx(more, rel=0.05)  # an allowance is a share of what is allocated
+        assert grown == pytest.approx(
+            more, rel=0.05
+        )  # an allowance is a share of what is allocated
         assert held(found, Component.HOST) == (0 if more else copied[0])
 
 
@@ -165,12 +194,16 @@ def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:
 def test_offloaded_activations(offload: Offload, mib: int) -> None:
     """MiB a layer on the second rank: 12 layers, 7 in flight."""
     before, after = of(CUT), of(f"{CUT},offload={offload}")
-    less = held(before, Component.ACTIVATIONS, pp_rank=1) - held(after, Component.ACTIVATIONS, pp_rank=1)
+    less = held(before, Component.ACTIVATIONS, pp_rank=1) - held(
+        after, Component.ACTIVATIONS, pp_rank=1
+    )
     assert less == 7 * 12 * mib * MIB
     assert before.peak_bytes - after.peak_bytes > 0.9 * less / GIB
 
 
-@pytest.mark.parametrize(("moments", "share"), [(Dtype.FP32, 1.0), (Dtype.BF16, 0.5), (Dtype.FP8, 0.25)])
+@pytest.mark.parametrize(
+    ("moments", "share"), [(Dtype.FP32, 1.0), (Dtype.BF16, 0.5), (Dtype.FP8, 0.25)]
+)
 def test_moments_in_fewer_bits(moments: Dtype, share: float) -> None:
     hardware, layout = catalogue.hardware("256xH800"), parse_layout(CUT, world_size=256)
     work = replace(WORK, optimizer=OptimizerSpec(moment_dtype=moments))

@@ -1,4 +1,5 @@
-"""What a model's own shape does to memory: dense layers between, tied tables, windows, MTP, odd vocabularies."""
+"""What a model's own shape does to memory: dense layers between, tied tables, windows, MTP, odd
+vocabularies."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ H, V = QWEN.hidden_size, QWEN.vocab_size
 
 
 def of(model: ModelSpec, text: str = "ep8", world: int = 8) -> Estimate:
-    return estimate(model, WORK, catalogue.hardware(f"{world}xH100"), parse_layout(text, world_size=world))
+    return estimate(
+        model, WORK, catalogue.hardware(f"{world}xH100"), parse_layout(text, world_size=world)
+    )
 
 
 def held(found: Estimate, component: Component, module: Module, pp_rank: int = 0) -> int:
@@ -30,25 +33,33 @@ def held(found: Estimate, component: Component, module: Module, pp_rank: int = 0
 
 
 def test_dense_layers_between_moe_layers() -> None:
-    """Every second layer dense, of width 6144: 3 x 2 bytes x 6144 a token, and a norm's output; half the experts."""
+    """Every second layer dense, of width 6144: 3 x 2 bytes x 6144 a token, and a norm's output;
+    half the experts."""
     mixed = replace(QWEN, moe_layers=(True, False) * 4, dense_ffn_size=6144)
     whole, half = of(QWEN), of(mixed)
     assert held(half, Component.ACTIVATIONS, Module.DENSE_MLP) == 4 * 4096 * 2 * (3 * 6144 + H)
     for component in (Component.ACTIVATIONS, Component.WEIGHTS):
         assert 2 * held(half, component, Module.EXPERTS) == held(whole, component, Module.EXPERTS)
-    assert held(half, Component.ACTIVATIONS, Module.ATTENTION) == held(whole, Component.ACTIVATIONS, Module.ATTENTION)
+    assert held(half, Component.ACTIVATIONS, Module.ATTENTION) == held(
+        whole, Component.ACTIVATIONS, Module.ATTENTION
+    )
 
 
 def test_a_tied_table_is_held_once_in_a_stage_and_on_both_ends_of_a_pipeline() -> None:
     tied = replace(QWEN, tie_embeddings=True)
     table = 2 * V * H
     assert (
-        held(of(QWEN), Component.WEIGHTS, Module.EMBEDDING) == held(of(QWEN), Component.WEIGHTS, Module.HEAD) == table
+        held(of(QWEN), Component.WEIGHTS, Module.EMBEDDING)
+        == held(of(QWEN), Component.WEIGHTS, Module.HEAD)
+        == table
     )
     assert held(of(tied), Component.WEIGHTS, Module.EMBEDDING) == table
     assert held(of(tied), Component.WEIGHTS, Module.HEAD) == 0
     cut = of(tied, "ep4,pp2")
-    assert [held(cut, Component.WEIGHTS, Module.EMBEDDING, pp_rank=rank) for rank in (0, 1)] == [table, table]
+    assert [held(cut, Component.WEIGHTS, Module.EMBEDDING, pp_rank=rank) for rank in (0, 1)] == [
+        table,
+        table,
+    ]
 
 
 def test_a_window_keeps_the_same_keys() -> None:
@@ -60,11 +71,16 @@ def test_a_window_keeps_the_same_keys() -> None:
 def test_an_mtp_depth_is_a_layer_a_projection_and_a_pass_through_the_head() -> None:
     with_mtp, without = of(replace(QWEN, mtp_layers=1)), of(QWEN)
     layer = sum(
-        held(without, Component.WEIGHTS, module) // 8 for module in (Module.ATTENTION, Module.ROUTER, Module.EXPERTS)
+        held(without, Component.WEIGHTS, module) // 8
+        for module in (Module.ATTENTION, Module.ROUTER, Module.EXPERTS)
     )
     norms = 2 * (2 + 3) * H
-    assert held(with_mtp, Component.WEIGHTS, Module.MTP) == pytest.approx(layer + 2 * 2 * H * H + norms, abs=2 * H)
-    assert held(with_mtp, Component.LOGITS, Module.HEAD) == 2 * held(without, Component.LOGITS, Module.HEAD)
+    assert held(with_mtp, Component.WEIGHTS, Module.MTP) == pytest.approx(
+        layer + 2 * 2 * H * H + norms, abs=2 * H
+    )
+    assert held(with_mtp, Component.LOGITS, Module.HEAD) == 2 * held(
+        without, Component.LOGITS, Module.HEAD
+    )
 
 
 @pytest.mark.parametrize("extra", [0, 1, 3])

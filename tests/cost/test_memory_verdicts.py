@@ -1,7 +1,9 @@
-"""Peak memory of Qwen3-235B on 256 H800: the 12 layouts that ran, the 3 that did not (and two readings of a text).
+"""Peak memory of Qwen3-235B on 256 H800: the 12 layouts that ran, the 3 that did not (and two
+readings of a text).
 
-Layouts and outcomes: Pai-Megatron-Patch MoE guide, "seed 0". Allocated GiB and margins: the findings that the model
-follows (memory_model_findings, section 4); they pin the model, the outcomes judge it.
+Layouts and outcomes: Pai-Megatron-Patch MoE guide, "seed 0". Allocated GiB and margins: the
+findings that the model follows (memory_model_findings, section 4); they pin the model, the outcomes
+judge it.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ CASES = (
 def of(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
     workload = replace(Workload(seq_len=4096, global_batch=global_batch), **changes)
     hardware = catalogue.hardware("256xH800")
-    return estimate(catalogue.model("Qwen3-235B-A22B"), workload, hardware, parse_layout(text, world_size=256))
+    return estimate(
+        catalogue.model("Qwen3-235B-A22B"), workload, hardware, parse_layout(text, world_size=256)
+    )
 
 
 def allocated_bytes(found: Estimate) -> int:
     beyond = (Component.FRAGMENTATION, Component.COMMUNICATION)
-    return sum(row.bytes for row in found.ledgers[found.peak_rank].on_device if row.component not in beyond)
+    return sum(
+        row.bytes for row in found.ledgers[found.peak_rank].on_device if row.component not in beyond
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]},gbs{case[1]}")
@@ -62,14 +68,16 @@ def test_verdict(case: tuple[str, int, float, int, float, bool]) -> None:
 
 
 def test_close_to_the_limit_is_uncertain() -> None:
-    """The text says that VPP at PP8 runs out of memory, degree not given; at 12 the model sees 1 GiB to spare."""
+    """The text says that VPP at PP8 runs out of memory, degree not given; at 12 the model sees 1
+    GiB to spare."""
     found = of(f"tp2,ep8,pp8,vpp12,{SELECT}")
     assert found.verdict is Verdict.UNCERTAIN
     assert found.margin_bytes / GIB == pytest.approx(1.1, abs=0.6)
 
 
 def test_the_embedding_rank_is_not_the_fullest() -> None:
-    """Embedding counts as a layer, so rank 0 holds one layer less with nearly as many micro-batches in flight."""
+    """Embedding counts as a layer, so rank 0 holds one layer less with nearly as many micro-batches
+    in flight."""
     found = of(CASES[0][0])
     first, second = (sum(row.bytes for row in found.ledgers[rank].memory) for rank in (0, 1))
     assert (second - first) / GIB == pytest.approx(25.2 * 1.045, abs=1.0)
@@ -78,7 +86,11 @@ def test_the_embedding_rank_is_not_the_fullest() -> None:
 def test_peak_is_the_sum_of_its_rows_and_names_the_largest() -> None:
     found = of(CASES[0][0])
     rows = found.ledgers[found.peak_rank].memory
-    assert sum(row.bytes for row in rows) == found.peak_bytes == found.capacity_bytes - found.margin_bytes
+    assert (
+        sum(row.bytes for row in rows)
+        == found.peak_bytes
+        == found.capacity_bytes - found.margin_bytes
+    )
     largest = max(rows, key=lambda row: row.bytes)
     assert found.largest == f"{largest.component} of {largest.module}"
 
@@ -110,7 +122,11 @@ def test_offload_takes_what_it_names_off_the_device() -> None:
         of(f"{text},offload=optimizer"),
         of(f"{text},offload=mlp_norm"),
     )
-    held = [row for row in base.ledgers[0].memory if row.component in (Component.MASTER, Component.MOMENTS)]
+    held = [
+        row
+        for row in base.ledgers[0].memory
+        if row.component in (Component.MASTER, Component.MOMENTS)
+    ]
     assert allocated_bytes(base) - allocated_bytes(optimizer) == sum(row.bytes for row in held)
     # The residual of 11 layers and 8 micro-batches: 2 bytes x 2048 tokens x 4096.
     assert allocated_bytes(base) - allocated_bytes(norms) == 11 * 8 * 2 * 2048 * 4096

@@ -12,7 +12,15 @@ from moewright.cost.estimate import estimate
 from moewright.cost.op_time import OpRow, Rates, interpolate, misses
 from moewright.intake import catalogue
 from moewright.rules import grid
-from moewright.spec.hardware import Collective, CollectiveTime, Constant, Curve, Hardware, Op, OpRate
+from moewright.spec.hardware import (
+    Collective,
+    CollectiveTime,
+    Constant,
+    Curve,
+    Hardware,
+    Op,
+    OpRate,
+)
 from moewright.spec.layout import Dispatcher
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
@@ -25,7 +33,10 @@ def curve(*points: tuple[float, float]) -> Curve:
 
 def h800(*constants: tuple[str, float]) -> Hardware:
     base = catalogue.hardware("256xH800")
-    own = tuple(Constant(name=n, value=Sourced(value=v, kind=SourceKind.MEASURED, source="t")) for n, v in constants)
+    own = tuple(
+        Constant(name=n, value=Sourced(value=v, kind=SourceKind.MEASURED, source="t"))
+        for n, v in constants
+    )
     return replace(base, constants=(*base.constants, *own))
 
 
@@ -56,7 +67,9 @@ def test_misses_name_what_the_file_lacks() -> None:
 
 
 def test_the_hardware_file_wins_over_defaults() -> None:
-    fast, slow = (Rates(h800(("gemm_time_scale", scale))).seconds(row(Op.GEMM, 1e12)) for scale in (1.0, 2.0))
+    fast, slow = (
+        Rates(h800(("gemm_time_scale", scale))).seconds(row(Op.GEMM, 1e12)) for scale in (1.0, 2.0)
+    )
     assert slow == pytest.approx(2 * fast)
 
 
@@ -73,7 +86,8 @@ def test_the_hardware_file_wins_over_defaults() -> None:
     ],
 )
 def test_span(text: str, group: str, expected: tuple[int, int, int]) -> None:
-    """Against the ranks themselves: how many share the first one's node, and how many nodes there are."""
+    """Against the ranks themselves: how many share the first one's node, and how many nodes there
+    are."""
     layout = parse_layout(text, world_size=256)
     ranks = grid.group_ranks(layout, group, 0)
     nodes = [rank // 8 for rank in ranks]
@@ -84,8 +98,11 @@ def test_span(text: str, group: str, expected: tuple[int, int, int]) -> None:
 
 def test_all_to_all_uses_both_levels_in_turn() -> None:
     scales = (("alltoall_inside_time_scale", 1.0), ("alltoall_between_time_scale", 1.0))
-    found = links(h800(*scales)).seconds(Collective.ALL_TO_ALL, Span(size=32, inside=8, domains=4), 1e9)
-    # A quarter of the payload stays in the node, 7/8 of it leaves the rank at 140 GB/s; 3/4 leaves at 45 GB/s.
+    found = links(h800(*scales)).seconds(
+        Collective.ALL_TO_ALL, Span(size=32, inside=8, domains=4), 1e9
+    )
+    # A quarter of the payload stays in the node, 7/8 of it leaves the rank at 140 GB/s; 3/4 leaves
+    # at 45 GB/s.
     assert found == pytest.approx(1e9 / 4 * 7 / 8 / 140e9 + 0.75e9 / 45e9, rel=1e-2)
 
 
@@ -101,11 +118,15 @@ def test_ring_collectives() -> None:
 
 def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
     base = h800()
-    measured = CollectiveTime(op=Collective.ALL_TO_ALL, group_size=2, curve=curve((1e3, 1e-4), (1e6, 1e-3)))
+    measured = CollectiveTime(
+        op=Collective.ALL_TO_ALL, group_size=2, curve=curve((1e3, 1e-4), (1e6, 1e-3))
+    )
     one = links(replace(base, fabric=replace(base.fabric, times=(measured,))))
     pair = Span(size=2, inside=2, domains=1)
     assert one.seconds(Collective.ALL_TO_ALL, pair, 1e6) == pytest.approx(1e-3)
-    assert one.seconds(Collective.ALL_TO_ALL, pair, 4e6) == pytest.approx(4e-3)  # by bytes beyond the last point
+    assert one.seconds(Collective.ALL_TO_ALL, pair, 4e6) == pytest.approx(
+        4e-3
+    )  # by bytes beyond the last point
     assert one.seconds(Collective.ALL_GATHER, pair, 1e6) != pytest.approx(1e-3)
     four = Span(size=4, inside=4, domains=1)
     assert one.seconds(Collective.ALL_TO_ALL, four, 1e6) < 1e-4
@@ -115,11 +136,15 @@ SCALES = ("alltoall_inside", "alltoall_between", "dedup_inside", "dedup_between"
 
 
 def test_deduplication_pays_between_nodes() -> None:
-    """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks (docs/formulas.md 3)."""
+    """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks
+    (docs/formulas.md 3)."""
     plain = parse_layout("tp2,ep32,pp8", world_size=256)
     dedup = replace(plain, dispatcher=Dispatcher.DEEPEP)
     one = links(h800(*((f"{kind}_time_scale", 1.0) for kind in SCALES)))
-    slow, fast = (one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0) for layout in (plain, dedup))
+    slow, fast = (
+        one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
+        for layout in (plain, dedup)
+    )
     assert 1.15 < slow / fast < 2
     inside = 2048 * 32 * (1 - (31 / 32) ** 8) * 8192 / (0.58 * 200e9)
     between = 2048 * 4 * (1 - 0.75**8) * 0.75 * 8192 / 45e9
@@ -127,7 +152,8 @@ def test_deduplication_pays_between_nodes() -> None:
 
 
 def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
-    """Those of the fabric cost what the fabric does; more of them than it has send more copies over the network."""
+    """Those of the fabric cost what the fabric does; more of them than it has send more copies over
+    the network."""
     dedup = parse_layout("ep32,pp8,dispatcher=dedup", world_size=256)
     one = links(h800())
 
@@ -139,7 +165,10 @@ def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
     assert seconds(8) == seconds(0) < seconds(4) < seconds(2)
     inside = parse_layout("ep8,dispatcher=dedup", world_size=8)
     near = [
-        one.dispatch_s(replace(inside, ep_node=node), tokens=2048, top_k=8, row_bytes=8192, load=1.0) for node in (0, 4)
+        one.dispatch_s(
+            replace(inside, ep_node=node), tokens=2048, top_k=8, row_bytes=8192, load=1.0
+        )
+        for node in (0, 4)
     ]
     assert near[0] < near[1] < 2 * near[0]  # a detour, at the speed of the domain
 
@@ -152,14 +181,19 @@ def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
 
 
 def test_context_over_nodes_is_cheapest_where_only_keys_cross_them() -> None:
-    """Sixteen ranks over two nodes: heads inside, a ring of two between; one node alone is plain a2a."""
+    """Sixteen ranks over two nodes: heads inside, a ring of two between; one node alone is plain
+    a2a."""
     model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
     work = Workload(seq_len=65536, global_batch=256)
 
     def context_s(comm: str, cp: int) -> float:
-        layout = parse_layout(f"cp{cp},ep8,pp8,vpp4,mbs1,recompute=full,cp_comm={comm}", world_size=256)
+        layout = parse_layout(
+            f"cp{cp},ep8,pp8,vpp4,mbs1,recompute=full,cp_comm={comm}", world_size=256
+        )
         shares = estimate(model, work, hardware, layout).shares
-        return sum(share.seconds + share.hidden_s for share in shares if share.part is TimePart.CP_COMM)
+        return sum(
+            share.seconds + share.hidden_s for share in shares if share.part is TimePart.CP_COMM
+        )
 
     assert context_s("a2a+p2p", 16) < context_s("a2a", 16)
     assert context_s("a2a+p2p", 8) == pytest.approx(context_s("a2a", 8))

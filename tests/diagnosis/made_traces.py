@@ -1,4 +1,5 @@
-"""Traces made by hand, of known seconds: what the PyTorch profiler and Nsight Systems would have written of them."""
+"""Traces made by hand, of known seconds: what the PyTorch profiler and Nsight Systems would have
+written of them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from typing import Any
 
 MS = 1000.0  # microseconds
 
-# One step of 100 ms: (name, stream, start ms, length ms, launched ms, args). On stream 7 two products and an
-# elementwise kernel; on 20 an all-to-all, half of it under the second product; on 24 a reduction wholly under it.
+# One step of 100 ms: (name, stream, start ms, length ms, launched ms, args). On stream 7 two
+# products and an
+# elementwise kernel; on 20 an all-to-all, half of it under the second product; on 24 a reduction
+# wholly under it.
 A2A = {
     "Collective name": "all_to_allv",
     "Process Group Name": "11",
@@ -34,7 +37,14 @@ KERNELS: tuple[tuple[str, int, float, float, float, dict[str, Any]], ...] = (
     ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", 7, 0, 20, -1, {"External id": 1}),
     ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 20, 20, 20, 1, A2A),
     ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 7, 30, 30, 2, {"External id": 2}),
-    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 24, 35, 10, 3, REDUCE),
+    (
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        24,
+        35,
+        10,
+        3,
+        REDUCE,
+    ),
     ("void at::native::vectorized_elementwise_kernel<4>", 7, 70, 5, 68, {}),
     ("void at::native::vectorized_elementwise_kernel<4>", 7, 85, 15, 84, {}),
 )
@@ -56,18 +66,35 @@ def events(step: int = 0) -> list[dict[str, Any]]:
         found.append({**call, "ts": base + launched * MS, "dur": 5, "args": {"correlation": key}})
     for key, sizes in ((1, [[4096, 8192], [8192, 8192]]), (2, [[4096, 8192], [8192, 12288]])):
         shape = {"External id": step * 100 + key, "Input Dims": sizes}
-        found.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": base, "dur": 3, "args": shape})
-    wait = {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "args": {"correlation": 0}}
+        found.append(
+            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": base, "dur": 3, "args": shape}
+        )
+    wait = {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "cudaStreamSynchronize",
+        "args": {"correlation": 0},
+    }
     found.append({**wait, "ts": base + 74 * MS, "dur": 6 * MS})
-    mark = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step + 5}", "pid": 9, "tid": 9}
+    mark = {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": f"ProfilerStep#{step + 5}",
+        "pid": 9,
+        "tid": 9,
+    }
     return [*found, {**mark, "ts": base - 1 * MS, "dur": 100 * MS}]
 
 
-def kineto(path: Path, *, steps: int = 3, rank: int = 0, extra: tuple[dict[str, Any], ...] = ()) -> Path:
+def kineto(
+    path: Path, *, steps: int = 3, rank: int = 0, extra: tuple[dict[str, Any], ...] = ()
+) -> Path:
     made = [event for step in range(steps) for event in events(step)]
     data = {
         "schemaVersion": 1,
-        "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_000_000_000}],
+        "deviceProperties": [
+            {"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_000_000_000}
+        ],
         "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 4},
         "traceEvents": [*made, *extra],
     }
@@ -78,7 +105,9 @@ def kineto(path: Path, *, steps: int = 3, rank: int = 0, extra: tuple[dict[str, 
 
 def nsight(path: Path) -> Path:
     """The same kernels as `nsys export` writes them, one process, steps marked by NVTX."""
-    names = {name: place for place, name in enumerate(dict.fromkeys(kernel[0] for kernel in KERNELS), 1)}
+    names = {
+        name: place for place, name in enumerate(dict.fromkeys(kernel[0] for kernel in KERNELS), 1)
+    }
     names |= {"cudaLaunchKernel_v7000": 50, "cudaStreamSynchronize_v3020": 51}
     process = 7 << 24
     with sqlite3.connect(path) as database:
@@ -93,7 +122,9 @@ def nsight(path: Path) -> Path:
             INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H100 80GB HBM3', 85000000000);
             """
         )
-        database.executemany("INSERT INTO StringIds VALUES (?, ?)", [(key, name) for name, key in names.items()])
+        database.executemany(
+            "INSERT INTO StringIds VALUES (?, ?)", [(key, name) for name, key in names.items()]
+        )
         for step in range(3):
             base = 10**9 + step * 10**8
             for number, (name, stream, start, length, launched, _) in enumerate(KERNELS):
@@ -108,13 +139,24 @@ def nsight(path: Path) -> Path:
                     names[name],
                     names[name],
                 )
-                database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                database.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row
+                )
                 call = (base + launched * ms, base + launched * ms + 5000, process + 3, key, 50)
-                database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", call)
+                database.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", call
+                )
             wait = (base + 74 * 10**6, base + 80 * 10**6, process + 3, 0, 51)
             database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", wait)
             mark = (base - 10**6, base + 99 * 10**6, 59, f"iteration {step}", None, process + 3)
             database.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", mark)
-            dispatch = (base + 10**6 - 1000, base + 10**6 + 9000, 59, "nccl:all_to_all", None, process + 3)
+            dispatch = (
+                base + 10**6 - 1000,
+                base + 10**6 + 9000,
+                59,
+                "nccl:all_to_all",
+                None,
+                process + 3,
+            )
             database.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", dispatch)
     return path

@@ -16,7 +16,9 @@ def of(**seconds):
     base = read_toml(Hardware, MACHINE)
     times = tuple(
         CollectiveTime(
-            op=Collective(op), group_size=8, curve=Curve(points=((1e9, s),), kind=SourceKind.MEASURED, source="test")
+            op=Collective(op),
+            group_size=8,
+            curve=Curve(points=((1e9, s),), kind=SourceKind.MEASURED, source="test"),
         )
         for op, s in seconds.items()
     )
@@ -24,10 +26,15 @@ def of(**seconds):
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
-    found = {one.op: one for one in bandwidths(of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, p2p=1.0))}
+    found = {
+        one.op: one
+        for one in bandwidths(of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, p2p=1.0))
+    }
     assert found[Collective.ALL_REDUCE].bus_Bps == pytest.approx(1e9 * 2 * 7 / 8)
     assert found[Collective.REDUCE_SCATTER].bus_Bps == pytest.approx(1e9 * 7 / 8)
-    assert found[Collective.ALL_GATHER].algorithm_Bps == pytest.approx(1e9)  # 1 GB from each of 8 ranks in 8 s
+    assert found[Collective.ALL_GATHER].algorithm_Bps == pytest.approx(
+        1e9
+    )  # 1 GB from each of 8 ranks in 8 s
     assert found[Collective.P2P].bus_Bps == pytest.approx(1e9)
 
 
@@ -46,7 +53,9 @@ def test_slow_links_are_named_with_the_rank_that_is_on_most_of_them():
             Link(
                 first=a,
                 second=b,
-                Bps=Sourced(value=1e9 if (a, b) in slow else 9e9, kind=SourceKind.MEASURED, source="test"),
+                Bps=Sourced(
+                    value=1e9 if (a, b) in slow else 9e9, kind=SourceKind.MEASURED, source="test"
+                ),
             )
             for a, b in pairs
         )

@@ -54,10 +54,18 @@ def test_a_ledger_equals_itself_line_by_line():
 @pytest.mark.parametrize(
     ("change", "section", "key"),
     [
-        ({"memory": (replace(LEDGER.memory[0], bytes=4097), *LEDGER.memory[1:])}, "memory", ("weights", "experts")),
+        (
+            {"memory": (replace(LEDGER.memory[0], bytes=4097), *LEDGER.memory[1:])},
+            "memory",
+            ("weights", "experts"),
+        ),
         ({"comm": (replace(LEDGER.comm[0], bytes=641),)}, "comm", ("all_to_all", "ep")),
         ({"comm": (replace(LEDGER.comm[0], calls=8),)}, "calls", ("all_to_all", "ep")),
-        ({"flops": (LEDGER.flops[0], replace(LEDGER.flops[1], flops=10**15))}, "flops", ("grouped_gemm", "experts")),
+        (
+            {"flops": (LEDGER.flops[0], replace(LEDGER.flops[1], flops=10**15))},
+            "flops",
+            ("grouped_gemm", "experts"),
+        ),
     ],
 )
 def test_one_byte_call_or_flop_breaks_exactness_and_only_there(change, section, key):
@@ -82,7 +90,9 @@ def test_activations_are_bound_in_total_and_only_listed_by_module():
     module = line(shifted, Section.MEMORY, "activations", "attention")
     assert (module.rule, module.status, module.kept) == (Rule.LISTED, Status.DIFFERS, True)
     assert module.relative == pytest.approx(0.2)
-    within = line(compare(activations(1090, 2000), LEDGER), Section.MEMORY, "saved activations", "total")
+    within = line(
+        compare(activations(1090, 2000), LEDGER), Section.MEMORY, "saved activations", "total"
+    )
     assert (within.status, within.kept) == (Status.WITHIN, True)
     beyond = compare(activations(1091, 2000), LEDGER)
     assert not beyond.bounded
@@ -100,14 +110,19 @@ def test_rows_of_one_side_are_named_and_have_no_relative_difference():
     bare = replace(LEDGER, comm=())
     missing = line(compare(LEDGER, bare), Section.COMM, "all_to_all", "ep")
     assert (missing.status, missing.relative, missing.counted) == (Status.ONLY_PREDICTED, None, 0)
-    assert line(compare(bare, LEDGER), Section.CALLS, "all_to_all", "ep").status is Status.ONLY_COUNTED
+    assert (
+        line(compare(bare, LEDGER), Section.CALLS, "all_to_all", "ep").status is Status.ONLY_COUNTED
+    )
     assert not compare(bare, LEDGER).exact
 
 
 def test_an_unpredictable_allowance_and_time_do_not_break_exactness():
     allowance = MemoryRow(component=Component.FRAGMENTATION, module=Module.OTHER, bytes=512)
     ours = replace(
-        LEDGER, memory=(*LEDGER.memory, allowance), time=(TimeRow(phase=Phase.FORWARD, seconds=1.0),), notes=("b", "a")
+        LEDGER,
+        memory=(*LEDGER.memory, allowance),
+        time=(TimeRow(phase=Phase.FORWARD, seconds=1.0),),
+        notes=("b", "a"),
     )
     comparison = compare(ours, LEDGER)
     assert comparison.exact

@@ -1,4 +1,5 @@
-"""Traces of programs on the CPU: what is work, what a wait and what neither; made by hand and by torch's profiler."""
+"""Traces of programs on the CPU: what is work, what a wait and what neither; made by hand and by
+torch's profiler."""
 
 import gzip
 import json
@@ -38,7 +39,8 @@ def event(name, start, length, *, cat="cpu_op", pid=0, tid=1, **args):
 
 
 def step(pid=0, late=0.0):
-    """100 ms: a product of 20 inside a linear of 22, 10 of a Python function's own, 30 of a wait, 5 of loading."""
+    """100 ms: a product of 20 inside a linear of 22, 10 of a Python function's own, 30 of a wait, 5
+    of loading."""
     said = {"pid": pid}
     return [
         event("ProfilerStep#4", 0, 100, cat="user_annotation", **said),
@@ -65,9 +67,15 @@ def test_operations_stand_for_kernels_and_waits_for_communication(tmp_path):
     part = breakdown(capture)
     assert capture.rank == 3
     assert dict(part.works) == pytest.approx({Work.GEMM: 0.020, Work.OTHER: 0.006})
-    assert [(comm.comm, round(comm.exposed_s, 6), comm.calls) for comm in part.comms] == [(CommClass.EP, 0.030, 1)]
+    assert [(comm.comm, round(comm.exposed_s, 6), comm.calls) for comm in part.comms] == [
+        (CommClass.EP, 0.030, 1)
+    ]
     assert dict(part.idle)[Idle.DATA] == pytest.approx(0.005)
-    assert part.compute_s + part.exposed_s + part.idle_s == pytest.approx(part.step_s) == pytest.approx(0.1)
+    assert (
+        part.compute_s + part.exposed_s + part.idle_s
+        == pytest.approx(part.step_s)
+        == pytest.approx(0.1)
+    )
     assert part.product_flops == 2 * 8 * 4 * 2
 
 
@@ -76,12 +84,16 @@ def test_a_file_of_several_ranks_is_taken_apart_and_late_ranks_are_told_from_the
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank}: python"}}
         for pid, rank in ((0, 0), (1000, 1))
     ]
-    captures = read_traces(written(tmp_path / "trace.json", [*named, *step(0), *step(1000, late=25.0)]))
+    captures = read_traces(
+        written(tmp_path / "trace.json", [*named, *step(0), *step(1000, late=25.0)])
+    )
     assert [capture.rank for capture in captures] == [0, 1]
     layout = Layout(world_size=2, ep=2)
     parts = tuple(breakdown(capture, layout) for capture in captures)
     beside = across(captures, parts, layout)
-    assert {each.comm: each.seconds for each in beside.waiting} == {CommClass.EP: pytest.approx(0.0125)}
+    assert {each.comm: each.seconds for each in beside.waiting} == {
+        CommClass.EP: pytest.approx(0.0125)
+    }
 
 
 def test_an_engines_replays_are_its_layers_inside_backward(tmp_path):
@@ -97,12 +109,18 @@ def test_an_engines_replays_are_its_layers_inside_backward(tmp_path):
 def _loop(rank: int, folder: Path) -> None:
     """Plain data parallelism over gloo; rank 1 sleeps before each step."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=2
+    )
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     window = schedule(wait=1, warmup=1, active=STEPS)
-    with profile(activities=[ProfilerActivity.CPU], schedule=window, record_shapes=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], schedule=window, record_shapes=True
+    ) as profiler:
         for _ in range(2 + STEPS):
             with record_function("get_batch"):
                 x = torch.randn(64, 256)
@@ -120,7 +138,10 @@ def _loop(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
-    ranks = [multiprocessing.get_context("fork").Process(target=_loop, args=(rank, folder)) for rank in range(2)]
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=_loop, args=(rank, folder))
+        for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -138,7 +159,9 @@ def test_what_the_profiler_writes_of_a_plain_loop_is_read(plain, capsys):
         assert part.steps == STEPS
         assert {Work.GEMM, Work.OTHER} <= set(dict(part.works))
         assert part.product_flops == pytest.approx(2 * 64 * (256 * 512 * 2 + 512 * 8 * 3), rel=1e-6)
-        assert part.compute_s + part.exposed_s + part.idle_s + part.copies_s == pytest.approx(part.step_s, rel=0.01)
+        assert part.compute_s + part.exposed_s + part.idle_s + part.copies_s == pytest.approx(
+            part.step_s, rel=0.01
+        )
     assert dict(parts[1].idle)[Idle.DATA] > 0.04
     assert parts[0].exposed_s > 0
     found = findings(parts, across(captures, parts), None, peak_of(parts, None))

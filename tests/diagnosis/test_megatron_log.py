@@ -34,7 +34,8 @@ REPORT = (
 
 def log(*, steps=30, ms=22420.0, tflops=216.4, tail=""):
     lines = [
-        LINE.format(n=n, samples=2048 * n, ms=ms * (3 if n == 1 else 1), tflops=tflops) for n in range(1, steps + 1)
+        LINE.format(n=n, samples=2048 * n, ms=ms * (3 if n == 1 else 1), tflops=tflops)
+        for n in range(1, steps + 1)
     ]
     return "\n".join((HEAD, *lines, tail))
 
@@ -48,7 +49,9 @@ def test_steps_arguments_and_rates_are_read():
     assert found.iterations[-1].global_batch == 2048
     assert found.argument("expert_model_parallel_size") == "8"
     assert found.argument("recompute_modules") == "['moe_act', 'layernorm']"
-    assert printed_flops_per_token(found, seq_len=4096, devices=256) == pytest.approx(148.05e9, rel=1e-3)
+    assert printed_flops_per_token(found, seq_len=4096, devices=256) == pytest.approx(
+        148.05e9, rel=1e-3
+    )
 
 
 def test_lines_of_launchers_carriage_returns_and_broken_ends_do_no_harm():
@@ -73,9 +76,15 @@ def test_memory_reports_of_megatron_and_of_bridge():
         "[Rank 2] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 61.881 | mem-reserved-gigabytes: "
         "182.24 | mem-max-allocated-gigabytes: 153.47 | mem-max-reserved-gigabytes: 182.24 | mem-alloc-retires: 0"
     )
-    ours, theirs = parse_log(log(tail=f"{REPORT.format(rank=0, most=60000.0, held=70000.0)}\n{bridge}")).memory
+    ours, theirs = parse_log(
+        log(tail=f"{REPORT.format(rank=0, most=60000.0, held=70000.0)}\n{bridge}")
+    ).memory
     assert (ours.max_allocated_bytes, ours.max_reserved_bytes) == (60000 * MIB, 70000 * MIB)
-    assert (theirs.rank, theirs.max_allocated_bytes, theirs.max_reserved_bytes) == (2, 153_470_000_000, 182_240_000_000)
+    assert (theirs.rank, theirs.max_allocated_bytes, theirs.max_reserved_bytes) == (
+        2,
+        153_470_000_000,
+        182_240_000_000,
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,8 @@ def test_failed_allocations_are_a_memory_wall(line):
 def test_what_the_allocator_holds_and_does_not_give_out_is_fragmentation():
     tail = "\n".join(REPORT.format(rank=rank, most=60000.0, held=78000.0) for rank in range(2))
     text = log(
-        tail=tail + "\nCUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+        tail=tail
+        + "\nCUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
     )
     assert findings(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
 
@@ -145,7 +155,9 @@ def timers(**changed):
 
 def test_timers_tell_measured_walls():
     found = timers()
-    assert found.timers["forward-backward"].most_s == pytest.approx(22.15)  # not the first iteration's
+    assert found.timers["forward-backward"].most_s == pytest.approx(
+        22.15
+    )  # not the first iteration's
     assert found.timers["forward-compute"].least_s == pytest.approx(6.9)
     first = findings(found, None)[0]
     assert (first.wall, first.cause) == (Wall.COMMUNICATION, Cause.PP)
@@ -206,7 +218,9 @@ def test_timers_of_one_line_and_of_every_rank():
 )
 def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):
     (found,) = parse_log(line).iterations
-    assert (found.step_s, found.tflops_per_device, found.global_batch) == pytest.approx((step_s, tflops, batch))
+    assert (found.step_s, found.tflops_per_device, found.global_batch) == pytest.approx(
+        (step_s, tflops, batch)
+    )
 
 
 def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
@@ -216,7 +230,9 @@ def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
     layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
     assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "+" in line]
-    bubble, late = (next(line for line in lines if name in line) for name in ("pipeline bubble", "exposed DP"))
+    bubble, late = (
+        next(line for line in lines if name in line) for name in ("pipeline bubble", "exposed DP")
+    )
     assert "5.6 s" in bubble
     assert "230 ms" in late
     assert "measured" in bubble
@@ -244,7 +260,12 @@ def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "from ideal to measured" in out
     assert "WALL: " in out
-    assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800", "--layout", "tp2"]) == 2
+    assert (
+        main(
+            ["diagnose", str(path), "--script", str(script), "--on", "256xH800", "--layout", "tp2"]
+        )
+        == 2
+    )
 
 
 DUMP = {
@@ -285,7 +306,9 @@ DUMP = {
 def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
     path = tmp_path / "run.log"
     dump = "\n".join(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in DUMP.items())
-    text = log(ms=2000.0, tflops=150.0).replace(HEAD, f"---- arguments ----\n{dump}\n---- end of arguments ----\n")
+    text = log(ms=2000.0, tflops=150.0).replace(
+        HEAD, f"---- arguments ----\n{dump}\n---- end of arguments ----\n"
+    )
     path.write_text(text)
     assert main(["diagnose", str(path), "--on", "8xH100"]) == 0
     out = capsys.readouterr().out

@@ -15,16 +15,29 @@ def paced(run, **seconds):
     """The run with every step's phases set, the rest of the sample's phases kept."""
 
     def phases(step):
-        kept = {row.phase: row.seconds for row in step.phases} | {Phase(name): s for name, s in seconds.items()}
+        kept = {row.phase: row.seconds for row in step.phases} | {
+            Phase(name): s for name, s in seconds.items()
+        }
         return tuple(TimeRow(phase=phase, seconds=s) for phase, s in kept.items())
 
     steps = [replace(step, phases=phases(step)) for step in run.steps]
-    return replace(run, steps=tuple(replace(s, step_s=sum(row.seconds for row in s.phases)) for s in steps))
+    return replace(
+        run, steps=tuple(replace(s, step_s=sum(row.seconds for row in s.phases)) for s in steps)
+    )
 
 
 def test_warm_up_and_the_counted_step_of_each_session_are_left_out_of_medians():
-    run = record()  # sessions start at steps 1 and 31, the ledger is taken on each session's third step
-    assert {step.step for step in run.steps} - {step.step for step in settled(run)} == {1, 2, 3, 31, 32, 33}
+    run = (
+        record()
+    )  # sessions start at steps 1 and 31, the ledger is taken on each session's third step
+    assert {step.step for step in run.steps} - {step.step for step in settled(run)} == {
+        1,
+        2,
+        3,
+        31,
+        32,
+        33,
+    }
     short = replace(run, steps=run.steps[:2])
     assert settled(short) == short.steps
     assert median_step_s(replace(run, steps=())) == 0
@@ -32,7 +45,9 @@ def test_warm_up_and_the_counted_step_of_each_session_are_left_out_of_medians():
 
 def test_phase_medians_sum_near_the_median_step():
     run = record()
-    assert sum(seconds for _, seconds in median_phases(run)) == pytest.approx(median_step_s(run), rel=1e-6)
+    assert sum(seconds for _, seconds in median_phases(run)) == pytest.approx(
+        median_step_s(run), rel=1e-6
+    )
 
 
 def test_a_run_that_computes_most_of_its_step_is_told_so_with_numbers():
@@ -69,7 +84,8 @@ def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():
     run = record()
     hot = (3000,) * 8 + (1000,) * 8  # rank 0 of two holds the first eight experts: 1.5 x the mean
     steps = tuple(
-        replace(s, loads=tuple(replace(load, counts=hot, rank_counts=()) for load in s.loads)) for s in run.steps
+        replace(s, loads=tuple(replace(load, counts=hot, rank_counts=()) for load in s.loads))
+        for s in run.steps
     )
     findings = diagnose(replace(run, steps=steps))
     assert "1.50 x the mean" in findings[0].title
@@ -111,7 +127,9 @@ def test_waits_are_taken_from_the_rank_that_waits_least_and_a_crowd_is_left_out(
     assert pace_of(idle).late_s == pytest.approx(0.1)
     total = sum(row.seconds for row in phases)
     crowded = replace(run, paces=(pace(0, {"ep": 0.5}, total / 2), pace(1, {"ep": 0.3}, 0.0)))
-    assert pace_of(crowded).waits[Cause.EP] == pytest.approx(0.15)  # its peer had a core half of the time
+    assert pace_of(crowded).waits[Cause.EP] == pytest.approx(
+        0.15
+    )  # its peer had a core half of the time
     assert pace_of(crowded).crowded_s > 0
 
 

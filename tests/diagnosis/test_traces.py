@@ -1,10 +1,22 @@
-"""Traces of known seconds taken apart: unions, exposure, idle causes, rates; and what damaged files still give."""
+"""Traces of known seconds taken apart: unions, exposure, idle causes, rates; and what damaged files
+still give."""
 
 import json
 
 import numpy as np
 import pytest
-from made_traces import A2A, COMPUTE_MS, EXPOSED_EP_MS, KERNELS, LAUNCH_MS, MS, SYNC_MS, events, kineto, nsight
+from made_traces import (
+    A2A,
+    COMPUTE_MS,
+    EXPOSED_EP_MS,
+    KERNELS,
+    LAUNCH_MS,
+    MS,
+    SYNC_MS,
+    events,
+    kineto,
+    nsight,
+)
 
 from moewright.cli.main import main
 from moewright.diagnosis.traces import spans as sets
@@ -56,7 +68,10 @@ def test_sets_agree_with_counting_points(seed):
     ("name", "work"),
     [
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Work.COMMUNICATION),
-        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", Work.COMMUNICATION),
+        (
+            "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
+            Work.COMMUNICATION,
+        ),
         ("void deep_ep::internode::dispatch<false, 8>(int4*)", Work.COMMUNICATION),
         ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", Work.ATTENTION),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", Work.ATTENTION),
@@ -92,9 +107,13 @@ def test_a_step_is_taken_apart_into_what_was_put_in(tmp_path):
     assert comms[CommClass.EP].bytes == 2_000_000
     assert comms[CommClass.DP].exposed_s == 0
     idle = dict(part.idle)
-    assert idle[Idle.LAUNCH] == pytest.approx(LAUNCH_MS / 1e3, rel=0.07)  # the last step ends with its last kernel
+    assert idle[Idle.LAUNCH] == pytest.approx(
+        LAUNCH_MS / 1e3, rel=0.07
+    )  # the last step ends with its last kernel
     assert idle[Idle.SYNC] == pytest.approx(SYNC_MS / 1e3, rel=0.07)
-    assert part.compute_s + part.exposed_s + part.copies_s + part.idle_s == pytest.approx(part.step_s, abs=EXACT)
+    assert part.compute_s + part.exposed_s + part.copies_s + part.idle_s == pytest.approx(
+        part.step_s, abs=EXACT
+    )
     flops = 2 * 4096 * 8192 * (8192 + 12288)
     assert part.product_flops == flops
     assert part.product_s == pytest.approx(0.050, abs=EXACT)
@@ -128,7 +147,10 @@ def test_ranks_that_wait_for_one_another_are_found(tmp_path):
         data = json.loads(path.read_text())
         for event in data["traceEvents"]:
             if rank == 2 and event["name"].startswith("ncclDevKernel_SendRecv"):
-                event["ts"], event["dur"] = event["ts"] + 15 * MS, event["dur"] - 15 * MS  # it comes last
+                event["ts"], event["dur"] = (
+                    event["ts"] + 15 * MS,
+                    event["dur"] - 15 * MS,
+                )  # it comes last
         path.write_text(json.dumps(data))
     captures = read_traces(folder)
     parts = tuple(breakdown(capture) for capture in captures)
@@ -153,7 +175,10 @@ def test_the_verdict_names_the_wall_and_the_waterfall_closes(tmp_path):
 
 def test_damaged_traces_give_what_is_whole(tmp_path):
     text = kineto(tmp_path / "whole.json").read_text()
-    spoilt = text.replace('"Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP"', '"Process Group Description": ')
+    spoilt = text.replace(
+        '"Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP"',
+        '"Process Group Description": ',
+    )
     (tmp_path / "a.json").write_text(spoilt.replace('"dur": 5,', '"dur": -nan,'))
     (capture,) = read_traces(tmp_path / "a.json")
     assert breakdown(capture).compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
@@ -161,7 +186,10 @@ def test_damaged_traces_give_what_is_whole(tmp_path):
     assert breakdown(read_traces(tmp_path / "b.json")[0]).compute_s > 0
     (tmp_path / "c.json").write_text(json.dumps(events()))  # a bare list
     assert breakdown(read_traces(tmp_path / "c.json")[0]).steps == 1
-    bare = [{k: v for k, v in event.items() if k in ("ph", "cat", "name", "ts", "dur")} for event in events()]
+    bare = [
+        {k: v for k, v in event.items() if k in ("ph", "cat", "name", "ts", "dur")}
+        for event in events()
+    ]
     (tmp_path / "d.json").write_text(json.dumps(bare))
     assert dict(breakdown(read_traces(tmp_path / "d.json")[0]).idle)[Idle.UNKNOWN] > 0
 
@@ -187,8 +215,12 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, rule, capsys
 
 
 def test_the_hosts_side_of_a_gpu_alone_is_refused(tmp_path):
-    alone = [event for event in events() if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset")]
-    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": alone, "deviceProperties": [{"id": 0}]}))
+    alone = [
+        event for event in events() if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    (tmp_path / "t.json").write_text(
+        json.dumps({"traceEvents": alone, "deviceProperties": [{"id": 0}]})
+    )
     with pytest.raises(BadInput, match="no work of a GPU"):
         read_traces(tmp_path / "t.json")
 

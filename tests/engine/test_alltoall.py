@@ -18,9 +18,12 @@ from moewright.rules.routing import in_turn, slot_rows
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_rows_of_an_expert_are_dealt_to_its_slots(rank: int) -> None:
-    """As the planner counts them, from what each source has for an expert; a dropped row goes nowhere."""
+    """As the planner counts them, from what each source has for an expert; a dropped row goes
+    nowhere."""
     slots = (0, 1, 2, 4, 2, 3, 0, 2)
-    here = SimpleNamespace(mesh=SimpleNamespace(coordinate=lambda axis: rank), device=torch.device("cpu"))
+    here = SimpleNamespace(
+        mesh=SimpleNamespace(coordinate=lambda axis: rank), device=torch.device("cpu")
+    )
     dealer = Slots(here, slots, 5)  # type: ignore[arg-type]
     chosen = torch.tensor([[2, 5], [0, 2], [2, 3], [5, 0], [2, 4], [0, 2]])
     counts = torch.bincount(chosen.flatten(), minlength=6)[:5].tolist()
@@ -49,7 +52,9 @@ def test_known_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, most: 
     copies = torch.bincount(first_of_each(chosen // 2, 4).flatten(), minlength=5)[:4].tolist()
     nodes = torch.bincount(first_of_each(chosen // 4, 2).flatten(), minlength=3)[:2].tolist()
     sent = in_turn(tokens, 2, 8, most=most, ranks=4, nodes=2)
-    send, receive, parts = AllToAll(ep, etp, 8, Plain(), known=None, drops=True)._known_sizes(sent.rows)
+    send, receive, parts = AllToAll(ep, etp, 8, Plain(), known=None, drops=True)._known_sizes(
+        sent.rows
+    )
     assert list(send) == counts
     assert receive == (counts[rank],) * 4
     assert parts == (4 * counts[rank],) * 2
@@ -58,7 +63,9 @@ def test_known_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, most: 
     assert (sizes.parts, sizes.rows) == ((4 * copies[rank],) * 2, 8 * counts[rank])
     node, place = divmod(rank, 2)
     far = Group(name="ep_far", ranks=(place, 2 + place), index=node, handle=None, books=Books())
-    near = Group(name="ep_near", ranks=(2 * node, 2 * node + 1), index=place, handle=None, books=Books())
+    near = Group(
+        name="ep_near", ranks=(2 * node, 2 * node + 1), index=place, handle=None, books=Books()
+    )
     over = Dedup([far, near], etp, 8, Plain(), known=None)._known_sizes(sent)
     to_ranks = tuple(2 * copies[2 * node + other] for other in range(2))
     assert over.legs == ((tuple(nodes), (nodes[node],) * 2), (to_ranks, (2 * copies[rank],) * 2))

@@ -1,4 +1,5 @@
-"""Saves that are written while training goes on: what is stored, who waits for whom, and how a failure is told."""
+"""Saves that are written while training goes on: what is stored, who waits for whom, and how a
+failure is told."""
 
 import errno
 import threading
@@ -36,12 +37,18 @@ class Gate:
 
 def saver(directory: Path, **spec: int) -> Saver:
     return Saver(
-        directory, spec=CheckpointSpec(mode=SaveMode.ASYNC, **spec), extra={"seed": 7}, comm=alone(), aside=alone
+        directory,
+        spec=CheckpointSpec(mode=SaveMode.ASYNC, **spec),
+        extra={"seed": 7},
+        comm=alone(),
+        aside=alone,
     )
 
 
 def piece(tensor: torch.Tensor) -> Piece:
-    return Piece(name="w", global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor)
+    return Piece(
+        name="w", global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor
+    )
 
 
 def stored(checkpoint: Path) -> torch.Tensor:
@@ -50,8 +57,11 @@ def stored(checkpoint: Path) -> torch.Tensor:
     return found
 
 
-def test_what_is_stored_is_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training changes the tensors before the first byte is written: the checkpoint does not show it."""
+def test_what_is_stored_is_the_state_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training changes the tensors before the first byte is written: the checkpoint does not show
+    it."""
     gate = Gate(monkeypatch)
     weight, saving = torch.arange(6.0), saver(tmp_path)
     first = saving.save(1, [piece(weight)])  # returns although nothing can be written yet

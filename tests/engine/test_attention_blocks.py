@@ -19,7 +19,9 @@ Cuts = list[set[int]]  # of each row the places where another document starts
 
 def runs_of(cuts: Cuts) -> Runs:
     lengths = [stop - start for row in cuts for start, stop in pairwise(sorted({0, LENGTH} | row))]
-    return Runs(lengths=tuple(lengths), starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+    return Runs(
+        lengths=tuple(lengths), starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    )
 
 
 def pairs(met: tuple[Meeting, ...], mine: list[int], theirs: list[int]) -> list[tuple[int, int]]:
@@ -32,7 +34,11 @@ def pairs_of(meeting: Meeting, mine: list[int], theirs: list[int]) -> list[tuple
     keys = [theirs[place] for part in meeting.keys for place in part]
     of_queries = meeting.runs.slices if meeting.runs else [slice(0, len(queries))]
     of_keys = (
-        meeting.others.slices if meeting.others else meeting.runs.slices if meeting.runs else [slice(0, len(keys))]
+        meeting.others.slices
+        if meeting.others
+        else meeting.runs.slices
+        if meeting.runs
+        else [slice(0, len(keys))]
     )
     found = []
     for asking, asked in zip(of_queries, of_keys, strict=True):
@@ -52,19 +58,35 @@ def pairs_of(meeting: Meeting, mine: list[int], theirs: list[int]) -> list[tuple
     gathers=st.booleans(),
     window=st.integers(0, LENGTH),
 )
-def test_documents_meet_themselves_and_nothing_else(cuts: Cuts, ranks: int, gathers: bool, window: int) -> None:
+def test_documents_meet_themselves_and_nothing_else(
+    cuts: Cuts, ranks: int, gathers: bool, window: int
+) -> None:
     """Of one row without a cut, and with a window, rows are alike."""
     runs, found = runs_of(cuts), []
     bounds = None if window and cuts == [set()] else runs
     count = 0
     local = [
-        [row * LENGTH + at for row in range(len(cuts)) for part in held(LENGTH, ranks, rank) for at in part]
+        [
+            row * LENGTH + at
+            for row in range(len(cuts))
+            for part in held(LENGTH, ranks, rank)
+            for at in part
+        ]
         for rank in range(ranks)
     ]
     size = LENGTH // ranks
-    together = [at for row in range(len(cuts)) for one in local for at in one[row * size : (row + 1) * size]]
+    together = [
+        at for row in range(len(cuts)) for one in local for at in one[row * size : (row + 1) * size]
+    ]
     for here in range(ranks):
-        host = Host(length=LENGTH, ranks=ranks, here=here, together=ranks if gathers else 1, runs=bounds, window=window)
+        host = Host(
+            length=LENGTH,
+            ranks=ranks,
+            here=here,
+            together=ranks if gathers else 1,
+            runs=bounds,
+            window=window,
+        )
         before = len(found)
         if gathers:
             met = (*host.own(), *host.others(range(here)), *host.others(range(here + 1, ranks)))
@@ -73,10 +95,15 @@ def test_documents_meet_themselves_and_nothing_else(cuts: Cuts, ranks: int, gath
             found += pairs(host.own(), local[here], local[here])
             for source in range(ranks):
                 if source != here:
-                    found += pairs(host.others(range(source, source + 1)), local[here], local[source])
+                    found += pairs(
+                        host.others(range(source, source + 1)), local[here], local[source]
+                    )
         # Twice the pairs, of a token with itself a half: what a causal kernel is said to do.
         own = sum(query == key for query, key in found[before:])
-        assert attended(runs.lengths, LENGTH, held(LENGTH, ranks, here), window) == 2 * (len(found) - before) - own
+        assert (
+            attended(runs.lengths, LENGTH, held(LENGTH, ranks, here), window)
+            == 2 * (len(found) - before) - own
+        )
         count += own
     wanted = [
         (query, key)
@@ -90,7 +117,8 @@ def test_documents_meet_themselves_and_nothing_else(cuts: Cuts, ranks: int, gath
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_whole_sequences_meet_in_slices(ranks: int) -> None:
-    """Without documents every block is met as one piece of itself: keys that come by are not copied."""
+    """Without documents every block is met as one piece of itself: keys that come by are not
+    copied."""
     for here in range(ranks):
         host = Host(length=LENGTH, ranks=ranks, here=here, together=1, runs=None)
         for source in range(ranks):

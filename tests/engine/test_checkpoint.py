@@ -1,4 +1,5 @@
-"""Checkpoints: any sharding to any other, damage and forgery named, nothing lost when a save fails."""
+"""Checkpoints: any sharding to any other, damage and forgery named, nothing lost when a save
+fails."""
 
 import json
 import os
@@ -37,12 +38,19 @@ from tiny_jobs import plan, workload
 EXTRA = {"step": 5, "seed": 1234, "fingerprints": {"model": "ab12", "data": "cd34"}, "lr": 0.1}
 
 
-def saved(directory: Path, *, step: int = 5, layout: str = "rows", world: int = 2, keep: int = 9) -> Path:
+def saved(
+    directory: Path, *, step: int = 5, layout: str = "rows", world: int = 2, keep: int = 9
+) -> Path:
     state = full_state(step)
     results = on_ranks(
         world,
         lambda comm: save(
-            directory, step=step, pieces=pieces_of(state, layout, comm.rank, world), extra=EXTRA, keep=keep, comm=comm
+            directory,
+            step=step,
+            pieces=pieces_of(state, layout, comm.rank, world),
+            extra=EXTRA,
+            keep=keep,
+            comm=comm,
         ),
     )
     assert results == [directory / f"step-{step:08d}"] * world
@@ -94,7 +102,9 @@ def test_payload_is_plain_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [f"rank-0000{rank}.safetensors" for rank in range(4)])
-@pytest.mark.parametrize("fault", ["truncated", "longer", "flipped", "zeroed", "deleted", "swapped", "linked"])
+@pytest.mark.parametrize(
+    "fault", ["truncated", "longer", "flipped", "zeroed", "deleted", "swapped", "linked"]
+)
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str) -> None:
     checkpoint = saved(tmp_path, world=4)
     path = checkpoint / name
@@ -111,9 +121,12 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str
         flipped = bytearray(data)
         flipped[-9] ^= 4
         path.write_bytes(
-            {"truncated": data[:-1], "longer": data + b"x", "flipped": bytes(flipped), "zeroed": bytes(len(data))}[
-                fault
-            ]
+            {
+                "truncated": data[:-1],
+                "longer": data + b"x",
+                "flipped": bytes(flipped),
+                "zeroed": bytes(len(data)),
+            }[fault]
         )
     assert name in refusal(checkpoint)
 
@@ -142,7 +155,9 @@ def forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
     body = json.loads((checkpoint / "index.json").read_text())["body"]
     change(body)
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    (checkpoint / "index.json").write_text(json.dumps({"sha256": index_module._digest(text), "body": body}))
+    (checkpoint / "index.json").write_text(
+        json.dumps({"sha256": index_module._digest(text), "body": body})
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +185,9 @@ def forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda b: b.update(format="other"), "format"),
     ],
 )
-def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+def test_a_forged_index_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
     checkpoint = saved(tmp_path)
     forge(checkpoint, change)
     text = refusal(checkpoint)
@@ -180,15 +197,34 @@ def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict[str, A
 
 def test_an_index_that_disagrees_with_its_file_is_refused(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
-    forge(checkpoint, lambda b: next(t for t in b["tensors"] if t["name"] == "final_norm.weight").update(dtype="I32"))
+    forge(
+        checkpoint,
+        lambda b: next(t for t in b["tensors"] if t["name"] == "final_norm.weight").update(
+            dtype="I32"
+        ),
+    )
     assert "final_norm.weight (dtype)" in refusal(checkpoint)
-    wanted = Piece(name="final_norm.weight", global_shape=(7,), offsets=(0,), tensor=torch.zeros(7, dtype=torch.int32))
+    wanted = Piece(
+        name="final_norm.weight",
+        global_shape=(7,),
+        offsets=(0,),
+        tensor=torch.zeros(7, dtype=torch.int32),
+    )
     with pytest.raises(BadInput, match=r"rank-0000\d\.safetensors.* is F32"):
         load(checkpoint, pieces=[wanted], comm=alone())
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[" * 200_000, "\0binary", '{"a": 1, "a": 2}', '{"sha256": NaN, "body": {}}', "9" * 5000, '"text"']
+    "text",
+    [
+        "",
+        "[" * 200_000,
+        "\0binary",
+        '{"a": 1, "a": 2}',
+        '{"sha256": NaN, "body": {}}',
+        "9" * 5000,
+        '"text"',
+    ],
 )
 def test_text_that_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
     checkpoint = saved(tmp_path)
@@ -259,8 +295,12 @@ def test_what_is_newer_than_the_newest_checkpoint_is_told(tmp_path: Path) -> Non
     assert resume_from(directory) == (good, (half,))
 
 
-@pytest.mark.parametrize("name", ["model.pt", "step-00000003/.metadata", "step-00000003/model.pt", "step-00000003"])
-def test_what_is_offered_in_place_of_a_checkpoint_is_refused_unopened(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.pt", "step-00000003/.metadata", "step-00000003/model.pt", "step-00000003"]
+)
+def test_what_is_offered_in_place_of_a_checkpoint_is_refused_unopened(
+    tmp_path: Path, name: str
+) -> None:
     directory, canary = tmp_path / "checkpoints", tmp_path / "canary"
     path = directory / name
     path.parent.mkdir(parents=True)
@@ -288,7 +328,9 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> N
     for step in (1, 2, 3):
         saved(tmp_path, step=step, keep=2)
     assert [path.name for path in committed(tmp_path)] == ["step-00000002", "step-00000003"]
-    saved(tmp_path, step=1, keep=1)  # an earlier step than those there: kept, being the one just written
+    saved(
+        tmp_path, step=1, keep=1
+    )  # an earlier step than those there: kept, being the one just written
     assert [path.name for path in committed(tmp_path)] == ["step-00000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
 
@@ -299,7 +341,12 @@ def failed_save(directory: Path) -> str:
     results = on_ranks(
         2,
         lambda comm: save(
-            directory, step=6, pieces=pieces_of(state, "rows", comm.rank, 2), extra=EXTRA, keep=1, comm=comm
+            directory,
+            step=6,
+            pieces=pieces_of(state, "rows", comm.rank, 2),
+            extra=EXTRA,
+            keep=1,
+            comm=comm,
         ),
     )
     assert all(isinstance(result, BadInput) for result in results), results
@@ -312,7 +359,9 @@ def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
 ) -> None:
     old = saved(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+        patch.setattr(
+            shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100)
+        )
         text = failed_save(tmp_path)
     assert str(tmp_path) in text
     assert "100 bytes are free" in text
@@ -355,7 +404,12 @@ def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path)
             r"final_norm.weight \(shape\)=\[8\].*nearest legal value: \[7\]",
         ),
         (
-            Piece(name="final_norm.weight", global_shape=(7,), offsets=(0,), tensor=torch.zeros(7).bfloat16()),
+            Piece(
+                name="final_norm.weight",
+                global_shape=(7,),
+                offsets=(0,),
+                tensor=torch.zeros(7).bfloat16(),
+            ),
             r"final_norm.weight \(dtype\)=BF16.*F32",
         ),
     ],
@@ -365,8 +419,12 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, piece: Piece, said:
         load(saved(tmp_path), pieces=[piece], comm=alone())
 
 
-def box(name: str, offset: int, size: int, *, extent: int = 4, dtype: torch.dtype = torch.float32) -> Piece:
-    return Piece(name=name, global_shape=(extent,), offsets=(offset,), tensor=torch.zeros(size, dtype=dtype))
+def box(
+    name: str, offset: int, size: int, *, extent: int = 4, dtype: torch.dtype = torch.float32
+) -> Piece:
+    return Piece(
+        name=name, global_shape=(extent,), offsets=(offset,), tensor=torch.zeros(size, dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,7 +443,10 @@ def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
     tmp_path: Path, by_rank: list[list[Piece]], said: str
 ) -> None:
     results = on_ranks(
-        2, lambda comm: save(tmp_path / "c", step=1, pieces=by_rank[comm.rank], extra={}, keep=1, comm=comm)
+        2,
+        lambda comm: save(
+            tmp_path / "c", step=1, pieces=by_rank[comm.rank], extra={}, keep=1, comm=comm
+        ),
     )
     for result in results:
         with pytest.raises(ValueError, match=said):
@@ -393,7 +454,9 @@ def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("extra", [{"loss": float("nan")}, {"shape": (1, 2)}, {"tensor": torch.ones(1)}])
+@pytest.mark.parametrize(
+    "extra", [{"loss": float("nan")}, {"shape": (1, 2)}, {"tensor": torch.ones(1)}]
+)
 def test_extra_must_be_plain_json(tmp_path: Path, extra: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         save(tmp_path, step=1, pieces=[], extra=extra, keep=1, comm=alone())
@@ -411,31 +474,50 @@ def test_a_piece_must_be_a_box_of_its_tensor() -> None:
 
 def test_a_mismatch_names_each_differing_field() -> None:
     saved_extra = {"model": {"hidden_size": 64, "layers": 2}, "seed": 1, "layout": "tp2"}
-    refuse_mismatch(saved_extra, {"model": {"layers": 2, "hidden_size": 64}, "seed": 1, "layout": "tp2"})
+    refuse_mismatch(
+        saved_extra, {"model": {"layers": 2, "hidden_size": 64}, "seed": 1, "layout": "tp2"}
+    )
     with pytest.raises(BadInput) as refused:
-        refuse_mismatch(saved_extra, {"model": {"hidden_size": 128, "layers": 2}, "seed": 1, "data": "ab"})
+        refuse_mismatch(
+            saved_extra, {"model": {"hidden_size": 128, "layers": 2}, "seed": 1, "data": "ab"}
+        )
     text = str(refused.value)
-    for part in ("model.hidden_size is 64 in the checkpoint and 128 in the job", "layout is tp2", "data is absent"):
+    for part in (
+        "model.hidden_size is 64 in the checkpoint and 128 in the job",
+        "layout is tp2",
+        "data is absent",
+    ):
         assert part in text
     assert "layers" not in text
     assert "seed" not in text
 
 
 def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Path) -> None:
-    """Fields of the model, of a part of it, and of what trains it; a ramp and ends of documents that nobody said."""
+    """Fields of the model, of a part of it, and of what trains it; a ramp and ends of documents
+    that nobody said."""
     job = plan(workload(DataSpec()), "", world_size=1)
     extra = json.loads(json.dumps(identity_of(job, "ab")))
-    for lacking in ("model.mlp_bias", "model.moe.expert_bias", "train.optimizer.moment_dtype", "train.loss.z_coeff"):
+    for lacking in (
+        "model.mlp_bias",
+        "model.moe.expert_bias",
+        "train.optimizer.moment_dtype",
+        "train.loss.z_coeff",
+    ):
         *folders, name = lacking.split(".")
         reduce(lambda data, part: data[part], folders, extra).pop(name)
     pieces = pieces_of(full_state(5), "rows", 0, 1)
     save(tmp_path / "checkpoints", step=5, pieces=pieces, extra=extra, keep=1, comm=alone())
-    as_then = replace(job, workload=replace(job.workload, loss=replace(job.workload.loss, z_coeff=0.0)))
+    as_then = replace(
+        job, workload=replace(job.workload, loss=replace(job.workload.loss, z_coeff=0.0))
+    )
     assert steps_done(as_then, tmp_path, identity_of(as_then, "ab")) == 5
     work = as_then.workload
     for other, said in (
         (job, "train.loss.z_coeff is 0.0 in the checkpoint and 0.001 in the job"),
-        (replace(as_then, model=replace(job.model, mlp_bias=True)), "model.mlp_bias is False in the checkpoint"),
+        (
+            replace(as_then, model=replace(job.model, mlp_bias=True)),
+            "model.mlp_bias is False in the checkpoint",
+        ),
         (
             replace(as_then, workload=replace(work, data=DataSpec(documents=Documents.BOUNDED))),
             "data.documents is joined in the checkpoint and bounded in the job",

@@ -53,8 +53,12 @@ def test_a_range_outside_the_tensor_is_refused() -> None:
 
 @settings(max_examples=200)
 @given(SHAPES, st.data())
-def test_tilings_are_told_from_gaps_and_overlaps(shape: tuple[int, ...], data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, prod(shape) - 1)), max_size=3)) - {prod(shape)})
+def test_tilings_are_told_from_gaps_and_overlaps(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    cuts = sorted(
+        data.draw(st.sets(st.integers(1, max(1, prod(shape) - 1)), max_size=3)) - {prod(shape)}
+    )
     edges = [0, *cuts, prod(shape)]
     parts = [box for low, high in pairwise(edges) for box in boxes(shape, low, high)]
     assert tiling_fault(shape, parts) == ""
@@ -70,13 +74,19 @@ def test_an_overlap_that_makes_up_for_a_gap_is_found() -> None:
 
 
 @given(ranges())
-def test_flat_pieces_write_through_to_the_flat_buffer(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_flat_pieces_write_through_to_the_flat_buffer(
+    case: tuple[tuple[int, ...], int, int],
+) -> None:
     shape, start, stop = case
     flat = torch.zeros(stop - start, dtype=torch.int64)
     wide = tuple(extent + 2 for extent in shape)
     shard = torch.arange(prod(shape)).view(shape)
-    pieces = flat_pieces("w", global_shape=wide, offsets=(1,) * len(shape), local_shape=shape, start=start, flat=flat)
+    pieces = flat_pieces(
+        "w", global_shape=wide, offsets=(1,) * len(shape), local_shape=shape, start=start, flat=flat
+    )
     for piece in pieces:
         inner = tuple(offset - 1 for offset in piece.offsets)
-        piece.tensor.copy_(shard[tuple(slice(a, a + n) for a, n in zip(inner, piece.tensor.shape, strict=True))])
+        piece.tensor.copy_(
+            shard[tuple(slice(a, a + n) for a, n in zip(inner, piece.tensor.shape, strict=True))]
+        )
     assert flat.tolist() == list(range(start, stop))

@@ -1,4 +1,5 @@
-"""Attention over a ring of ranks, or over gathered keys, is as exact as one process: sums of blocks round once."""
+"""Attention over a ring of ranks, or over gathered keys, is as exact as one process: sums of blocks
+round once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ Tensors = list[torch.Tensor]
 def given(dtype: torch.dtype) -> Tensors:
     """q, k, v, sinks and the gradient of the output, two query heads a key head."""
     dice = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(2, LENGTH, heads, 32, generator=dice).to(dtype) for heads in (4, 2, 2, 4))
+    q, k, v, grad = (
+        torch.randn(2, LENGTH, heads, 32, generator=dice).to(dtype) for heads in (4, 2, 2, 4)
+    )
     return [q, k, v, torch.randn(4, generator=dice).add(3).to(dtype), grad]
 
 
@@ -38,7 +41,9 @@ def through(attend: type, inputs: Tensors, *more: object) -> Tensors:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def one_rank(rank: int, store: Path, kind: type, dtype: torch.dtype, runs: Runs | None, answer: Connection) -> None:
+def one_rank(
+    rank: int, store: Path, kind: type, dtype: torch.dtype, runs: Runs | None, answer: Connection
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=CP)
     group = Group(name="cp_kv", ranks=tuple(range(CP)), index=rank, handle=None, books=Books())
@@ -66,14 +71,18 @@ def test_as_exact_as_one_process(
     """Over whole sequences, and inside documents."""
     runs = None
     if lengths is not None:
-        runs = Runs(lengths=lengths, starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+        runs = Runs(
+            lengths=lengths, starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        )
     exact = through(CausalAttention, [x.float() for x in given(dtype)], runs, 0, Books())
     alone = through(CausalAttention, given(dtype), runs, 0, Books())
     context, found = multiprocessing.get_context("fork"), [torch.zeros_like(x) for x in exact]
     ranks = []
     for rank in range(CP):
         ours, theirs = context.Pipe()
-        process = context.Process(target=one_rank, args=(rank, tmp_path / "store", kind, dtype, runs, theirs))
+        process = context.Process(
+            target=one_rank, args=(rank, tmp_path / "store", kind, dtype, runs, theirs)
+        )
         process.start()
         ranks.append((rank, process, ours))
     for rank, process, answer in ranks:

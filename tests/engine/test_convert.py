@@ -1,4 +1,5 @@
-"""`moewright convert`: what goes in comes out byte for byte, from any layout, and what is wrong is named."""
+"""`moewright convert`: what goes in comes out byte for byte, from any layout, and what is wrong is
+named."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def assert_same_bytes(found: Path, wanted: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_the_same_bytes(family: str, tmp_path: Path) -> None:
-    """In bf16 (of DeepSeek-V3 the selection biases in fp32), and in shards that cut through layers."""
+    """In bf16 (of DeepSeek-V3 the selection biases in fp32), and in shards that cut through
+    layers."""
     write_model(family, tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     assert_same_bytes(there_and_back(tmp_path / "hf", tmp_path), tmp_path / "hf")
@@ -53,22 +55,43 @@ def test_fused_experts_and_names_of_later_dialects(tmp_path: Path) -> None:
     assert read_config(tmp_path / "fused").attention == read_config(tmp_path / "apart").attention
     back = there_and_back(tmp_path / "fused", tmp_path)
     assert (back / "config.json").read_bytes() == (tmp_path / "fused" / "config.json").read_bytes()
-    found, wanted = load_file(back / "model.safetensors"), load_file(tmp_path / "fused" / "model.safetensors")
+    found, wanted = (
+        load_file(back / "model.safetensors"),
+        load_file(tmp_path / "fused" / "model.safetensors"),
+    )
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_without_a_history_is_loaded_by_transformers(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_history_is_loaded_by_transformers(
+    family: str, tmp_path: Path
+) -> None:
     """With a dtype asked for, names, shards and config.json are made anew, as for a run."""
     write_model(family, tmp_path / "hf")
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
-    assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / "new"), "--dtype", "fp32")) == 0
+    assert (
+        main(
+            (
+                "convert",
+                "export",
+                str(tmp_path / "ours"),
+                "--out",
+                str(tmp_path / "new"),
+                "--dtype",
+                "fp32",
+            )
+        )
+        == 0
+    )
     ids = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(5))
     logits = []
     for folder in ("hf", "new"):
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+            tmp_path / folder,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
         )
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]
@@ -77,30 +100,52 @@ def test_a_checkpoint_without_a_history_is_loaded_by_transformers(family: str, t
 
 
 def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
-    """MXFP4, as gpt-oss is published; what they stand for comes back in bf16, which holds it exactly."""
+    """MXFP4, as gpt-oss is published; what they stand for comes back in bf16, which holds it
+    exactly."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     write_model("gpt_oss", tmp_path / "hf", hidden_size=64, intermediate_size=32)
     path = tmp_path / "hf" / "model.safetensors"
     stored = load_file(path)
     dice = torch.Generator().manual_seed(3)
     wanted = {}
-    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [
+        name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, inner, rows = stored.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, rows, inner // 32, 16), generator=dice, dtype=torch.uint8)
+        blocks = torch.randint(
+            0, 256, (experts, rows, inner // 32, 16), generator=dice, dtype=torch.uint8
+        )
         scales = torch.randint(119, 125, blocks.shape[:3], generator=dice, dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         wanted[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     save_file(stored, path)
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
-    assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / "new"), "--dtype", "bf16")) == 0
+    assert (
+        main(
+            (
+                "convert",
+                "export",
+                str(tmp_path / "ours"),
+                "--out",
+                str(tmp_path / "new"),
+                "--dtype",
+                "bf16",
+            )
+        )
+        == 0
+    )
     found = load_file(tmp_path / "new" / "model.safetensors")
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
     assert "quantization_config" not in json.loads((tmp_path / "new" / "config.json").read_text())
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, path)
-    with pytest.raises(names.BadInput, match=r"layers.1.mlp.experts.down_proj_blocks: needs 16 bytes a block"):
-        import_weights.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
+    with pytest.raises(
+        names.BadInput, match=r"layers.1.mlp.experts.down_proj_blocks: needs 16 bytes a block"
+    ):
+        import_weights.plan_import(
+            tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other"
+        )
 
 
 def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
@@ -109,30 +154,48 @@ def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
     path = tmp_path / "hf" / "model.safetensors"
     stored = load_file(path)
     depth = {
-        name.replace("layers.1.", "layers.2."): tensor.flip(0) for name, tensor in stored.items() if "layers.1." in name
+        name.replace("layers.1.", "layers.2."): tensor.flip(0)
+        for name, tensor in stored.items()
+        if "layers.1." in name
     }
-    depth |= {f"model.layers.2.{part}.weight": torch.rand(32) for part in ("enorm", "hnorm", "shared_head.norm")}
+    depth |= {
+        f"model.layers.2.{part}.weight": torch.rand(32)
+        for part in ("enorm", "hnorm", "shared_head.norm")
+    }
     depth["model.layers.2.eh_proj.weight"] = torch.rand(32, 64)
     depth["model.layers.2.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
     depth["model.layers.2.shared_head.head.weight"] = stored["lm_head.weight"].clone()
     save_file(stored | depth, path, {"format": "pt"})
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 1})
+    )
     (tmp_path / "hf" / "generation_config.json").unlink(missing_ok=True)
     assert_same_bytes(there_and_back(tmp_path / "hf", tmp_path), tmp_path / "hf")
     held = {tensor.name for tensor in read_index(tmp_path / "ours" / "step-00000000").tensors}
-    assert {"mtp.0.proj.weight", "mtp.0.layer.moe.router.weight", "layers.3.moe.router.selection_bias"} <= held
+    assert {
+        "mtp.0.proj.weight",
+        "mtp.0.layer.moe.router.weight",
+        "layers.3.moe.router.selection_bias",
+    } <= held
     depth["model.layers.2.embed_tokens.weight"][0, 0] += 1
     save_file(stored | depth, path)
-    with pytest.raises(names.BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"):
-        import_weights.plan_import(tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other")
+    with pytest.raises(
+        names.BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"
+    ):
+        import_weights.plan_import(
+            tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other"
+        )
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model("mixtral", tmp_path / "hf", shard_bytes=20_000)
     index = tmp_path / "hf" / "model.safetensors.index.json"
     data = json.loads(index.read_text())
-    expert, gate = "model.layers.1.block_sparse_moe.experts.2.w2.weight", "model.layers.0.block_sparse_moe.gate.weight"
+    expert, gate = (
+        "model.layers.1.block_sparse_moe.experts.2.w2.weight",
+        "model.layers.0.block_sparse_moe.gate.weight",
+    )
 
     def refused(out: str = "ours") -> str:
         assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / out))) == 2
@@ -150,7 +213,10 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{expert}: is of F64; checkpoints hold fp32" in refused()
     change(expert, before[:, :3].contiguous())
     assert f"{expert}: has shape [32, 3]" in refused()
-    change(expert, before.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(float("nan"))))
+    change(
+        expert,
+        before.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(float("nan"))),
+    )
     assert f"{expert}: holds values that are not finite" in refused("made/spoiled")
     assert not (tmp_path / "made").exists()
     (tmp_path / "there").mkdir()
@@ -169,7 +235,9 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + size])
-    header[expert]["data_offsets"] = next(at["data_offsets"] for name, at in header.items() if name != expert)
+    header[expert]["data_offsets"] = next(
+        at["data_offsets"] for name, at in header.items() if name != expert
+    )
     text = json.dumps(header).encode()
     for forged in (
         (1 << 60).to_bytes(8, "little") + whole[8:],
@@ -182,7 +250,9 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     moved = {**data, "weight_map": {**data["weight_map"], gate: data["weight_map"][expert]}}
     index.write_text(json.dumps(moved))
     assert f"{gate}: is in" in refused()
-    index.write_text(json.dumps({**data, "weight_map": {**data["weight_map"], gate: "../x.safetensors"}}))
+    index.write_text(
+        json.dumps({**data, "weight_map": {**data["weight_map"], gate: "../x.safetensors"}})
+    )
     assert "needs a weight_map from tensors to files beside it" in refused()
     index.write_text(json.dumps(data))
     assert not (tmp_path / "ours").exists()
@@ -193,7 +263,9 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("ours", "full", "exists and is not empty"),
         ("hf", "new", "holds no checkpoint of moewright"),
     ):
-        assert main(("convert", "export", str(tmp_path / source), "--out", str(tmp_path / out))) == 2
+        assert (
+            main(("convert", "export", str(tmp_path / source), "--out", str(tmp_path / out))) == 2
+        )
         assert said in capsys.readouterr().err
     payload = next((tmp_path / "ours" / "step-00000000").glob("rank-*"))
     spoiled = bytearray(payload.read_bytes())
@@ -204,15 +276,25 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "new").exists()
 
 
-def test_a_table_that_writes_a_tensor_twice_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_writes_a_tensor_twice_fails_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
     good = dict(names._LAYER)
     same, half = names.Spelling, names._same
     for part, wrong, said in (
-        ("attention.k.weight", half("self_attn.v_proj.weight"), "self_attn.v_proj.weight.*would be read for two"),
+        (
+            "attention.k.weight",
+            half("self_attn.v_proj.weight"),
+            "self_attn.v_proj.weight.*would be read for two",
+        ),
         ("mlp.gate_up.weight", half("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
-        ("mlp.gate_up.weight", (same(names=("mlp.gate_proj.weight",) * 2),), "would be read for two tensors"),
+        (
+            "mlp.gate_up.weight",
+            (same(names=("mlp.gate_proj.weight",) * 2),),
+            "would be read for two tensors",
+        ),
         (
             "mlp.down.weight",
             (same(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
@@ -224,7 +306,8 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(tmp_path: Path, monkey
             import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 
 
-# In a process of its own, whose memory holds nothing of other tests: the peak above the start, in bytes, of each way.
+# In a process of its own, whose memory holds nothing of other tests: the peak above the start, in
+# bytes, of each way.
 # Anonymous memory alone: pages of files come and go as the kernel likes.
 _PEAKS = """
 import sys, threading
@@ -258,12 +341,20 @@ print(*ways(folder / "hf", folder))
 def test_memory_holds_about_one_file(tmp_path: Path) -> None:
     """Thirteen files of 8.4 MB, of bf16 weights: the peak above the start on both ways."""
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
     )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf", max_shard_size=8_600_000)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(
+        tmp_path / "hf", max_shard_size=8_600_000
+    )
     shard = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     assert sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors")) > 10 * shard
-    returned = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system at once
+    returned = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536"
+    }  # what is freed goes back to the system at once
     told = [sys.executable, "-c", _PEAKS, str(tmp_path)]
     run = subprocess.run(told, capture_output=True, text=True, check=False, env=returned)
     assert run.returncode == 0, run.stderr

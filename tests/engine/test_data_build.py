@@ -1,4 +1,5 @@
-"""Text in, corpus out: the split, the counts, what is skipped, what is refused, and when a corpus is used again."""
+"""Text in, corpus out: the split, the counts, what is skipped, what is refused, and when a corpus
+is used again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,22 @@ from moewright.engine.data.source import STDLIB_LEFT_OUT, find_source, read_text
 from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer
 from moewright.spec.errors import BadInput
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "experts", "wait", "for", "rows")
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "experts",
+    "wait",
+    "for",
+    "rows",
+)
 
 
 @pytest.fixture
@@ -31,7 +47,10 @@ def folder(tmp_path: Path) -> Path:
     for number in range(30):
         path = root / ("a" if number % 2 else "b") / f"{number}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(f"{WORDS[(number * step) % 13]} {number} ünï" for step in range(1, 60)), "utf-8")
+        path.write_text(
+            "\n".join(f"{WORDS[(number * step) % 13]} {number} ünï" for step in range(1, 60)),
+            "utf-8",
+        )
     (root / "latin.txt").write_bytes("größe".encode("latin-1"))
     (root / "zero.bin").write_bytes(b"ab\0cd")
     (root / ".hidden").write_text("hidden")
@@ -66,16 +85,24 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_entropy_by_hand(folder: Path, tmp_path: Path) -> None:
     report = build(folder, tmp_path / "out", tokenizer=TokenizerKind.BYTES)
-    train, heldout = open_indexed(tmp_path / "out" / "train"), open_indexed(tmp_path / "out" / "heldout")
+    train, heldout = (
+        open_indexed(tmp_path / "out" / "train"),
+        open_indexed(tmp_path / "out" / "heldout"),
+    )
     counts = Counter(train.tokens.tolist())
     total = train.token_count + 257
-    nats = sum(-math.log((counts[token] + 1) / total) for token in heldout.tokens.tolist()) / heldout.token_count
+    nats = (
+        sum(-math.log((counts[token] + 1) / total) for token in heldout.tokens.tolist())
+        / heldout.token_count
+    )
     assert report.corpus.unigram_entropy == pytest.approx(nats, rel=1e-12)
     assert unigram_entropy(train, heldout, 257) == report.corpus.unigram_entropy
     assert 2 < nats < math.log(257)
 
 
-def test_the_same_corpus_is_used_again_and_a_changed_one_is_not(folder: Path, tmp_path: Path) -> None:
+def test_the_same_corpus_is_used_again_and_a_changed_one_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
 
     def run(vocab_size: int = 280, rebuild: Rebuild = Rebuild.IF_CHANGED) -> Outcome:
@@ -109,9 +136,12 @@ def test_one_file_is_cut_into_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "limit", "kept"), [("ab\ncd\nef\n", 7, "ab\ncd\n"), ("üüüü", 5, "üü"), ("abc", 3, "abc")]
+    ("text", "limit", "kept"),
+    [("ab\ncd\nef\n", 7, "ab\ncd\n"), ("üüüü", 5, "üü"), ("abc", 3, "abc")],
 )
-def test_the_limit_cuts_at_lines_or_characters(tmp_path: Path, text: str, limit: int, kept: str) -> None:
+def test_the_limit_cuts_at_lines_or_characters(
+    tmp_path: Path, text: str, limit: int, kept: str
+) -> None:
     path = tmp_path / "t.txt"
     path.write_text(text, "utf-8")
     texts = read_texts(find_source(path, tmp_path / "out"), limit_bytes=limit)
@@ -154,7 +184,9 @@ def test_standard_library() -> None:
     assert source.description.startswith("standard library of ")
     assert len(source.files) > 300
     assert all(path.suffix == ".py" for path in source.files)
-    assert not any(STDLIB_LEFT_OUT & set(path.relative_to(source.root).parts) for path in source.files)
+    assert not any(
+        STDLIB_LEFT_OUT & set(path.relative_to(source.root).parts) for path in source.files
+    )
     report_texts = read_texts(source, limit_bytes=200_000)
     assert 150_000 < report_texts.text_bytes <= 200_000
 

@@ -1,4 +1,5 @@
-"""The Megatron pair: what is written is read back, and every kind of damage is refused by the name of the file."""
+"""The Megatron pair: what is written is read back, and every kind of damage is refused by the name
+of the file."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from moewright.engine.data.indexed import (
 )
 from moewright.spec.errors import BadInput
 
-DOCUMENTS = tuple(np.arange(start, start + size) for start, size in ((0, 5), (100, 1), (7, 0), (300, 12)))
+DOCUMENTS = tuple(
+    np.arange(start, start + size) for start, size in ((0, 5), (100, 1), (7, 0), (300, 12))
+)
 UINT16 = np.dtype("<u2")
 
 
@@ -37,7 +40,11 @@ def test_round_trip(prefix: Path) -> None:
     assert data.lengths.tolist() == [5, 1, 0, 12]
     assert data.document_marks.tolist() == [0, 1, 2, 3, 4]
     assert (data.token_count, data.documents) == (18, 4)
-    assert sorted(path.name for path in prefix.parent.iterdir()) == ["train.bin", "train.idx", "train.seal.json"]
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        "train.bin",
+        "train.idx",
+        "train.seal.json",
+    ]
 
 
 def test_bytes_are_megatrons(prefix: Path) -> None:
@@ -56,13 +63,16 @@ def test_a_pair_of_megatrons_own_needs_no_seal(prefix: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), min_size=1, max_size=9), st.sampled_from(["<i4", "<i8"])
+    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), min_size=1, max_size=9),
+    st.sampled_from(["<i4", "<i8"]),
 )
 def test_any_documents_round_trip(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], name: str
 ) -> None:
     prefix = tmp_path_factory.mktemp("pair") / "p"
-    write_indexed(prefix, [np.array(document, dtype=np.int64) for document in documents], dtype=np.dtype(name))
+    write_indexed(
+        prefix, [np.array(document, dtype=np.int64) for document in documents], dtype=np.dtype(name)
+    )
     flat = [token for document in documents for token in document]
     if not flat:
         with pytest.raises(BadInput, match="no tokens"):
@@ -139,7 +149,13 @@ def test_damage_without_a_seal(prefix: Path) -> None:
     (prefix.parent / "train.seal.json").unlink()
     path = prefix.parent / "train.idx"
     whole = bytearray(path.read_bytes())
-    for place, words in ((9, "version 0"), (17, "dtype code 9"), (34, "pointers"), (50, "pointers"), (82, "marks")):
+    for place, words in (
+        (9, "version 0"),
+        (17, "dtype code 9"),
+        (34, "pointers"),
+        (50, "pointers"),
+        (82, "marks"),
+    ):
         damaged = bytearray(whole)
         damaged[place] ^= 1
         path.write_bytes(damaged)
@@ -164,7 +180,9 @@ def test_fingerprint_follows_content_and_not_place(prefix: Path, tmp_path: Path)
     refuse_mismatch({"fingerprint": changed.fingerprint}, {"fingerprint": changed.fingerprint})
 
 
-def test_large_files_are_sampled_from_end_to_end(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_sampled_from_end_to_end(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bin_path, idx_path = prefix.parent / "train.bin", prefix.parent / "train.idx"
     bin_path.write_bytes(bytes(2000))
     monkeypatch.setattr(indexed, "WHOLE_FILE_BYTES", 640)

@@ -25,7 +25,10 @@ def refusal(data: DataSpec, *, vocab_size: int = tiny_jobs.VOCABULARY, **changes
 
 
 def test_whole_data_gives_its_fingerprint(data: DataSpec) -> None:
-    assert check_data(tiny_jobs.MODEL, tiny_jobs.workload(data)) == open_indexed(Path(data.train)).fingerprint
+    assert (
+        check_data(tiny_jobs.MODEL, tiny_jobs.workload(data))
+        == open_indexed(Path(data.train)).fingerprint
+    )
     assert check_data(tiny_jobs.MODEL, tiny_jobs.workload(replace(data, tokenizer="")))
 
 
@@ -35,7 +38,8 @@ def test_data_that_is_not_named(data: DataSpec, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["train.bin", "train.idx", "heldout.bin", "heldout.idx", "corpus.json", "tokenizer.json"]
+    "name",
+    ["train.bin", "train.idx", "heldout.bin", "heldout.idx", "corpus.json", "tokenizer.json"],
 )
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_damage_is_named(data: DataSpec, name: str, damage: str) -> None:

@@ -1,4 +1,5 @@
-"""Sample conservation (every sample once an epoch, whatever the layout or the resumes) and the fetched tokens."""
+"""Sample conservation (every sample once an epoch, whatever the layout or the resumes) and the
+fetched tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from moewright.spec.errors import BadInput
 
 SIZES = st.integers(1, 700)
 SEEDS = st.integers(0, 2**64)
-PINNED = [[2, 8, 3, 4, 1, 0, 9, 6, 5, 7], [4, 0, 3, 2, 1, 7, 8, 9, 5, 6], [2, 1, 3, 0, 7, 4, 6, 5, 8, 9]]
+PINNED = [
+    [2, 8, 3, 4, 1, 0, 9, 6, 5, 7],
+    [4, 0, 3, 2, 1, 7, 8, 9, 5, 6],
+    [2, 1, 3, 0, 7, 4, 6, 5, 8, 9],
+]
 
 
 @settings(max_examples=80, deadline=None)
@@ -36,18 +41,27 @@ def test_permutation_is_one(size: int, seed: int, epoch: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(SIZES, SEEDS, st.integers(1, 97), st.sampled_from(Order))
-def test_each_epoch_holds_every_sample_once(samples: int, seed: int, global_batch: int, order: Order) -> None:
+def test_each_epoch_holds_every_sample_once(
+    samples: int, seed: int, global_batch: int, order: Order
+) -> None:
     sampler = Sampler(samples=samples, seed=seed, order=order)
     steps = -(-3 * samples // global_batch)
-    stream = np.concatenate([sampler.ids(step * global_batch, global_batch) for step in range(steps)])
+    stream = np.concatenate(
+        [sampler.ids(step * global_batch, global_batch) for step in range(steps)]
+    )
     for epoch in range(3):
-        assert sorted(stream[epoch * samples : (epoch + 1) * samples].tolist()) == list(range(samples))
+        assert sorted(stream[epoch * samples : (epoch + 1) * samples].tolist()) == list(
+            range(samples)
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 60))
-def test_layouts_share_one_order(seed: int, dp: int, mbs: int, micro_batches: int, samples: int) -> None:
-    """Over several resumes and epoch edges, the union of all ranks' rows is the sequence that one process sees."""
+def test_layouts_share_one_order(
+    seed: int, dp: int, mbs: int, micro_batches: int, samples: int
+) -> None:
+    """Over several resumes and epoch edges, the union of all ranks' rows is the sequence that one
+    process sees."""
     global_batch = dp * mbs * micro_batches
     one = Sampler(samples=samples, seed=seed)
     expected = one.ids(0, 5 * global_batch)
@@ -56,9 +70,17 @@ def test_layouts_share_one_order(seed: int, dp: int, mbs: int, micro_batches: in
         resumed = Sampler(samples=samples, seed=seed)
         for dp_rank in range(dp):
             for micro_batch in range(micro_batches):
-                rows = rows_of(global_batch=global_batch, dp=dp, dp_rank=dp_rank, mbs=mbs, micro_batch=micro_batch)
+                rows = rows_of(
+                    global_batch=global_batch,
+                    dp=dp,
+                    dp_rank=dp_rank,
+                    mbs=mbs,
+                    micro_batch=micro_batch,
+                )
                 assert len(rows) == mbs
-                seen += resumed.ids(step * global_batch, global_batch)[rows.start : rows.stop].tolist()
+                seen += resumed.ids(step * global_batch, global_batch)[
+                    rows.start : rows.stop
+                ].tolist()
     assert seen == expected.tolist()
 
 
@@ -75,7 +97,10 @@ def test_rows_by_hand() -> None:
 
 def test_order_depends_on_seed_and_epoch_and_is_pinned() -> None:
     index = np.arange(10)
-    images = [permute(index, 10, seed, epoch).tolist() for seed, epoch in ((1234, 0), (1234, 1), (1235, 0))]
+    images = [
+        permute(index, 10, seed, epoch).tolist()
+        for seed, epoch in ((1234, 0), (1234, 1), (1235, 0))
+    ]
     assert images == PINNED  # a change here would change the data order of every resumed run
     mean = np.abs(permute(np.arange(10_000), 10_000, 1, 0) - np.arange(10_000)).mean()
     assert 3200 < mean < 3470  # a uniform shuffle moves a sample by size / 3 on average
@@ -109,7 +134,9 @@ def test_every_target_once(prefix: Path) -> None:
 
 def test_token_outside_the_vocabulary(prefix: Path) -> None:
     data = open_indexed(prefix)
-    with pytest.raises(BadInput, match=r"d\.bin: token 28 at position 28 is outside the vocabulary.*below 28"):
+    with pytest.raises(
+        BadInput, match=r"d\.bin: token 28 at position 28 is outside the vocabulary.*below 28"
+    ):
         fetch(data, np.array([0, 5]), seq_len=5, vocab_size=28)
 
 
@@ -118,7 +145,9 @@ def test_file_cut_while_in_use(prefix: Path) -> None:
     path = prefix.parent / "d.bin"
     with path.open("rb+") as file:
         file.truncate(20)
-    with pytest.raises(BadInput, match=r"d\.bin: changed while in use: 62 bytes when opened, 20 now"):
+    with pytest.raises(
+        BadInput, match=r"d\.bin: changed while in use: 62 bytes when opened, 20 now"
+    ):
         fetch(data, np.array([5]), seq_len=5, vocab_size=31)
     path.unlink()
     with pytest.raises(BadInput, match="went away"):
@@ -132,7 +161,9 @@ def test_too_little_for_a_batch(prefix: Path) -> None:
 
 
 def test_held_out_batches_do_not_repeat(prefix: Path) -> None:
-    sampler = sampler_of(open_indexed(prefix), seq_len=5, global_batch=4, seed=0, order=Order.SEQUENTIAL)
+    sampler = sampler_of(
+        open_indexed(prefix), seq_len=5, global_batch=4, seed=0, order=Order.SEQUENTIAL
+    )
     assert whole_batches(sampler, global_batch=4, wanted=8) == 1
     assert sampler.ids(0, 4).tolist() == [0, 1, 2, 3]
 

@@ -1,4 +1,5 @@
-"""Both tokenizers give any text back, end documents, and cannot be tricked into ending one early."""
+"""Both tokenizers give any text back, end documents, and cannot be tricked into ending one
+early."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moewright.engine.data.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from moewright.engine.data.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from moewright.spec.errors import BadInput
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 40, "größe ünï 漢字 🙂\n" * 20]
@@ -51,9 +58,14 @@ def test_saved_and_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)
     again = load_tokenizer(path)
-    assert (again.vocab_size, again.end_of_document) == (tokenizer.vocab_size, tokenizer.end_of_document)
+    assert (again.vocab_size, again.end_of_document) == (
+        tokenizer.vocab_size,
+        tokenizer.end_of_document,
+    )
     texts = [*TEXTS, f"x{END_OF_DOCUMENT}"]
-    for ours, theirs in zip(tokenizer.encode_documents(texts), again.encode_documents(texts), strict=True):
+    for ours, theirs in zip(
+        tokenizer.encode_documents(texts), again.encode_documents(texts), strict=True
+    ):
         assert ours.tolist() == theirs.tolist()
     assert [entry.name for entry in tmp_path.iterdir()] == ["tokenizer.json"]
 
@@ -65,7 +77,10 @@ def test_saved_and_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
         ("[" * 100_000, "is not a tokenizer.json"),
         (b"\xff\xfe", "is not a tokenizer.json"),
         (None, "cannot be read"),
-        ('{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[]}}', "no <.endoftext.> token"),
+        (
+            '{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[]}}',
+            "no <.endoftext.> token",
+        ),
     ],
 )
 def test_refused_by_name(tmp_path: Path, content: str | bytes | None, words: str) -> None:

@@ -31,7 +31,9 @@ def runs_of(*lengths: int) -> Runs:
     return Runs(lengths=lengths, starts=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32))
 
 
-def gradients(model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Runs | None) -> list[torch.Tensor]:
+def gradients(
+    model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Runs | None
+) -> list[torch.Tensor]:
     """Loss of every token that has a target, in order, and every gradient of their sum."""
     model.zero_grad()
     nll = model(batch_here(model._run, ids, targets, runs)).nll
@@ -43,7 +45,8 @@ def gradients(model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs
 @pytest.mark.parametrize("documents", [Documents.BOUNDED, Documents.RESTARTED])
 @pytest.mark.parametrize("latent", [False, True])
 def test_packed_documents_equal_each_alone(documents: Documents, latent: bool) -> None:
-    """Alone: each document first in a row of its own, behind it other tokens that have no target."""
+    """Alone: each document first in a row of its own, behind it other tokens that have no
+    target."""
     spec = replace(MODEL, attention=LATENT) if latent else MODEL
     model = single_process_model(spec, workload(DataSpec(documents=documents)))
     dice = torch.Generator().manual_seed(5)
@@ -58,7 +61,9 @@ def test_packed_documents_equal_each_alone(documents: Documents, latent: bool) -
             alone_targets.append(torch.full((32,), -1))
             alone_targets[-1][:length] = targets[row, start : start + length]
             start += length
-    packed = gradients(model, inputs, targets, runs_of(*(n for lengths in LENGTHS for n in lengths)))
+    packed = gradients(
+        model, inputs, targets, runs_of(*(n for lengths in LENGTHS for n in lengths))
+    )
     wanted = gradients(model, torch.stack(alone), torch.stack(alone_targets), None)
     for ours, theirs in zip(packed, wanted, strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 2e-5
@@ -79,18 +84,23 @@ def test_attention_works_inside_documents_alone() -> None:
 
 
 def test_where_documents_end(tmp_path: Path) -> None:
-    """Documents of 3, 0, 4, 1 and 6 tokens, samples of 5: 0-4, 5-9, of which the last target is token 10."""
+    """Documents of 3, 0, 4, 1 and 6 tokens, samples of 5: 0-4, 5-9, of which the last target is
+    token 10."""
     documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
     write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
     data = open_indexed(tmp_path / "d")
     assert documents_end(data, 0, seq_len=5) == (3,)
     assert documents_end(data, 1, seq_len=5) == (2, 3)
-    assert documents_end(data, 0, seq_len=7) == (3, 7)  # the target after the last token is of another document
+    assert documents_end(data, 0, seq_len=7) == (
+        3,
+        7,
+    )  # the target after the last token is of another document
     assert documents_end(data, 1, seq_len=7) == (1,)
 
 
 def test_the_share_of_attention_that_documents_leave(tmp_path: Path) -> None:
-    """Documents of 3, 0, 4, 1 and 6 tokens, the last of which is a target alone: pieces by sample, squared."""
+    """Documents of 3, 0, 4, 1 and 6 tokens, the last of which is a target alone: pieces by sample,
+    squared."""
     documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
     write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
     data = open_indexed(tmp_path / "d")

@@ -1,4 +1,5 @@
-"""A dry run holds, sends and computes what is predicted, rank by rank, on layouts that no machine here could hold."""
+"""A dry run holds, sends and computes what is predicted, rank by rank, on layouts that no machine
+here could hold."""
 
 from __future__ import annotations
 
@@ -25,12 +26,22 @@ from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, Route
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
     found = dry_run(model, workload, layout, rank=rank)
-    selection = selection_in_turn(model, workload, layout, micro_batches=micro_batches(workload, layout))
-    comparison = compare(predict_rank(model, workload, layout, rank=rank, selection=selection), found.ledger)
-    wrong = [line for line in comparison.lines if line.section is not Section.TIME and line.status is not Status.EQUAL]
+    selection = selection_in_turn(
+        model, workload, layout, micro_batches=micro_batches(workload, layout)
+    )
+    comparison = compare(
+        predict_rank(model, workload, layout, rank=rank, selection=selection), found.ledger
+    )
+    wrong = [
+        line
+        for line in comparison.lines
+        if line.section is not Section.TIME and line.status is not Status.EQUAL
+    ]
     assert not wrong, wrong
     saved = (Component.ACTIVATIONS, Component.LOGITS)
-    assert sum(size for _, size in found.beside) > sum(r.bytes for r in found.ledger.memory if r.component in saved)
+    assert sum(size for _, size in found.beside) > sum(
+        r.bytes for r in found.ledger.memory if r.component in saved
+    )
     assert not dist.is_initialized()
 
 
@@ -55,7 +66,9 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
         (64, "tp2,etp2,ep4,zero3,shard8,offload=optimizer", Dtype.FP32),
     ],
 )
-def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, precision: Dtype) -> None:
+def test_any_rank_of_any_world_is_as_predicted(
+    world_size: int, text: str, precision: Dtype
+) -> None:
     layout = parse_layout(text, world_size=world_size)
     work = tiny_jobs.workload(
         DataSpec(), precision=precision, loss=LossSpec(aux_coeff=0.01), global_batch=4 * layout.dp
@@ -67,7 +80,9 @@ def test_any_rank_of_any_world_is_as_predicted(world_size: int, text: str, preci
 def test_sinks_windows_and_biases_of_gpt_oss() -> None:
     model = replace(catalogue.model("gpt-oss-20b"), layers=2, moe_layers=(True, True))
     work = Workload(seq_len=512, global_batch=4, precision=Dtype.BF16)
-    assert_as_predicted(model, work, parse_layout("tp2,ep2,etp2,recompute=core_attn", world_size=4), 1)
+    assert_as_predicted(
+        model, work, parse_layout("tp2,ep2,etp2,recompute=core_attn", world_size=4), 1
+    )
 
 
 def test_two_layers_of_qwen3_235b_at_full_width() -> None:
@@ -78,7 +93,8 @@ def test_two_layers_of_qwen3_235b_at_full_width() -> None:
 
 
 def test_the_fullest_moment_is_that_of_real_tensors() -> None:
-    """By hand: a product's two operands, its output and a copy of it live at once, beside nothing."""
+    """By hand: a product's two operands, its output and a copy of it live at once, beside
+    nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from moewright.engine.observe.counters import Books
@@ -98,7 +114,8 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
 
 
 def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> None:
-    """As fully_shard treats gathered weights: of two of 8 floats one at a time, beside the 16 that they come from."""
+    """As fully_shard treats gathered weights: of two of 8 floats one at a time, beside the 16 that
+    they come from."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from moewright.engine.observe.counters import Books
@@ -123,8 +140,13 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
 
 
 def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
-    work, layout = tiny_jobs.workload(DataSpec()), parse_layout("ep8,dispatcher=dedup,capacity0.5", world_size=8)
-    with pytest.raises(BadInput, match=r"train.drop_policy=probs: .* nearest legal value: position"):
+    work, layout = (
+        tiny_jobs.workload(DataSpec()),
+        parse_layout("ep8,dispatcher=dedup,capacity0.5", world_size=8),
+    )
+    with pytest.raises(
+        BadInput, match=r"train.drop_policy=probs: .* nearest legal value: position"
+    ):
         dry_run(tiny_jobs.MODEL, work, layout, rank=0)
     by_place = replace(work, router=RouterTraining(drop_policy=DropPolicy.POSITION))
     assert_as_predicted(tiny_jobs.MODEL, by_place, layout, 3)
@@ -132,4 +154,6 @@ def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
 
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(BadInput, match="rank=8: ranks are 0 to 7"):
-        dry_run(tiny_jobs.MODEL, tiny_jobs.workload(DataSpec()), parse_layout("", world_size=8), rank=8)
+        dry_run(
+            tiny_jobs.MODEL, tiny_jobs.workload(DataSpec()), parse_layout("", world_size=8), rank=8
+        )

@@ -5,7 +5,13 @@ import pytest
 from moewright.engine.run.env import torchrun
 from moewright.spec.errors import BadInput
 
-GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+GIVEN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 def variables(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
@@ -17,7 +23,13 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     variables(monkeypatch)
     env = torchrun()
     assert env is not None
-    assert (env.rank, env.world, env.local_rank, env.host, env.port) == (1, 2, 1, "127.0.0.1", 29500)
+    assert (env.rank, env.world, env.local_rank, env.host, env.port) == (
+        1,
+        2,
+        1,
+        "127.0.0.1",
+        29500,
+    )
     monkeypatch.delenv("RANK")
     assert torchrun() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
@@ -33,10 +45,16 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("WORLD_SIZE", "0", "WORLD_SIZE=0: must be in 1..1000000; nearest legal value: 1"),
         ("LOCAL_RANK", "one", "LOCAL_RANK=one: must be a whole number"),
         ("MASTER_PORT", "", "MASTER_PORT: must be a whole number; nearest legal value: 29500"),
-        ("MASTER_PORT", "99999", "MASTER_PORT=99999: must be in 0..65535; nearest legal value: 65535"),
+        (
+            "MASTER_PORT",
+            "99999",
+            "MASTER_PORT=99999: must be in 0..65535; nearest legal value: 65535",
+        ),
     ],
 )
-def test_what_it_cannot_have_set_is_refused(monkeypatch: pytest.MonkeyPatch, key: str, value: str, said: str) -> None:
+def test_what_it_cannot_have_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str, said: str
+) -> None:
     variables(monkeypatch, **{key: value})
     with pytest.raises(BadInput) as refused:
         torchrun()

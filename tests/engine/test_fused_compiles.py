@@ -1,4 +1,5 @@
-"""The Triton kernels compile for an H100 where there is none: the interpreter runs programs that the compiler refuses.
+"""The Triton kernels compile for an H100 where there is none: the interpreter runs programs that
+the compiler refuses.
 
 Run as a program, since the interpreter is chosen when Triton is imported.
 """
@@ -24,7 +25,10 @@ def call_all() -> None:
     from moewright.engine.kernels.fused.triton import Compiled
 
     kernels, make = Compiled(), torch.Generator().manual_seed(0)
-    x, weight = torch.randn(TOKENS, WIDTH, generator=make).bfloat16(), torch.ones(WIDTH, dtype=torch.bfloat16)
+    x, weight = (
+        torch.randn(TOKENS, WIDTH, generator=make).bfloat16(),
+        torch.ones(WIDTH, dtype=torch.bfloat16),
+    )
     ids, one = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS)
     kernels.spread(x, ids)
     kernels.sum_slots(x, ids[:, None], True)
@@ -44,7 +48,9 @@ def call_all() -> None:
         kernels.losses_backward(one, logits, ids, log_sum, VOCABULARY - 3)
     for score in ScoreFunction:
         scores = torch.zeros(TOKENS, EXPERTS, requires_grad=True)
-        _, weights, scored = kernels.weigh(scores, RouterSpec(top_k=2, score=score), torch.zeros(EXPERTS), None)
+        _, weights, scored = kernels.weigh(
+            scores, RouterSpec(top_k=2, score=score), torch.zeros(EXPERTS), None
+        )
         (weights.sum() + scored.sum()).backward()
 
 
@@ -79,9 +85,17 @@ def compile_all() -> None:
 
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs the package triton")
-    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    settings = {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
-        [sys.executable, __file__], env={**os.environ, **settings}, capture_output=True, text=True, check=False
+        [sys.executable, __file__],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [

@@ -1,4 +1,5 @@
-"""Whose kernels a job gets: asked for but not to be had is refused in a line, before anything starts."""
+"""Whose kernels a job gets: asked for but not to be had is refused in a line, before anything
+starts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ CPU, CUDA = DeviceKind.CPU, DeviceKind.CUDA
 @pytest.mark.parametrize(
     ("installed", "interpreted", "asked", "device", "said", "given"),
     [
-        (False, "1", FusedKernels.TRITON, CUDA, "needs the package triton, which is not installed here", None),
+        (
+            False,
+            "1",
+            FusedKernels.TRITON,
+            CUDA,
+            "needs the package triton, which is not installed here",
+            None,
+        ),
         (True, "0", FusedKernels.TRITON, CPU, "needs CUDA devices", None),
         (True, "1", FusedKernels.TRITON, CPU, "", "triton"),
         (True, "0", FusedKernels.TRITON, CUDA, "", "triton"),
@@ -59,6 +67,8 @@ def test_the_reference_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     work = tiny_jobs.workload(DataSpec(), fused_kernels=FusedKernels.TRITON)
-    with pytest.raises(BadInput, match=r"train.fused_kernels=triton: needs .*; nearest legal value: auto"):
+    with pytest.raises(
+        BadInput, match=r"train.fused_kernels=triton: needs .*; nearest legal value: auto"
+    ):
         run(tiny_jobs.plan(work, "", world_size=1), tmp_path / "run")
     assert not (tmp_path / "run").exists()

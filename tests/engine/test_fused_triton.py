@@ -1,7 +1,8 @@
-"""The Triton kernels against the reference, values and every gradient: on a GPU where there is one, else in Triton's
-interpreter on the CPU (conftest.py).
+"""The Triton kernels against the reference, values and every gradient: on a GPU where there is one,
+else in Triton's interpreter on the CPU (conftest.py).
 
-Both sum in fp32, in orders of their own: a few units of its rounding apart, of the largest number in a tensor.
+Both sum in fp32, in orders of their own: a few units of its rounding apart, of the largest number
+in a tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from moewright.engine.kernels.fused.reference import Plain
 from moewright.engine.run.env import interprets_triton
 from moewright.spec.model import RouterSpec, ScoreFunction
 
-pytest.importorskip("triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone")
+pytest.importorskip(
+    "triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone"
+)
 
 from moewright.engine.kernels.fused.triton import Compiled
 
@@ -43,7 +46,9 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = C
         assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize(("tokens", "slots", "width"), [(13, 3, 36), (1, 1, 1), (5, 2, 1100), (0, 2, 8), (4, 8, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "width"), [(13, 3, 36), (1, 1, 1), (5, 2, 1100), (0, 2, 8), (4, 8, 16)]
+)
 def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None:
     """Slots without a row among them; more columns than a program holds; no token at all."""
     make, rows = dice(tokens), max(1, tokens * slots - 2)
@@ -62,10 +67,15 @@ def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None
 def test_gated_activations(rows: int, width: int, weighted: bool, clamped: bool) -> None:
     """With gates and ups on both sides of gpt-oss's limits."""
     make = dice(rows)
-    x, grad = 4 * torch.randn(rows, 2 * width, generator=make), torch.randn(rows, width, generator=make)
+    x, grad = (
+        4 * torch.randn(rows, 2 * width, generator=make),
+        torch.randn(rows, width, generator=make),
+    )
     weight = torch.rand(rows, generator=make) if weighted else None
     assert_close(FUSED.swiglu(x, weight, clamped), PLAIN.swiglu(x, weight, clamped))
-    (of_x, of_weight), (wanted_x, wanted_weight) = (k.swiglu_backward(grad, x, weight, clamped) for k in (FUSED, PLAIN))
+    (of_x, of_weight), (wanted_x, wanted_weight) = (
+        k.swiglu_backward(grad, x, weight, clamped) for k in (FUSED, PLAIN)
+    )
     assert_close(of_x, wanted_x)
     assert (of_weight is None) == (weight is None)
     if of_weight is not None and wanted_weight is not None:
@@ -82,7 +92,8 @@ def test_a_clamped_activation_hides_no_nan() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("cut", [True, False])
 def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
-    """Of heads and of whole rows, which may be parts of longer ones; the weight's gradient of some rows, too."""
+    """Of heads and of whole rows, which may be parts of longer ones; the weight's gradient of some
+    rows, too."""
     make, (*outer, width) = dice(len(shape)), shape
     extra = 3 if cut else 0
     x, grad = (torch.randn(*outer, width + extra, generator=make)[..., :width] for _ in range(2))
@@ -93,7 +104,9 @@ def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
     rows = math.prod(outer)
     for mine in (slice(None), slice(rows // 3, rows - rows // 3), slice(rows, rows)):
         given = (grad, x, weight, 1e-5, wanted_scale if kept else None, mine)
-        (of_x, of_weight), (wanted_x, wanted_weight) = (k.norm_backward(*given) for k in (FUSED, PLAIN))
+        (of_x, of_weight), (wanted_x, wanted_weight) = (
+            k.norm_backward(*given) for k in (FUSED, PLAIN)
+        )
         assert_close(of_x, wanted_x)
         assert_close(of_weight, wanted_weight, 8 * CLOSE)
         assert torch.equal(of_weight, FUSED.norm_backward(*given)[1])
@@ -102,7 +115,10 @@ def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
 def test_a_norm_rounds_before_its_weight() -> None:
     """As the reference does; without it a quarter of these numbers round to a neighbour."""
     make = dice(3)
-    x, weight = torch.randn(9, 256, generator=make).half(), (1 + torch.randn(256, generator=make) / 8).half()
+    x, weight = (
+        torch.randn(9, 256, generator=make).half(),
+        (1 + torch.randn(256, generator=make) / 8).half(),
+    )
     found, wanted = (k.norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
     assert found.dtype == torch.float16
     assert float((found != wanted).float().mean()) < 0.01
@@ -111,10 +127,13 @@ def test_a_norm_rounds_before_its_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "width"), [(2, 5, 3, 24), (1, 7, 1, 2), (2, 3, 2, 2200), (3, 70, 2, 64), (0, 4, 2, 8)]
+    ("batch", "tokens", "heads", "width"),
+    [(2, 5, 3, 24), (1, 7, 1, 2), (2, 3, 2, 2200), (3, 70, 2, 64), (0, 4, 2, 8)],
 )
 @pytest.mark.parametrize("angles", ["of all", "of each"])
-@pytest.mark.parametrize("laid", ["whole", "part of a projection", "heads first", "every other column"])
+@pytest.mark.parametrize(
+    "laid", ["whole", "part of a projection", "heads first", "every other column"]
+)
 def test_rotations(batch: int, tokens: int, heads: int, width: int, angles: str, laid: str) -> None:
     make = dice(width)
     if laid == "heads first":
@@ -125,17 +144,21 @@ def test_rotations(batch: int, tokens: int, heads: int, width: int, angles: str,
         x = torch.randn(batch, tokens, heads, 2 * width, generator=make)[..., ::2]
     else:
         x = torch.randn(batch, tokens, heads, width, generator=make)
-    angle = 9 * torch.randn(*((batch,) if angles == "of each" else ()), tokens, width // 2, generator=make)
+    angle = 9 * torch.randn(
+        *((batch,) if angles == "of each" else ()), tokens, width // 2, generator=make
+    )
     found, wanted = (k.rotate(x, angle.cos(), angle.sin()) for k in (FUSED, PLAIN))
     assert_close(found, wanted)
     assert found.is_contiguous()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "pads"), [(7, 37, 0), (7, 37, 5), (3, 9001, 0), (3, 9001, 1), (1, 1, 0), (0, 9, 0)]
+    ("tokens", "width", "pads"),
+    [(7, 37, 0), (7, 37, 5), (3, 9001, 0), (3, 9001, 1), (1, 1, 0), (0, 9, 0)],
 )
 def test_losses(tokens: int, width: int, pads: int) -> None:
-    """Of large logits, of tokens without a target, and of a part of a vocabulary with columns that are nobody's."""
+    """Of large logits, of tokens without a target, and of a part of a vocabulary with columns that
+    are nobody's."""
     make, size = dice(width), width - pads
     logits = 40 * torch.randn(tokens, width, generator=make)
     targets = torch.randint(0, size, (tokens,), generator=make)
@@ -162,22 +185,31 @@ _ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize("spec", [*_ROUTERS, RouterSpec(top_k=2, groups=4, top_groups=2, scaling_factor=1.0)])
+@pytest.mark.parametrize(
+    "spec", [*_ROUTERS, RouterSpec(top_k=2, groups=4, top_groups=2, scaling_factor=1.0)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("given", ["chosen", "biased", "forced", "scores alone", "weights alone"])
 def test_router(spec: RouterSpec, dtype: torch.dtype, given: str) -> None:
-    """Experts, weights, scores and the gradient of the logits, through weights and through scores; and what is kept."""
+    """Experts, weights, scores and the gradient of the logits, through weights and through scores;
+    and what is kept."""
     make, experts, tokens = dice(7), 12, 150
     logits = 4 * torch.randn(tokens, experts, generator=make, dtype=dtype)
     bias = torch.randn(experts, generator=make) if given == "biased" else None
-    forced = torch.rand(tokens, experts, generator=make).topk(spec.top_k).indices if given == "forced" else None
+    forced = (
+        torch.rand(tokens, experts, generator=make).topk(spec.top_k).indices
+        if given == "forced"
+        else None
+    )
     pull = torch.randn(tokens, spec.top_k, generator=make, dtype=dtype) * (given != "scores alone")
     push = torch.randn(tokens, experts, generator=make, dtype=dtype) * (given != "weights alone")
     seen, kept = [], []
     for kernels in (FUSED, PLAIN):
         leaf, stored = logits.clone().requires_grad_(), {}
 
-        def pack(x: torch.Tensor, stored: dict[int, int] = stored, own: torch.Tensor = leaf) -> torch.Tensor:
+        def pack(
+            x: torch.Tensor, stored: dict[int, int] = stored, own: torch.Tensor = leaf
+        ) -> torch.Tensor:
             storage = x.untyped_storage()
             stored[storage.data_ptr()] = storage.nbytes() if x.data_ptr() != own.data_ptr() else 0
             return x

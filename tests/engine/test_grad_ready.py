@@ -75,7 +75,9 @@ class _Words:
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         dice = torch.Generator().manual_seed(8 * step + micro_batch)
-        words = torch.randint(0, run.model.vocab_size, (run.mesh.layout.mbs, run.workload.seq_len + 1), generator=dice)
+        words = torch.randint(
+            0, run.model.vocab_size, (run.mesh.layout.mbs, run.workload.seq_len + 1), generator=dice
+        )
         return batch_here(run, words[:, :-1], words[:, 1:], None)
 
 
@@ -96,7 +98,9 @@ def test_every_bucket_is_reduced_under_the_last_backward(
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     layout = parse_layout(f"mbs2,overlap=grad{recompute}", world_size=1)
     arguments: Any = {"rank": 0, "device": torch.device("cpu"), "initial": initial_value}
-    job = trainee(replace(tiny_jobs.MODEL, tie_embeddings=tied), work, layout, _Words(), **arguments)
+    job = trainee(
+        replace(tiny_jobs.MODEL, tie_embeddings=tied), work, layout, _Words(), **arguments
+    )
     buckets = len(job.optimizer.buckets)
     assert buckets > 3
     for step, wanted in ((1, False), (2, True), (3, True)):

@@ -1,4 +1,5 @@
-"""Weights in 8 bits with a factor a block: every box of them is what they stand for, and what is wrong is named."""
+"""Weights in 8 bits with a factor a block: every box of them is what they stand for, and what is
+wrong is named."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
 def cuts(size: int) -> st.SearchStrategy[slice]:
-    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: slice(min(ends), max(ends)))
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(
+        lambda ends: slice(min(ends), max(ends))
+    )
 
 
 @given(box=st.tuples(*map(cuts, SIZES)), dims=st.integers(0, 3))
@@ -37,18 +40,29 @@ def test_any_box_is_that_of_the_whole(box: tuple[slice, ...], dims: int) -> None
 
 
 def test_an_import_is_what_the_blocks_stand_for(tmp_path: Path) -> None:
-    """In fp32 bit for bit, and in bf16 where no dtype is asked for, without scales and without a word of them."""
+    """In fp32 bit for bit, and in bf16 where no dtype is asked for, without scales and without a
+    word of them."""
     write_model("deepseek_v3", tmp_path / "wide")
     wanted = write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
-    for name, more, dtype in (("fp32", ("--dtype", "fp32"), torch.float32), ("bf16", (), torch.bfloat16)):
-        assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / name), *more)) == 0
+    for name, more, dtype in (
+        ("fp32", ("--dtype", "fp32"), torch.float32),
+        ("bf16", (), torch.bfloat16),
+    ):
+        assert (
+            main(
+                ("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / name), *more)
+            )
+            == 0
+        )
         found = load_file(tmp_path / name / "model.safetensors")
         assert found.keys() == wanted.keys()
         for tensor, value in wanted.items():
             kept_wide = tensor.endswith("e_score_correction_bias")
             assert torch.equal(found[tensor], value if kept_wide else value.to(dtype)), tensor
-        assert "quantization_config" not in json.loads((tmp_path / name / "config.json").read_text())
+        assert "quantization_config" not in json.loads(
+            (tmp_path / name / "config.json").read_text()
+        )
 
 
 def test_blocks_that_divide_a_tensor_are_scaled_as_transformers_does() -> None:
@@ -65,28 +79,47 @@ def test_blocks_that_divide_a_tensor_are_scaled_as_transformers_does() -> None:
                 assert torch.equal(found.to(dtype), rule._dequantize_one(values, given_as, dtype))
 
 
-def test_what_is_wrong_with_scales_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_with_scales_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_model("deepseek_v3", tmp_path / "wide")
     write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
-    path, index = tmp_path / "hf" / "factors.safetensors", tmp_path / "hf" / "model.safetensors.index.json"
+    path, index = (
+        tmp_path / "hf" / "factors.safetensors",
+        tmp_path / "hf" / "model.safetensors.index.json",
+    )
     before, placed = load_file(path), json.loads(index.read_text())["weight_map"]
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     factors, norm = f"{EXPERT}_scale_inv", "model.layers.0.input_layernorm.weight_scale_inv"
 
     def refused(changed: dict[str, torch.Tensor | None], block: object = (10, 12)) -> str:
-        stored = {name: tensor for name, tensor in {**before, **changed}.items() if tensor is not None}
+        stored = {
+            name: tensor for name, tensor in {**before, **changed}.items() if tensor is not None
+        }
         save_file(stored, path)
-        kept = {name: file for name, file in placed.items() if file != path.name} | dict.fromkeys(stored, path.name)
+        kept = {name: file for name, file in placed.items() if file != path.name} | dict.fromkeys(
+            stored, path.name
+        )
         index.write_text(json.dumps({"weight_map": kept}))
         said = {**config, "quantization_config": {"weight_block_size": block}}
         (tmp_path / "hf" / "config.json").write_text(json.dumps(said))
-        assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 2
+        assert (
+            main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 2
+        )
         return capsys.readouterr().err
 
-    assert f"{EXPERT}: is of F8_E4M3 and needs rows, columns, and factors {factors}" in refused({factors: None})
-    assert f"{norm}: has no tensor {norm.removesuffix('_scale_inv')} of F8_E4M3" in refused({norm: torch.ones(1)})
-    assert f"{factors}: has shape [4, 1], blocks of [10, 12] make [4, 2]" in refused({factors: torch.ones(4, 1)})
-    assert f"{factors}: is of F64; known are F32, BF16" in refused({factors: before[factors].double()})
+    assert f"{EXPERT}: is of F8_E4M3 and needs rows, columns, and factors {factors}" in refused(
+        {factors: None}
+    )
+    assert f"{norm}: has no tensor {norm.removesuffix('_scale_inv')} of F8_E4M3" in refused(
+        {norm: torch.ones(1)}
+    )
+    assert f"{factors}: has shape [4, 1], blocks of [10, 12] make [4, 2]" in refused(
+        {factors: torch.ones(4, 1)}
+    )
+    assert f"{factors}: is of F64; known are F32, BF16" in refused(
+        {factors: before[factors].double()}
+    )
     for block in (None, [10], [10, 0], [10, "12"], 10):
         assert "config.json gives no quantization_config.weight_block_size" in refused({}, block)
     assert not (tmp_path / "ours").exists()

@@ -1,4 +1,5 @@
-"""The loss that keeps no logits against the loss of whole ones: values, gradients, and what is there at once."""
+"""The loss that keeps no logits against the loss of whole ones: values, gradients, and what is
+there at once."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ def alone(books: Books, size: int = VOCABULARY) -> Part:
     return Part(tp=TensorParallel(group=group, sequence=False), start=0, size=size)
 
 
-def drawn(dtype: torch.dtype, rows: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, a table with large and small logits, targets of which some are none, and gradients of the losses."""
+def drawn(
+    dtype: torch.dtype, rows: int = VOCABULARY
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, a table with large and small logits, targets of which some are none, and gradients of
+    the losses."""
     dice = torch.Generator().manual_seed(5)
     x = torch.randn(T, K, generator=dice).to(dtype).requires_grad_()
     w = (3 * torch.randn(rows, K, generator=dice)).to(dtype).requires_grad_()
@@ -41,14 +45,17 @@ def whole(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return CrossEntropy.apply(logits[:, :VOCABULARY], targets, part, Plain())
 
 
-def results(loss: torch.Tensor, grad: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def results(
+    loss: torch.Tensor, grad: torch.Tensor, *leaves: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     return loss.detach(), *torch.autograd.grad(loss, leaves, grad)
 
 
 @pytest.mark.parametrize("most", [1, 7, 16, 37, 64])
 @pytest.mark.parametrize("rows", [VOCABULARY, VOCABULARY + 9])
 def test_equals_the_loss_of_whole_logits(most: int, rows: int) -> None:
-    """Also where the last rows of the table are padding, which gets no gradient, a whole piece of it or part of one."""
+    """Also where the last rows of the table are padding, which gets no gradient, a whole piece of
+    it or part of one."""
     x, w, targets, grad = drawn(torch.float32, rows)
     books = Books()
     wanted = results(whole(x, w, targets), grad, x, w)
@@ -60,8 +67,8 @@ def test_equals_the_loss_of_whole_logits(most: int, rows: int) -> None:
 
 
 def test_rounds_as_the_loss_of_whole_logits_does() -> None:
-    """bf16, against fp64 of the same values. A kernel that rounds its result rounds the parts of x's gradient once each
-    and then their sum: as far off again, in another direction.
+    """bf16, against fp64 of the same values. A kernel that rounds its result rounds the parts of
+    x's gradient once each and then their sum: as far off again, in another direction.
     """
     x, w, targets, grad = drawn(torch.bfloat16)
     exact_x, exact_w = (each.detach().double().requires_grad_() for each in (x, w))

@@ -1,4 +1,5 @@
-"""Products of row groups and what stands between them, against plain ones; groups of any size, also empty ones."""
+"""Products of row groups and what stands between them, against plain ones; groups of any size, also
+empty ones."""
 
 from __future__ import annotations
 
@@ -26,12 +27,21 @@ def _fp32_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("_fp32_by")
 @given(sizes=SIZES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
-    """Whatever stands behind a group, and at the end; each row is booked once, those that fill a shape are not."""
+    """Whatever stands behind a group, and at the end; each row is booked once, those that fill a
+    shape are not."""
     make = torch.Generator().manual_seed(len(sizes))
-    a, b = torch.randn(sum(sizes), 24, generator=make), torch.randn(len(sizes), 24, 8, generator=make)
-    g, ends = torch.randn(sum(sizes), 12, generator=make), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    a, b = (
+        torch.randn(sum(sizes), 24, generator=make),
+        torch.randn(len(sizes), 24, 8, generator=make),
+    )
+    g, ends = (
+        torch.randn(sum(sizes), 12, generator=make),
+        torch.tensor(sizes).cumsum(0).to(torch.int32),
+    )
     books = Books()
     with books.counting():
         out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
@@ -56,7 +66,8 @@ def test_a_large_product_is_fp32_throughout_and_booked() -> None:
 
 @pytest.mark.usefixtures("_fp32_by")
 def test_large_groups_are_multiplied_by_their_own_matrices() -> None:
-    """So large that each product is worth a kernel of oneDNN, and fills up into rows of the next group, or of none."""
+    """So large that each product is worth a kernel of oneDNN, and fills up into rows of the next
+    group, or of none."""
     sizes = [150, 0, 300, 1, 129]
     make = torch.Generator().manual_seed(4)
     a, b = torch.randn(580, 256, generator=make), torch.randn(5, 256, 160, generator=make)
@@ -89,7 +100,9 @@ def test_swiglu_in_parts_has_the_gradients_of_its_formula(weighted: bool) -> Non
     ours = SwiGlu.apply(x, weight, Plain(1 << 13))
     torch.testing.assert_close(ours, plain)
     for found, wanted in zip(
-        torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(plain, leaves, grad), strict=True
+        torch.autograd.grad(ours, leaves, grad),
+        torch.autograd.grad(plain, leaves, grad),
+        strict=True,
     ):
         torch.testing.assert_close(found, wanted)
 
@@ -99,7 +112,9 @@ def test_slots_without_a_row_add_nothing() -> None:
     places = torch.tensor([[0, 2], [4, 4], [3, 1]])
     tokens = torch.tensor([0, 2, 0, 2])
     out = SumSlots.apply(rows, tokens, places, False, Plain())
-    torch.testing.assert_close(out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1])))
+    torch.testing.assert_close(
+        out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1]))
+    )
     (back,) = torch.autograd.grad(out, rows, torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
     assert back[:, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
 
@@ -108,10 +123,16 @@ def test_slots_without_a_row_add_nothing() -> None:
     ("queries", "keys", "window", "causal"),
     [(300, 300, 50, True), (400, 400, 130, True), (70, 260, 150, False), (200, 90, 210, False)],
 )
-def test_a_window_in_blocks_is_that_window(queries: int, keys: int, window: int, causal: bool) -> None:
-    """More queries than a block has; every query attends a key; each pair is booked once, one's own half."""
+def test_a_window_in_blocks_is_that_window(
+    queries: int, keys: int, window: int, causal: bool
+) -> None:
+    """More queries than a block has; every query attends a key; each pair is booked once, one's own
+    half."""
     make = torch.Generator().manual_seed(queries)
-    inputs = [torch.randn(2, n, h, d, generator=make) for n, h, d in ((queries, 4, 16), (keys, 2, 16), (keys, 2, 12))]
+    inputs = [
+        torch.randn(2, n, h, d, generator=make)
+        for n, h, d in ((queries, 4, 16), (keys, 2, 16), (keys, 2, 12))
+    ]
     q, k, v = (x.double().requires_grad_() for x in inputs)
     place, other = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
     seen = (other > place - window) & ((other <= place) if causal else True)
@@ -124,8 +145,12 @@ def test_a_window_in_blocks_is_that_window(queries: int, keys: int, window: int,
         out, rest = attention(*inputs, causal=causal, window=window)
         found = attention_backward(grad, *inputs, out, rest, causal=causal, window=window)
     torch.testing.assert_close(out.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rest[0].double(), scores.logsumexp(-1).detach(), rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(found, torch.autograd.grad(wanted, (q, k, v), grad.double()), strict=True):
+    torch.testing.assert_close(
+        rest[0].double(), scores.logsumexp(-1).detach(), rtol=1e-5, atol=1e-5
+    )
+    for ours, theirs in zip(
+        found, torch.autograd.grad(wanted, (q, k, v), grad.double()), strict=True
+    ):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
     pairs = 2 * int(seen.sum()) - (queries if causal else 0)
     assert sum(books.flops.values()) == 3 * pairs * 2 * 4 * (16 + 12)

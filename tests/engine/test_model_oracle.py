@@ -1,4 +1,5 @@
-"""The one-process model against Hugging Face transformers: loss of every token and every gradient."""
+"""The one-process model against Hugging Face transformers: loss of every token and every
+gradient."""
 
 from __future__ import annotations
 
@@ -112,7 +113,11 @@ def hf_model(spec: ModelSpec, ours: Transformer) -> nn.Module:
 def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: bool) -> None:
     moe = MODEL.moe
     assert moe is not None
-    spec = replace(MODEL, tie_embeddings=tied, moe=replace(moe, router=replace(moe.router, renormalize=renormalize)))
+    spec = replace(
+        MODEL,
+        tie_embeddings=tied,
+        moe=replace(moe, router=replace(moe.router, renormalize=renormalize)),
+    )
     ours = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
     theirs = hf_model(spec, ours)
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
@@ -121,7 +126,9 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
     out = ours(batch_here(ours._run, inputs, targets, None))
     out.nll.sum().backward()
     logits = theirs(inputs).logits
-    nll = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    nll = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+    )
     nll.sum().backward()
     torch.testing.assert_close(out.nll, nll, rtol=1e-5, atol=1e-5)
     expected = dict(theirs.named_parameters())
@@ -135,7 +142,8 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
 
 
 def test_a_depth_predicts_the_token_after_the_next() -> None:
-    """The formula of DeepSeek-V3 (arXiv 2412.19437, 21-25) written out, on the layer that is tested above."""
+    """The formula of DeepSeek-V3 (arXiv 2412.19437, 21-25) written out, on the layer that is tested
+    above."""
     spec = replace(MODEL, mtp_layers=1)
     model = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
@@ -151,8 +159,12 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     hidden = out.hidden_tH.unflatten(0, inputs.shape)[:, :-1]
     joined = torch.cat((normed(ahead, depth.embed_norm), normed(hidden, depth.hidden_norm)), -1)
     x = (joined @ depth.proj.weight.T).flatten(0, 1)
-    for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(0, 1)  # the model's length
-    x = depth.layer(None, model._rotary.sequences(3, None, None), for_layer)[0].unflatten(0, (3, 32))[:, :-1]
+    for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(
+        0, 1
+    )  # the model's length
+    x = depth.layer(None, model._rotary.sequences(3, None, None), for_layer)[0].unflatten(
+        0, (3, 32)
+    )[:, :-1]
     logits = normed(x, depth.final_norm) @ model.head.weight.T
     wanted = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1, reduction="sum"
@@ -161,7 +173,8 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
 
 
 def test_the_model_holds_the_inventory() -> None:
-    """Two independent lists of the same parameters: what the planner counts and what the engine builds."""
+    """Two independent lists of the same parameters: what the planner counts and what the engine
+    builds."""
     for tied in (False, True):
         spec = replace(MODEL, tie_embeddings=tied, mtp_layers=2 * tied)
         model = single_process_model(spec, workload(DataSpec()))
@@ -173,6 +186,8 @@ def test_the_model_holds_the_inventory() -> None:
         assert experts == {p.name for p in parameters(spec) if p.expert}
         # Drawn by name: no two matrices alike, layers of one shape neither.
         drawn = [
-            slot.parameter.detach().flatten()[:8].tolist() for slot in slots_of(model) if len(slot.parameter.shape) > 1
+            slot.parameter.detach().flatten()[:8].tolist()
+            for slot in slots_of(model)
+            if len(slot.parameter.shape) > 1
         ]
         assert len({tuple(values) for values in drawn}) == len(drawn)

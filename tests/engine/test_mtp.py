@@ -1,4 +1,5 @@
-"""MTP depths under every way of replaying and offloading: the same gradients, and ledgers as predicted.
+"""MTP depths under every way of replaying and offloading: the same gradients, and ledgers as
+predicted.
 
 One process: layouts over several are proven in spawn/test_layout_sweep.
 """
@@ -31,7 +32,9 @@ CHOICES = (
 
 def gradients(text: str, documents: Documents) -> dict[str, torch.Tensor]:
     """Every gradient of a counted step, whose ledger is held against its prediction."""
-    case = Case(name="", shape="ahead", layout=parse_layout(text, world_size=1), documents=documents)
+    case = Case(
+        name="", shape="ahead", layout=parse_layout(text, world_size=1), documents=documents
+    )
     assert not case.refusals
     plan = job(case)
     data = batches_of(plan.workload, plan.model)
@@ -48,8 +51,12 @@ def gradients(text: str, documents: Documents) -> dict[str, torch.Tensor]:
 
     here.optimizer.update = watched  # type: ignore[method-assign]
     result = train_step(here, step=1, lr=0.0, stop_asked=False, counted=True)
-    books = here.run.books.ledger(rank=0, pp_rank=0, state=here.optimizer.memory(), time=(), notes=())
-    counts = tuple(tuple((tuple(layer),) for layer in of_batch) for of_batch in result.counts.tolist())
+    books = here.run.books.ledger(
+        rank=0, pp_rank=0, state=here.optimizer.memory(), time=(), notes=()
+    )
+    counts = tuple(
+        tuple((tuple(layer),) for layer in of_batch) for of_batch in result.counts.tolist()
+    )
     attended = () if documents is Documents.JOINED else (result.attended,)
     selection = Selection(step=1, counts=counts, attended=attended)
     assert_equal_lines(predict(plan, rank=0, selection=selection), books)
@@ -72,10 +79,15 @@ def test_depths_replay_and_offload_as_layers_do(choice: str) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("choice", ["recompute=loss", "recompute=full+loss", "recompute=block5+loss"])
+@pytest.mark.parametrize(
+    "choice", ["recompute=loss", "recompute=full+loss", "recompute=block5+loss"]
+)
 def test_depths_share_a_loss_that_keeps_no_logits(choice: str) -> None:
     """Sums in another order: equal to rounding, not bit by bit as what is replayed."""
-    wanted, found = gradients("mbs2", Documents.JOINED), gradients(f"mbs2,{choice}", Documents.JOINED)
+    wanted, found = (
+        gradients("mbs2", Documents.JOINED),
+        gradients(f"mbs2,{choice}", Documents.JOINED),
+    )
     assert wanted.keys() == found.keys()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm(), name

@@ -1,4 +1,5 @@
-"""Experts in a latent space against the plain formula: y = up(sum of p_e expert_e(down x)) + shared(x)."""
+"""Experts in a latent space against the plain formula: y = up(sum of p_e expert_e(down x)) +
+shared(x)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def layer() -> Moe:
     made, draws = Moe(run, 2), torch.Generator().manual_seed(0)
     for module in made.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, torch.nn.Parameter(0.5 * torch.randn(parameter.shape, generator=draws)))
+            setattr(
+                module,
+                name,
+                torch.nn.Parameter(0.5 * torch.randn(parameter.shape, generator=draws)),
+            )
     return made
 
 
@@ -52,7 +57,9 @@ def test_a_layer_equals_the_plain_formula() -> None:
     moe = layer()
     assert moe.latent is not None
     assert moe.shared is not None
-    x = torch.randn(32, NARROW.hidden_size, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    x = torch.randn(
+        32, NARROW.hidden_size, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
     out, _, _ = moe(x, None, 0)
     probs = torch.softmax(x @ moe.router.weight.T, -1)
     best, chosen = probs.topk(MODEL.moe.router.top_k, -1)  # type: ignore[union-attr]
@@ -62,12 +69,20 @@ def test_a_layer_equals_the_plain_formula() -> None:
         silu_mlp(narrow, moe.experts.gate_up.weight[e], moe.experts.down.weight[e])
         for e in range(MODEL.moe.experts)  # type: ignore[union-attr]
     ]
-    mixed = sum(best[:, slot, None] * torch.stack(each)[chosen[:, slot], torch.arange(32)] for slot in range(2))
+    mixed = sum(
+        best[:, slot, None] * torch.stack(each)[chosen[:, slot], torch.arange(32)]
+        for slot in range(2)
+    )
     shared = silu_mlp(x, moe.shared.gate_up.weight, moe.shared.down.weight)
     wanted = mixed @ moe.latent.up.weight.T + shared
     # Sums of large numbers that cancel: the error is of the output's size, not of each number's.
     assert (out - wanted).norm() <= 1e-6 * wanted.norm()
-    weights = [moe.latent.down.weight, moe.latent.up.weight, moe.experts.gate_up.weight, moe.router.weight]
+    weights = [
+        moe.latent.down.weight,
+        moe.latent.up.weight,
+        moe.experts.gate_up.weight,
+        moe.router.weight,
+    ]
     for ours, plain in zip(
         torch.autograd.grad(out.square().sum(), weights, retain_graph=True),
         torch.autograd.grad(wanted.square().sum(), weights),
@@ -77,7 +92,8 @@ def test_a_layer_equals_the_plain_formula() -> None:
 
 
 def test_what_a_narrower_space_takes() -> None:
-    """Two projections [12,32] more a layer with experts, and experts of 12 columns instead of 32."""
+    """Two projections [12,32] more a layer with experts, and experts of 12 columns instead of
+    32."""
     plain = replace(NARROW, moe=replace(NARROW.moe, latent_size=0))  # type: ignore[type-var]
     moe, layers, h = plain.moe, sum(plain.moe_layers), plain.hidden_size
     assert moe is not None

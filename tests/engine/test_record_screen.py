@@ -24,7 +24,9 @@ class Leaving(io.StringIO):
         return super().write(text)
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")]
+)
 def test_a_screen_nobody_reads_does_not_end_a_run(error: OSError) -> None:
     stream = Leaving(error)
     screen = Screen(first_step=1, last_step=8, stream=cast(TextIO, stream))

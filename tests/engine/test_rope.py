@@ -13,8 +13,18 @@ from moewright.spec.model import RopeSpec
 
 utils = pytest.importorskip("transformers.modeling_rope_utils")
 
-YARN = {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[torch.Tensor, float]:
@@ -34,7 +44,13 @@ def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[to
         (
             "yarn",
             {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-            RopeSpec(scaling="yarn", factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
+            RopeSpec(
+                scaling="yarn",
+                factor=40.0,
+                original_max_position=4096,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+            ),
         ),
         ("yarn", YARN, RopeSpec(scaling="yarn", factor=40.0, original_max_position=4096)),
         (
@@ -46,7 +62,11 @@ def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[to
             "llama3",
             LLAMA3,
             RopeSpec(
-                scaling="llama3", factor=8.0, original_max_position=8192, low_freq_factor=1.0, high_freq_factor=4.0
+                scaling="llama3",
+                factor=8.0,
+                original_max_position=8192,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
             ),
         ),
     ],

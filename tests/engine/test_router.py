@@ -1,4 +1,5 @@
-"""Selection and auxiliary losses of the router against closed forms and transformers' own routers."""
+"""Selection and auxiliary losses of the router against closed forms and transformers' own
+routers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ from moewright.engine.run.step import Clock, accumulate
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
-from moewright.spec.workload import Assignment, DataSpec, DropPolicy, LossSpec, RouterDtype, RouterForce, RouterTraining
+from moewright.spec.workload import (
+    Assignment,
+    DataSpec,
+    DropPolicy,
+    LossSpec,
+    RouterDtype,
+    RouterForce,
+    RouterTraining,
+)
 from tiny_jobs import MODEL, workload
 
 transformers = pytest.importorskip("transformers")
@@ -34,10 +43,14 @@ NO_LOSS, LEARNED = LossSpec(), RouterTraining()
 
 
 def logits(tokens: int = 64, experts: int = 16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    return torch.randn(
+        tokens, experts, generator=torch.Generator().manual_seed(seed), requires_grad=True
+    )
 
 
-def router(spec: RouterSpec, loss: LossSpec = NO_LOSS, training: RouterTraining = LEARNED) -> Router:
+def router(
+    spec: RouterSpec, loss: LossSpec = NO_LOSS, training: RouterTraining = LEARNED
+) -> Router:
     """One process, 8 experts, sequences of 32 tokens, weights drawn wide."""
     moe = MODEL.moe
     assert moe is not None
@@ -61,7 +74,9 @@ SIGMOID = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, s
 
 
 @pytest.mark.parametrize("score", list(ScoreFunction))
-def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(score: ScoreFunction) -> None:
+def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(
+    score: ScoreFunction,
+) -> None:
     x = logits()
     found = select(x, RouterSpec(top_k=4, score=score, scaling_factor=2.5), Plain())
     torch.testing.assert_close(found.weights.sum(-1), torch.full((64,), 2.5))
@@ -92,7 +107,10 @@ def test_experts_come_from_the_best_groups(groups: tuple[int, int]) -> None:
     chosen = choose(scores, spec)
     size = 16 // count
     for token in range(64):
-        of_group = [scores[token, g * size : (g + 1) * size].topk(min(2, size)).values.sum() for g in range(count)]
+        of_group = [
+            scores[token, g * size : (g + 1) * size].topk(min(2, size)).values.sum()
+            for g in range(count)
+        ]
         best = sorted(range(count), key=lambda g: -of_group[g])[:kept]
         inside = [e for g in best for e in range(g * size, (g + 1) * size)]
         wanted = sorted(inside, key=lambda e: -scores[token, e])[:4]
@@ -129,7 +147,9 @@ def test_gradients_of_the_weights_are_those_of_the_plain_formula() -> None:
         x = logits().detach().double().requires_grad_()
         spec = RouterSpec(top_k=3, score=score, scaling_factor=1.7)
         pull = torch.randn(64, 3, dtype=torch.float64)
-        assert torch.autograd.gradcheck(lambda v, spec=spec: select(v, spec, Plain()).weights, (x,), eps=1e-6)
+        assert torch.autograd.gradcheck(
+            lambda v, spec=spec: select(v, spec, Plain()).weights, (x,), eps=1e-6
+        )
         (select(x, spec, Plain()).weights * pull).sum().backward()
         assert x.grad is not None
         assert (x.grad != 0).any()
@@ -142,14 +162,18 @@ def aux(loss: LossSpec, spec: RouterSpec) -> tuple[torch.Tensor, Router]:
 
 
 def test_an_even_router_has_a_balance_loss_of_its_coefficient() -> None:
-    made = router(RouterSpec(top_k=2), LossSpec(aux_coeff=0.5), RouterTraining(force=RouterForce.BALANCED))
+    made = router(
+        RouterSpec(top_k=2), LossSpec(aux_coeff=0.5), RouterTraining(force=RouterForce.BALANCED)
+    )
     with torch.no_grad():
         made.weight.zero_()
         assert made(torch.randn(64, MODEL.hidden_size))[1].tolist() == pytest.approx([0.5, 0, 0, 0])
 
 
 @pytest.mark.parametrize("spec", [RouterSpec(top_k=2), SIGMOID])
-def test_the_sequence_loss_is_the_mean_of_the_balance_losses_of_single_sequences(spec: RouterSpec) -> None:
+def test_the_sequence_loss_is_the_mean_of_the_balance_losses_of_single_sequences(
+    spec: RouterSpec,
+) -> None:
     torch.manual_seed(3)
     made = router(spec, LossSpec(seq_aux_coeff=1.0))
     alone = router(spec, LossSpec(aux_coeff=1.0))
@@ -169,7 +193,9 @@ def test_the_global_loss_uses_the_counts_of_the_batch_so_far() -> None:
     torch.testing.assert_close(b.sum(), 8 * (share * two.scores.mean(0)).sum())
     torch.testing.assert_close(a.sum(), 8 * (one.counts / 64 * one.scores.mean(0)).sum())
     made.begin_step()
-    torch.testing.assert_close(made(second)[1].sum(), 8 * (two.counts / 64 * two.scores.mean(0)).sum())
+    torch.testing.assert_close(
+        made(second)[1].sum(), 8 * (two.counts / 64 * two.scores.mean(0)).sum()
+    )
 
 
 def test_losses_add_up() -> None:
@@ -186,22 +212,32 @@ def test_losses_add_up() -> None:
         torch.testing.assert_close(found, sum(aux(part, spec)[0] for part in parts))
 
 
-def gradients(layout: str, loss: LossSpec, *, flat: bool = False) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
-    """Of every weight, after a step of one process; routers that are `flat` like all experts alike."""
+def gradients(
+    layout: str, loss: LossSpec, *, flat: bool = False
+) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    """Of every weight, after a step of one process; routers that are `flat` like all experts
+    alike."""
 
     def initial(slot: Slot, run: Runtime) -> torch.Tensor:
         made = initial_value(slot, run)
         return torch.zeros_like(made) if flat and "router" in slot.name else made
 
     work, chosen = replace(WORK, loss=loss), parse_layout(layout, world_size=1)
-    job = trainee(MODEL, work, chosen, batches(MODEL), rank=0, device=torch.device("cpu"), initial=initial)
+    job = trainee(
+        MODEL, work, chosen, batches(MODEL), rank=0, device=torch.device("cpu"), initial=initial
+    )
     accumulate(job, Clock(), step=1)
-    return {(piece.name, piece.offsets): piece.tensor.clone() for piece in job.optimizer.gradients()}
+    return {
+        (piece.name, piece.offsets): piece.tensor.clone() for piece in job.optimizer.gradients()
+    }
 
 
 def test_losses_of_sequences_and_tokens_do_not_depend_on_the_micro_batch() -> None:
-    """They reach the gradients in proportion to their coefficients, as often as a batch has micro-batches or not."""
-    none, once, twice = (gradients("mbs8", LossSpec(seq_aux_coeff=0.5 * c, z_coeff=0.1 * c)) for c in (0, 1, 2))
+    """They reach the gradients in proportion to their coefficients, as often as a batch has
+    micro-batches or not."""
+    none, once, twice = (
+        gradients("mbs8", LossSpec(seq_aux_coeff=0.5 * c, z_coeff=0.1 * c)) for c in (0, 1, 2)
+    )
     apart = gradients("mbs1", LossSpec(seq_aux_coeff=0.5, z_coeff=0.1))
     for name, wanted in once.items():
         assert float((apart[name] - wanted).norm()) <= 3e-5 * float(wanted.norm()), name
@@ -214,17 +250,23 @@ def test_losses_of_sequences_and_tokens_do_not_depend_on_the_micro_batch() -> No
 
 def test_ties_fall_the_same_way_in_a_replay() -> None:
     loss = LossSpec(aux_coeff=0.02)
-    plain, *others = (gradients(f"mbs4{more}", loss, flat=True) for more in ("", ",recompute=moe", ",recompute=full"))
+    plain, *others = (
+        gradients(f"mbs4{more}", loss, flat=True)
+        for more in ("", ",recompute=moe", ",recompute=full")
+    )
     for replay in others:
         assert all(torch.equal(plain[name], replay[name]) for name in plain)
 
 
 def test_the_bias_moves_by_its_rate_against_the_load() -> None:
-    """arXiv 2408.15664: up by the rate where an expert got fewer rows than the mean, down where it got more."""
+    """arXiv 2408.15664: up by the rate where an expert got fewer rows than the mean, down where it
+    got more."""
     made = router(SIGMOID, training=RouterTraining(bias_update_rate=0.01))
     made.rebalance(torch.tensor([10, 0, 5, 5, 5, 5, 5, 5]))
     assert made.selection_bias is not None
-    torch.testing.assert_close(made.selection_bias, 0.01 * torch.tensor([-1.0, 1, 0, 0, 0, 0, 0, 0]))
+    torch.testing.assert_close(
+        made.selection_bias, 0.01 * torch.tensor([-1.0, 1, 0, 0, 0, 0, 0, 0])
+    )
 
 
 def test_forced_experts() -> None:
@@ -232,7 +274,9 @@ def test_forced_experts() -> None:
     selected, _ = even(torch.randn(64, MODEL.hidden_size))
     assert selected.counts.tolist() == [16] * 8
     assert (selected.experts[:, 0] != selected.experts[:, 1]).all()
-    skewed = router(RouterSpec(top_k=2), training=RouterTraining(force=RouterForce.SKEWED, force_std=2.0))
+    skewed = router(
+        RouterSpec(top_k=2), training=RouterTraining(force=RouterForce.SKEWED, force_std=2.0)
+    )
     loads = [skewed(torch.randn(640, MODEL.hidden_size))[0].counts for _ in range(2)]
     assert torch.equal(*loads)
     assert loads[0].max() > 1.5 * loads[0].float().mean()
@@ -247,7 +291,8 @@ def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) ->
         rows = (found.experts == expert).nonzero()
         here = {tuple(place) for place in (kept == expert).nonzero().tolist()}
         order = sorted(
-            range(len(rows)), key=lambda i: -found.weights[tuple(rows[i])] if policy is DropPolicy.PROBS else i
+            range(len(rows)),
+            key=lambda i: -found.weights[tuple(rows[i])] if policy is DropPolicy.PROBS else i,
         )
         assert here == {tuple(rows[i].tolist()) for i in order[:10]}
     assert ((kept == found.experts) | (kept == 16)).all()
@@ -255,14 +300,17 @@ def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) ->
 
 @pytest.mark.parametrize("skew", [0.0, 3.0, 40.0])
 def test_sinkhorn_evens_the_load_whatever_the_preference(skew: float) -> None:
-    """Rows sum to 1 and columns to T / E. Experts flooded and starved by preference get a like share of the rows."""
+    """Rows sum to 1 and columns to T / E. Experts flooded and starved by preference get a like
+    share of the rows."""
     x = logits(256).detach() + skew * torch.linspace(-1, 1, 16)
     scaled = sinkhorn(x, 5000)
     torch.testing.assert_close(scaled.sum(1), torch.ones(256, dtype=torch.float64))
     torch.testing.assert_close(scaled.sum(0), torch.full((16,), 16.0, dtype=torch.float64))
     # What scales rows and columns alone leaves every ratio of four corners.
     ratio = (scaled[0, 0] * scaled[1, 1] / (scaled[0, 1] * scaled[1, 0])).log()
-    torch.testing.assert_close(ratio, (x[0, 0] + x[1, 1] - x[0, 1] - x[1, 0]).double(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        ratio, (x[0, 0] + x[1, 1] - x[0, 1] - x[1, 0]).double(), rtol=1e-4, atol=1e-6
+    )
     loads = torch.bincount(choose(sinkhorn(x, 0), RouterSpec(top_k=2)).flatten(), minlength=16)
     assert loads.max() < 1.5 * 32
     if skew:
@@ -300,9 +348,13 @@ def test_jitter_scales_the_routers_input_by_noise_of_the_token_alone() -> None:
     torch.manual_seed(3)
     made = router(RouterSpec(top_k=2), training=RouterTraining(jitter_eps=0.25))
     x = torch.randn(64, MODEL.hidden_size, requires_grad=True)
-    noise = torch.stack([uniform(torch.tensor([n]), MODEL.hidden_size, seed=1234, stream=2)[0] for n in range(64)])
+    noise = torch.stack(
+        [uniform(torch.tensor([n]), MODEL.hidden_size, seed=1234, stream=2)[0] for n in range(64)]
+    )
     noise = 0.75 + 0.5 * noise
-    assert abs(float(noise.mean()) - 1) < 4 * 0.25 / (3 * noise.numel()) ** 0.5  # of 1 +- 0.25, within four sigma
+    assert (
+        abs(float(noise.mean()) - 1) < 4 * 0.25 / (3 * noise.numel()) ** 0.5
+    )  # of 1 +- 0.25, within four sigma
     found, wanted = made(x, first=0)[0].scores, ((x * noise) @ made.weight.T).softmax(-1)
     torch.testing.assert_close(found, wanted)
     pull = torch.randn(64, 8)
@@ -319,7 +371,9 @@ def test_jitter_scales_the_routers_input_by_noise_of_the_token_alone() -> None:
 
 def test_an_fp64_router_tells_apart_what_fp32_rounds_away() -> None:
     wide = router(
-        RouterSpec(top_k=2), LossSpec(aux_coeff=1.0, z_coeff=1.0), RouterTraining(router_dtype=RouterDtype.FP64)
+        RouterSpec(top_k=2),
+        LossSpec(aux_coeff=1.0, z_coeff=1.0),
+        RouterTraining(router_dtype=RouterDtype.FP64),
     )
     x = torch.randn(64, MODEL.hidden_size)
     selected, losses = wide(x)
@@ -331,8 +385,11 @@ def test_an_fp64_router_tells_apart_what_fp32_rounds_away() -> None:
 
 
 def test_copies_are_the_distinct_ranks_of_each_token() -> None:
-    """Uniform choice of k = 4 of 16 experts on 4 ranks reaches 4 (1 - C(12,4)/C(16,4)) of them on average."""
-    experts = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i))[:4] for i in range(4000)])
+    """Uniform choice of k = 4 of 16 experts on 4 ranks reaches 4 (1 - C(12,4)/C(16,4)) of them on
+    average."""
+    experts = torch.stack(
+        [torch.randperm(16, generator=torch.Generator().manual_seed(i))[:4] for i in range(4000)]
+    )
     copies = torch.bincount(first_of_each(experts // 4, 4).flatten(), minlength=5)[:4]
     assert copies.tolist() == [int((experts // 4 == rank).any(1).sum()) for rank in range(4)]
     reached = 4 * (1 - comb(12, 4) / comb(16, 4))

@@ -47,7 +47,10 @@ def test_nothing_is_discarded_unless_asked_nor_outside_the_forward() -> None:
     for asked, inside in ((False, True), (True, False)):
         y = x.exp()
         if inside:
-            with keeper.forward((0, 0), nothing_resident), keeper.discard(y, torch.exp, x, asked=asked):
+            with (
+                keeper.forward((0, 0), nothing_resident),
+                keeper.discard(y, torch.exp, x, asked=asked),
+            ):
                 out = (y * y).sum()
         else:
             with keeper.discard(y, torch.exp, x, asked=asked):

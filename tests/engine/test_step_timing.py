@@ -22,7 +22,16 @@ def test_groups_meet_by_themselves_and_neighbours_of_a_pipeline_never() -> None:
     paces = [pace(rank, ep=1.0, pp=1.0) for rank in range(8)]
     calls = [[{"ep": [1000 * (rank // 2 + 1)], "pp": [5]}] for rank in range(8)]
     found = with_links(layout, paces, calls)
-    assert [each.links[0].seconds for each in found] == [1e-3, 1e-3, 2e-3, 2e-3, 3e-3, 3e-3, 4e-3, 4e-3]
+    assert [each.links[0].seconds for each in found] == [
+        1e-3,
+        1e-3,
+        2e-3,
+        2e-3,
+        3e-3,
+        3e-3,
+        4e-3,
+        4e-3,
+    ]
     assert {link.group for each in found for link in each.links} == {"ep"}
 
 

@@ -1,4 +1,5 @@
-"""Plans as Megatron Bridge recipes, run against stand-ins of its modules that keep what they are given."""
+"""Plans as Megatron Bridge recipes, run against stand-ins of its modules that keep what they are
+given."""
 
 import sys
 import types
@@ -15,7 +16,15 @@ from moewright.exporters.megatron.refusals import refusals
 from moewright.intake import catalogue
 from moewright.rules.legality import illegal
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, RampSpec, RouterForce, RouterTraining, Workload
+from moewright.spec.workload import (
+    CheckpointSpec,
+    DataSpec,
+    Dtype,
+    RampSpec,
+    RouterForce,
+    RouterTraining,
+    Workload,
+)
 
 MODULES = {
     "megatron.bridge": ("AutoBridge",),
@@ -47,16 +56,21 @@ class Kept(types.SimpleNamespace):
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_ins():
-    """Bridge's modules, for as long as these tests run; torch too, of which recipes name dtypes alone."""
+    """Bridge's modules, for as long as these tests run; torch too, of which recipes name dtypes
+    alone."""
     held = {name: sys.modules.get(name) for name in ("torch", "megatron", *MODULES)}
-    sys.modules["torch"] = types.SimpleNamespace(**{name: name for name in ("float32", "bfloat16", "float16", "uint8")})
+    sys.modules["torch"] = types.SimpleNamespace(
+        **{name: name for name in ("float32", "bfloat16", "float16", "uint8")}
+    )
     for name, members in MODULES.items():
         module = types.ModuleType(name)
         vars(module).update({member: Kept() for member in members})
         sys.modules[name] = module
     yield
     for name, module in held.items():
-        sys.modules.pop(name) if module is None and name in sys.modules else sys.modules.update({name: module})
+        sys.modules.pop(name) if module is None and name in sys.modules else sys.modules.update(
+            {name: module}
+        )
 
 
 def built(plan):
@@ -72,16 +86,42 @@ def planned(text, world=256, name="Qwen/Qwen3-235B-A22B", **work):
 
 def test_a_recipe_holds_the_plan(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    cfg = built(planned("tp2,ep8,pp8,vpp4,mbs1,recompute=select,overlap=grad+param+p2p,dispatcher=deepep", steps=100))
+    cfg = built(
+        planned(
+            "tp2,ep8,pp8,vpp4,mbs1,recompute=select,overlap=grad+param+p2p,dispatcher=deepep",
+            steps=100,
+        )
+    )
     assert cfg.model.hf == "Qwen/Qwen3-235B-A22B"
     assert cfg.model.load_weights is False
-    degrees = ["tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor", "virtual_pipeline_model"]
-    assert [getattr(cfg.model, f"{degree}_parallel_size") for degree in degrees] == [2, 1, 8, 8, 1, 4]
+    degrees = [
+        "tensor_model",
+        "context",
+        "pipeline_model",
+        "expert_model",
+        "expert_tensor",
+        "virtual_pipeline_model",
+    ]
+    assert [getattr(cfg.model, f"{degree}_parallel_size") for degree in degrees] == [
+        2,
+        1,
+        8,
+        8,
+        1,
+        4,
+    ]
     assert cfg.model.sequence_parallel is True
     assert sorted(cfg.model.recompute_modules) == ["layernorm", "moe_act"]
-    assert (cfg.model.moe_token_dispatcher_type, cfg.model.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert (cfg.model.moe_token_dispatcher_type, cfg.model.moe_flex_dispatcher_backend) == (
+        "flex",
+        "deepep",
+    )
     assert cfg.model.account_for_loss_in_pipeline_split is True
-    assert (cfg.train.micro_batch_size, cfg.train.global_batch_size, cfg.train.train_iters) == (1, 2048, 100)
+    assert (cfg.train.micro_batch_size, cfg.train.global_batch_size, cfg.train.train_iters) == (
+        1,
+        2048,
+        100,
+    )
     assert (cfg.ddp.overlap_grad_reduce, cfg.ddp.use_distributed_optimizer) == (True, True)
     assert cfg.ddp.grad_reduce_in_fp32 is True
     assert cfg.comm_overlap.overlap_p2p_comm is True
@@ -140,7 +180,8 @@ def test_every_flag_of_any_plan_has_a_place(data):
 
 def test_models_that_hugging_face_does_not_know_are_refused():
     with pytest.raises(
-        BadInput, match=r"model\.name=GPT3-175B: Megatron Bridge takes models by their Hugging Face name"
+        BadInput,
+        match=r"model\.name=GPT3-175B: Megatron Bridge takes models by their Hugging Face name",
     ):
         bridge(planned("tp8,pp8", name="GPT3-175B"))
     with pytest.raises(BadInput, match="de-duplicates tokens in DeepEP"):

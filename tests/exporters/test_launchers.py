@@ -1,4 +1,5 @@
-"""Plans as Slurm scripts and Kubernetes manifests: read by a shell and by a YAML parser, the same words inside."""
+"""Plans as Slurm scripts and Kubernetes manifests: read by a shell and by a YAML parser, the same
+words inside."""
 
 import shlex
 import subprocess
@@ -21,7 +22,9 @@ yaml = pytest.importorskip("yaml")
 
 
 def planned(text="tp2,ep8", world=32, name="Qwen/Qwen3-30B-A3B"):
-    return plan_of(name, parse_layout(text, world_size=world), Workload(seq_len=4096, global_batch=256))
+    return plan_of(
+        name, parse_layout(text, world_size=world), Workload(seq_len=4096, global_batch=256)
+    )
 
 
 def ran(script, tmp_path):
@@ -33,7 +36,9 @@ scontrol() { printf 'n1\\nn2\\n'; }
     head, _, rest = script.partition("set -euo pipefail\n")
     path.write_text(f"{head}set -euo pipefail\n{fakes}{rest}")
     slurm_sets = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "77", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["bash", path], env=slurm_sets, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", path], env=slurm_sets, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.splitlines()
     exported = dict(line.split("=", 1) for line in lines if line.startswith(("CUDA_", "PYTORCH_")))
     return [line for line in lines if not line.startswith(("CUDA_", "PYTORCH_"))], exported
@@ -42,7 +47,12 @@ scontrol() { printf 'n1\\nn2\\n'; }
 def test_slurm_starts_one_torchrun_a_node_that_meets_on_the_first(tmp_path):
     given = planned()
     script = slurm(given, job="", run_dir="")
-    for line in ("--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--job-name=qwen3-30b-a3b"):
+    for line in (
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--job-name=qwen3-30b-a3b",
+    ):
         assert f"#SBATCH {line}\n" in script
     words, exported = ran(script, tmp_path)
     assert exported == dict(environment(given.layout))
@@ -73,7 +83,11 @@ def test_a_slurm_script_is_read_back(tmp_path):
     path.write_text(slurm(given, job="", run_dir=""))
     command = launch_of(path, {})
     found = read(command, world=command.world, folder=tmp_path)
-    assert (found.model, found.workload, found.layout) == (given.model, given.workload, given.layout)
+    assert (found.model, found.workload, found.layout) == (
+        given.model,
+        given.workload,
+        given.layout,
+    )
 
 
 def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
@@ -87,18 +101,25 @@ def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
     assert trainer["image"] == "nvcr.io/nvidia/nemo:26.06"
     assert trainer["command"] == ["torchrun"]
-    assert trainer["args"] == ["pretrain_gpt.py", *(word for flag in megatron_flags(given) for word in flag)]
+    assert trainer["args"] == [
+        "pretrain_gpt.py",
+        *(word for flag in megatron_flags(given) for word in flag),
+    ]
     assert {one["name"]: one["value"] for one in trainer["env"]} == dict(environment(given.layout))
 
 
 def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices():
-    trainer = yaml.safe_load(kubernetes(cpu_plan(), job='a "b": #.toml', run_dir="r", image="x"))["spec"]["trainer"]
+    trainer = yaml.safe_load(kubernetes(cpu_plan(), job='a "b": #.toml', run_dir="r", image="x"))[
+        "spec"
+    ]["trainer"]
     assert trainer["args"] == ["--no-python", "moewright", "train", 'a "b": #.toml', "--out", "r"]
     assert "resourcesPerNode" not in trainer
     assert "env" not in trainer
 
 
-@pytest.mark.parametrize(("name", "label"), [("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"), ("7 B!", "job-7-b"), ("", "job")])
+@pytest.mark.parametrize(
+    ("name", "label"), [("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"), ("7 B!", "job-7-b"), ("", "job")]
+)
 def test_names_are_labels(name, label):
     given = replace(cpu_plan(), model=replace(cpu_plan().model, name=name))
     assert f"--job-name={label}\n" in slurm(given, job="j", run_dir="r")
@@ -107,8 +128,14 @@ def test_names_are_labels(name, label):
 def test_what_cannot_be_started_is_refused():
     with pytest.raises(BadInput, match="--image: is needed for k8s"):
         kubernetes(planned(), job="", run_dir="", image="")
-    with pytest.raises(BadInput, match=r"hardware\.device\.kind=cpu: Megatron-LM trains on CUDA devices"):
+    with pytest.raises(
+        BadInput, match=r"hardware\.device\.kind=cpu: Megatron-LM trains on CUDA devices"
+    ):
         slurm(cpu_plan(), job="", run_dir="")
     with pytest.raises(BadInput, match="must fill whole nodes of 8 devices"):
-        slurm(plan_of("Qwen/Qwen3-0.6B", parse_layout("", world_size=12), planned().workload), job="", run_dir="")
+        slurm(
+            plan_of("Qwen/Qwen3-0.6B", parse_layout("", world_size=12), planned().workload),
+            job="",
+            run_dir="",
+        )
     assert catalogue.hardware("GB200").fabric.devices_per_node == 4

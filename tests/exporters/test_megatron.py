@@ -36,7 +36,12 @@ DEEPSEEK_ATTENTION = AttentionSpec(
     qk_nope_head_dim=128,
     qk_rope_head_dim=64,
     rope=RopeSpec(
-        scaling="yarn", factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0, interleaved=True
+        scaling="yarn",
+        factor=40,
+        original_max_position=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        interleaved=True,
     ),
 )
 
@@ -48,14 +53,21 @@ def on_gpus(text: str, world: int, *, layers: int = 6, base=None):
     device = replace(base.hardware.device, kind=DeviceKind.CUDA, name="GPU")
     fabric = replace(base.hardware.fabric, domain_size=8, devices_per_node=8)
     hardware = replace(base.hardware, count=world, device=device, fabric=fabric)
-    return replace(base, model=model, hardware=hardware, layout=parse_layout(text, world_size=world))
+    return replace(
+        base, model=model, hardware=hardware, layout=parse_layout(text, world_size=world)
+    )
 
 
 def deepseek(text="tp2,ep8", world=16):
     base = on_gpus(text, world)
     moe = base.model.moe
     router = replace(
-        moe.router, score=ScoreFunction.SIGMOID, selection_bias=True, groups=4, top_groups=2, scaling_factor=2.5
+        moe.router,
+        score=ScoreFunction.SIGMOID,
+        selection_bias=True,
+        groups=4,
+        top_groups=2,
+        scaling_factor=2.5,
     )
     moe = replace(moe, router=router, shared_ffn_size=192, shared_gate=True)
     model = replace(
@@ -96,21 +108,29 @@ PLANS = {
     "latent attention": deepseek(),
     "low-precision optimizer": replace(
         on_gpus("", 1),
-        workload=replace(plan().workload, grad_dtype=Dtype.BF16, optimizer=OptimizerSpec(moment_dtype=Dtype.BF16)),
+        workload=replace(
+            plan().workload, grad_dtype=Dtype.BF16, optimizer=OptimizerSpec(moment_dtype=Dtype.BF16)
+        ),
     ),
     "no data": replace(on_gpus("", 1), workload=replace(plan().workload, data=DataSpec())),
-    "training data only": replace(on_gpus("", 1), workload=replace(plan().workload, data=DataSpec(train="a"))),
+    "training data only": replace(
+        on_gpus("", 1), workload=replace(plan().workload, data=DataSpec(train="a"))
+    ),
     "fp16": replace(on_gpus("", 1), workload=replace(plan().workload, precision=Dtype.FP16)),
     "growing batches": replace(
         on_gpus("", 1),
-        workload=replace(plan().workload, ramp=RampSpec(ramp_start=4, ramp_increment=4, ramp_samples=96)),
+        workload=replace(
+            plan().workload, ramp=RampSpec(ramp_start=4, ramp_increment=4, ramp_samples=96)
+        ),
     ),
     "three balance losses": replace(
         on_gpus("capacity=2", 1),
         workload=replace(
             plan().workload,
             loss=LossSpec(aux_coeff=0.01, seq_aux_coeff=1e-4, global_aux_coeff=1e-3, z_coeff=1e-3),
-            router=RouterTraining(force=RouterForce.SKEWED, force_std=2, drop_policy=DropPolicy.POSITION),
+            router=RouterTraining(
+                force=RouterForce.SKEWED, force_std=2, drop_policy=DropPolicy.POSITION
+            ),
         ),
     ),
 }
@@ -178,7 +198,9 @@ def test_softmax_over_all_experts_without_renormalisation_is_the_pre_softmax_ord
     raw = replace(moe, router=replace(moe.router, pre_softmax=True, renormalize=False))
     even = replace(moe, router=replace(moe.router, pre_softmax=True, renormalize=True))
     assert "--moe-router-pre-softmax" in said(replace(base, model=replace(base.model, moe=raw)))
-    assert "--moe-router-pre-softmax" not in said(replace(base, model=replace(base.model, moe=even)))
+    assert "--moe-router-pre-softmax" not in said(
+        replace(base, model=replace(base.model, moe=even))
+    )
 
 
 def changed(**fields):
@@ -193,17 +215,22 @@ def trained(**fields):
 
 def attended(**fields):
     base = on_gpus("", 1)
-    return replace(base, model=replace(base.model, attention=replace(base.model.attention, **fields)))
+    return replace(
+        base, model=replace(base.model, attention=replace(base.model.attention, **fields))
+    )
 
 
 def routed(**fields):
     base = on_gpus("", 1)
     moe = base.model.moe
-    return replace(base, model=replace(base.model, moe=replace(moe, router=replace(moe.router, **fields))))
+    return replace(
+        base, model=replace(base.model, moe=replace(moe, router=replace(moe.router, **fields)))
+    )
 
 
 def six_of_three(model):
-    """The router of DeepSeek-V2: six experts out of three groups, each rated by its best expert alone."""
+    """The router of DeepSeek-V2: six experts out of three groups, each rated by its best expert
+    alone."""
     router = replace(model.moe.router, top_k=6, top_groups=3, group_scores=1)
     return replace(model, moe=replace(model.moe, router=router))
 
@@ -212,7 +239,11 @@ REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
     (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
     (changed(dispatcher=Dispatcher.DEDUP), "layout.dispatcher=dedup", "deepep"),
-    (changed(recompute=(Recompute.LAYERNORM, Recompute.LOSS)), "layout.recompute=loss", "layernorm"),
+    (
+        changed(recompute=(Recompute.LAYERNORM, Recompute.LOSS)),
+        "layout.recompute=loss",
+        "layernorm",
+    ),
     (on_gpus("pp2,vpp3,schedule=zbv,overlap=p2p", 4), "layout.schedule=zbv", "interleaved"),
     (changed(overlap=(Overlap.PARAM,)), "layout.overlap=param", "grad+param"),
     (changed(overlap=(Overlap.P2P,)), "layout.overlap=p2p", "vpp above 1"),
@@ -220,11 +251,18 @@ REFUSED = [
     (on_gpus("pp2,vpp3", 4), "layout.overlap", "p2p"),
     (trained(precision=Dtype.FP8), "workload.precision=fp8", "bf16"),
     (
-        replace(changed(recompute=(Recompute.MOE_ACT,)), workload=replace(plan().workload, precision=Dtype.FP32)),
+        replace(
+            changed(recompute=(Recompute.MOE_ACT,)),
+            workload=replace(plan().workload, precision=Dtype.FP32),
+        ),
         "layout.recompute=moe_act",
         "moe",
     ),
-    (replace(deepseek(), model=six_of_three(deepseek().model)), "model.moe.router.group_scores=1", "2"),
+    (
+        replace(deepseek(), model=six_of_three(deepseek().model)),
+        "model.moe.router.group_scores=1",
+        "2",
+    ),
     (trained(precision=Dtype.FP16), "workload.precision=fp16", "bf16"),
     (trained(precision=Dtype.FP32, grad_dtype=Dtype.BF16), "workload.grad_dtype=bf16", "fp32"),
     (attended(qk_norm=QkNorm.FULL), "model.attention.qk_norm=full", "per_head"),
@@ -234,12 +272,18 @@ REFUSED = [
     (attended(rope=RopeSpec(scaling="yarn")), "model.attention.rope.scaling=yarn", "default"),
     (attended(rope=RopeSpec(theta=1e4 + 0.5)), "model.attention.rope.theta=10000.5", "10000"),
     (routed(selection_bias=True), "model.moe.router.selection_bias=True", "False"),
-    (routed(score=ScoreFunction.SIGMOID, renormalize=False), "model.moe.router.renormalize=False", "True"),
+    (
+        routed(score=ScoreFunction.SIGMOID, renormalize=False),
+        "model.moe.router.renormalize=False",
+        "True",
+    ),
     (routed(logit_bias=True), "model.moe.router.logit_bias=True", "False"),
 ]
 
 
-@pytest.mark.parametrize(("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED]
+)
 def test_what_megatron_cannot_say_is_refused_with_the_nearest_that_it_can(given, field, nearest):
     with pytest.raises(BadInput) as caught:
         megatron_flags(given)
@@ -254,7 +298,9 @@ def test_the_script_is_one_command_that_a_shell_reads(tmp_path):
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in script
     path = tmp_path / "run.sh"
     path.write_text(script.replace("torchrun", "printf '%s\\n'"))
-    words = subprocess.run(["sh", path], capture_output=True, text=True, check=True).stdout.splitlines()
+    words = subprocess.run(
+        ["sh", path], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert "Ett|t|tt|tL" in words
     assert words[words.index("--vocab-size") + 1] == "4096"
     command = script[script.index("torchrun") :]
@@ -270,7 +316,9 @@ def test_several_nodes_meet_at_the_master_and_overlap_of_experts_needs_queues():
 
 def test_a_name_cannot_leave_its_comment():
     base = on_gpus("", 1)
-    script = megatron(replace(base, model=replace(base.model, name="x\nrm -rf y"), layout=Layout(world_size=1)))
+    script = megatron(
+        replace(base, model=replace(base.model, name="x\nrm -rf y"), layout=Layout(world_size=1))
+    )
     assert not [line for line in script.splitlines() if line.startswith("rm")]
 
 
@@ -282,11 +330,15 @@ def test_recompute_of_modules_keeps_their_names():
 
 def test_context_parallelism_in_two_levels_says_both():
     flags = said(on_gpus("cp8,cp_comm=a2a+p2p", 8))
-    assert (flags["--cp-comm-type"], flags["--hierarchical-context-parallel-sizes"]) == (("a2a+p2p",), ("2", "4"))
+    assert (flags["--cp-comm-type"], flags["--hierarchical-context-parallel-sizes"]) == (
+        ("a2a+p2p",),
+        ("2", "4"),
+    )
 
 
 def test_batches_that_grow_count_in_sequences_and_exclude_steps():
-    """The sample workload runs 60 steps at 16; with 4, 8, 12 over its first 96 sequences they see fewer."""
+    """The sample workload runs 60 steps at 16; with 4, 8, 12 over its first 96 sequences they see
+    fewer."""
     given = PLANS["growing batches"]
     flags = said(given)
     assert flags["--rampup-batch-size"] == ("4", "4", "96")
@@ -309,7 +361,11 @@ def test_fp16_scales_its_loss_as_the_plan_says():
 
 def test_balance_losses_are_lists_of_names_and_coefficients():
     flags = said(PLANS["three balance losses"])
-    assert flags["--moe-router-load-balancing-type"] == ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    assert flags["--moe-router-load-balancing-type"] == (
+        "aux_loss",
+        "seq_aux_loss",
+        "global_aux_loss",
+    )
     assert flags["--moe-aux-loss-coeff"] == ("0.01", "0.0001", "0.001")
     assert flags["--moe-router-force-biased"] == ("2",)
     assert flags["--moe-token-drop-policy"] == ("position",)
@@ -326,7 +382,9 @@ def test_balance_losses_are_lists_of_names_and_coefficients():
 def test_narrows_come_with_the_recipe_of_the_device(device, precision, wanted):
     base = on_gpus("ep2", 2)
     given = replace(
-        base, hardware=catalogue.hardware(f"2x{device}"), workload=replace(base.workload, precision=precision)
+        base,
+        hardware=catalogue.hardware(f"2x{device}"),
+        workload=replace(base.workload, precision=precision),
     )
     flags = said(given)
     assert (flags["--fp8-format"], flags["--fp8-recipe"]) == tuple((value,) for value in wanted)

@@ -1,4 +1,5 @@
-"""Every model of the catalogue, in any layout that is legal: what Megatron-LM would refuse is never written."""
+"""Every model of the catalogue, in any layout that is legal: what Megatron-LM would refuse is never
+written."""
 
 from functools import cache
 
@@ -70,8 +71,13 @@ def plan_of(name, layout, workload):
 
 def test_these_models_are_refused_for_these_reasons_and_no_others():
     workload = Workload(seq_len=4096, global_batch=64)
-    reasons = {name: refusals(plan_of(name, Layout(world_size=8), workload)) for name in catalogue.model_names()}
-    assert {name: first.field for name, (first, *_) in ((n, r) for n, r in reasons.items() if r)} == CANNOT
+    reasons = {
+        name: refusals(plan_of(name, Layout(world_size=8), workload))
+        for name in catalogue.model_names()
+    }
+    assert {
+        name: first.field for name, (first, *_) in ((n, r) for n, r in reasons.items() if r)
+    } == CANNOT
 
 
 def some(draw, *choices):
@@ -86,25 +92,52 @@ def layouts(draw, experts: bool):
     cp = some(draw, 1, 1, 1, 2, 4)
     ep = some(draw, 1, 2, 4, 8) if experts else 1
     etp = some(draw, 1, 1, 1, 2) if experts else 1
-    words = [f"tp{tp}", f"pp{pp}", f"vpp{vpp}", f"cp{cp}", f"ep{ep}", f"etp{etp}", f"mbs{some(draw, 1, 1, 2, 4)}"]
+    words = [
+        f"tp{tp}",
+        f"pp{pp}",
+        f"vpp{vpp}",
+        f"cp{cp}",
+        f"ep{ep}",
+        f"etp{etp}",
+        f"mbs{some(draw, 1, 1, 2, 4)}",
+    ]
     words.append(f"zero{some(draw, 1, 1, 1, 0, 3)}")
     if cp > 1:
         words.append(f"cp_comm={some(draw, 'p2p', 'allgather', 'a2a', 'a2a+p2p')}")
     modules = ("moe_act", "moe", "shared_experts") if experts else ("mlp",)
-    recompute = some(draw, "none", "none", "full", "block1", "uniform2", "layernorm", "core_attn", "mla_up_proj")
+    recompute = some(
+        draw, "none", "none", "full", "block1", "uniform2", "layernorm", "core_attn", "mla_up_proj"
+    )
     more = "+".join(draw(st.sets(st.sampled_from(modules), max_size=2)))
-    words.append(f"recompute={recompute if recompute in ('full', 'block1', 'uniform2') or not more else more}")
+    words.append(
+        f"recompute={recompute if recompute in ('full', 'block1', 'uniform2') or not more else more}"
+    )
     offload = some(
-        draw, "none", "none", "none", "optimizer", "optimizer0.5", "attn_norm+qkv_linear", "core_attn+attn_proj"
+        draw,
+        "none",
+        "none",
+        "none",
+        "optimizer",
+        "optimizer0.5",
+        "attn_norm+qkv_linear",
+        "core_attn+attn_proj",
     )
     words.append(f"offload={offload}")
-    overlap = draw(st.sampled_from(("none", "none", "grad", "grad+param", "grad+param+tp", "tp", "p2p", "p2p+grad")))
+    overlap = draw(
+        st.sampled_from(
+            ("none", "none", "grad", "grad+param", "grad+param+tp", "tp", "p2p", "p2p+grad")
+        )
+    )
     if experts:
-        words.append(f"dispatcher={some(draw, 'alltoall', 'alltoall', 'allgather', 'deepep', 'hybridep')}")
+        words.append(
+            f"dispatcher={some(draw, 'alltoall', 'alltoall', 'allgather', 'deepep', 'hybridep')}"
+        )
         words.append(f"capacity={some(draw, 0, 0, 0, 1.25)}")
         overlap = some(draw, overlap, overlap, "ep+p2p", "ep+grad")
     words.append(f"overlap={overlap}")
-    words.append(f"graphs={some(draw, 'none', 'none', 'attn', 'attn+moe_router' if experts else 'attn', 'full')}")
+    words.append(
+        f"graphs={some(draw, 'none', 'none', 'attn', 'attn+moe_router' if experts else 'attn', 'full')}"
+    )
     return parse_layout(",".join(words), world_size=some(draw, 1, 2, 8, 16, 64, 256))
 
 
@@ -117,9 +150,19 @@ def workloads(draw):
         steps=some(draw, 0, 1000),
         precision=precision,
         grad_dtype=some(draw, Dtype.FP32, Dtype.FP32, Dtype.BF16),
-        loss=some(draw, LossSpec(), LossSpec(aux_coeff=1e-3), LossSpec(seq_aux_coeff=1e-4, global_aux_coeff=1e-3)),
+        loss=some(
+            draw,
+            LossSpec(),
+            LossSpec(aux_coeff=1e-3),
+            LossSpec(seq_aux_coeff=1e-4, global_aux_coeff=1e-3),
+        ),
         router=RouterTraining(force=some(draw, *RouterForce)),
-        ramp=some(draw, RampSpec(), RampSpec(), RampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10**5)),
+        ramp=some(
+            draw,
+            RampSpec(),
+            RampSpec(),
+            RampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10**5),
+        ),
     )
 
 

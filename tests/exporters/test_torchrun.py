@@ -27,5 +27,7 @@ def test_several_nodes_are_numbered_by_their_environment():
 
 
 def test_ranks_that_leave_a_node_half_empty_are_refused():
-    with pytest.raises(BadInput, match=r"layout\.world_size=12: must fill whole nodes of 8 devices.*: 8"):
+    with pytest.raises(
+        BadInput, match=r"layout\.world_size=12: must fill whole nodes of 8 devices.*: 8"
+    ):
         launcher(spread(12, 8))

@@ -1,4 +1,5 @@
-"""Plans as torchtitan's TOML: its own field names and degrees that multiply to the world; the rest refused by name."""
+"""Plans as torchtitan's TOML: its own field names and degrees that multiply to the world; the rest
+refused by name."""
 
 import tomllib
 from dataclasses import replace
@@ -10,7 +11,15 @@ from moewright.codec import parse_layout
 from moewright.exporters.torchtitan import torchtitan
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import ExpertPlacement
-from moewright.spec.workload import CheckpointSpec, DataSpec, Dtype, LossSpec, OptimizerSpec, RampSpec, Workload
+from moewright.spec.workload import (
+    CheckpointSpec,
+    DataSpec,
+    Dtype,
+    LossSpec,
+    OptimizerSpec,
+    RampSpec,
+    Workload,
+)
 from sample_run import plan as cpu_plan
 
 LLAMA, QWEN = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B"
@@ -25,11 +34,23 @@ KNOWN = {
         *("dtype", "mixed_precision_param", "mixed_precision_reduce"),
     },
     "parallelism": {
-        *("data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward"),
+        *(
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "fsdp_reshard_after_forward",
+        ),
         *("tensor_parallel_degree", "context_parallel_degree", "context_parallel_rotate_method"),
-        *("pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"),
+        *(
+            "pipeline_parallel_degree",
+            "pipeline_parallel_schedule",
+            "pipeline_parallel_microbatch_size",
+        ),
         *("module_fqns_per_model_part", "pipeline_parallel_expert_parallel_overlap"),
-        *("expert_parallel_degree", "expert_tensor_parallel_degree", "expert_parallel_comm_backend"),
+        *(
+            "expert_parallel_degree",
+            "expert_tensor_parallel_degree",
+            "expert_parallel_comm_backend",
+        ),
     },
     "activation_checkpoint": {"mode"},
     "checkpoint": {"enable", "interval", "keep_latest_k", "async_mode"},
@@ -44,7 +65,9 @@ def planned(text, world=16, name=LLAMA, **work):
 
 def written(*given, **more):
     found = tomllib.loads(torchtitan(planned(*given, **more)))
-    assert {section: set(fields) <= KNOWN[section] for section, fields in found.items()} == dict.fromkeys(found, True)
+    assert {
+        section: set(fields) <= KNOWN[section] for section, fields in found.items()
+    } == dict.fromkeys(found, True)
     parallel = found["parallelism"]
     sizes = (
         "data_parallel_shard",
@@ -74,19 +97,29 @@ def test_full_sharding_and_experts_of_data_ranks():
 def test_copies_and_hybrid_shards():
     assert written("zero0,tp2", 16)["parallelism"]["data_parallel_replicate_degree"] == 8
     parallel = written("zero3,shard4", 16)["parallelism"]
-    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (4, 4)
+    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
+        4,
+        4,
+    )
 
 
 def test_a_pipeline_names_the_modules_of_every_stage():
     found = written("zero3,pp4,vpp2,mbs2,overlap=p2p", 16)
     parallel = found["parallelism"]
     assert parallel["pipeline_parallel_schedule"] == "Interleaved1F1B"
-    assert found["training"]["local_batch_size"] == 64 // 4  # a rank's whole batch, in micro-batches of 2
+    assert (
+        found["training"]["local_batch_size"] == 64 // 4
+    )  # a rank's whole batch, in micro-batches of 2
     assert parallel["pipeline_parallel_microbatch_size"] == 2
     parts = parallel["module_fqns_per_model_part"]
     assert len(parts) == 8
     layers = [f"layers.{layer}" for layer in range(32)]
-    assert [name for part in parts for name in part] == ["tok_embeddings", *layers, "norm", "output"]
+    assert [name for part in parts for name in part] == [
+        "tok_embeddings",
+        *layers,
+        "norm",
+        "output",
+    ]
 
 
 def test_what_else_a_job_says():
@@ -99,10 +132,19 @@ def test_what_else_a_job_says():
         optimizer=OptimizerSpec(lr=1e-4, warmup_steps=10, min_lr_fraction=0.2),
         checkpoint=CheckpointSpec(every_steps=100),
     )
-    assert found["lr_scheduler"] == {"warmup_steps": 10, "decay_type": "cosine", "min_lr_factor": 0.2}
+    assert found["lr_scheduler"] == {
+        "warmup_steps": 10,
+        "decay_type": "cosine",
+        "min_lr_factor": 0.2,
+    }
     assert found["training"]["mixed_precision_param"] == "float32"
     assert found["parallelism"]["context_parallel_rotate_method"] == "allgather"
-    assert found["checkpoint"] == {"enable": True, "interval": 100, "keep_latest_k": 2, "async_mode": "disabled"}
+    assert found["checkpoint"] == {
+        "enable": True,
+        "interval": 100,
+        "keep_latest_k": 2,
+        "async_mode": "disabled",
+    }
     assert (found["training"]["steps"], found["debug"]["seed"]) == (900, 3)
 
 
@@ -131,13 +173,23 @@ REFUSED = [
     (planned("zero3", precision=Dtype.FP8), "workload.precision", "bf16"),
     (planned("zero3", loss=LossSpec(aux_coeff=0.1)), "workload.aux_coeff", "0"),
     (planned("zero3", data=DataSpec(train="x")), "data.train", "no data"),
-    (planned("zero3", ramp=RampSpec(ramp_start=16, ramp_increment=16, ramp_samples=99)), "workload.ramp_start", "0"),
+    (
+        planned("zero3", ramp=RampSpec(ramp_start=16, ramp_increment=16, ramp_samples=99)),
+        "workload.ramp_start",
+        "0",
+    ),
     (planned("zero3", optimizer=OptimizerSpec(clip_norm=0)), "workload.clip_norm", "1"),
-    (replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)), "hardware.device.kind", "cuda"),
+    (
+        replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)),
+        "hardware.device.kind",
+        "cuda",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED]
+)
 def test_what_torchtitan_cannot_say_is_refused_by_name(given, field, nearest):
     with pytest.raises(BadInput) as caught:
         torchtitan(given)

@@ -1,7 +1,9 @@
-"""Whole plans as text: what a change of rules, prices or defaults does to a user's plan is a readable difference.
+"""Whole plans as text: what a change of rules, prices or defaults does to a user's plan is a
+readable difference.
 
-To accept a change, write the new text: `moewright <arguments> > tests/golden/<name>.txt`, from the repository's root.
-machine_2cpu.toml is a hardware file that `moewright bench machine` measured on two cores.
+To accept a change, write the new text: `moewright <arguments> > tests/golden/<name>.txt`, from the
+repository's root. machine_2cpu.toml is a hardware file that `moewright bench machine` measured on
+two cores.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from moewright.cli.main import main
 GOLDEN = Path(__file__).parent
 ROOT = GOLDEN.parents[1]
 CASES = {
-    "quickstart_plan": ["plan", "recipes/quickstart_2cpu_bf16.toml", "--on", "2xtests/golden/machine_2cpu.toml"],
+    "quickstart_plan": [
+        "plan",
+        "recipes/quickstart_2cpu_bf16.toml",
+        "--on",
+        "2xtests/golden/machine_2cpu.toml",
+    ],
     "qwen3_235b_estimate": [
         "estimate",
         "Qwen3-235B-A22B",

@@ -1,6 +1,7 @@
 """Triton's kernels compiled: in 16 bits against fp32, and beside the reference on the clock.
 
-Skipped without a device. In fp32 tests/engine/test_fused_triton.py compiles them where there is one.
+Skipped without a device. In fp32 tests/engine/test_fused_triton.py compiles them where there is
+one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,31 @@ from moewright.engine.kernels.fused.reference import Plain
 from moewright.engine.run.env import interprets_triton
 from moewright.spec.model import RouterSpec, ScoreFunction
 
-pytest.importorskip("triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone")
+pytest.importorskip(
+    "triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone"
+)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or interprets_triton(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or interprets_triton(), reason="needs a CUDA device"
+    ),
 ]
 
 from moewright.engine.kernels.fused.triton import Compiled  # noqa: E402 - which needs Triton
 
 PLAIN, FUSED = Plain(), Compiled()
-# Qwen3-30B-A3B on one device: 4096 tokens, 8 of 128 experts, hidden 2048, expert width 768, 32 heads of 128.
-TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH, HEADS, HEAD, VOCABULARY = 4096, 8, 128, 2048, 768, 32, 128, 151936
+# Qwen3-30B-A3B on one device: 4096 tokens, 8 of 128 experts, hidden 2048, expert width 768, 32
+# heads of 128.
+TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH, HEADS, HEAD, VOCABULARY = (
+    4096,
+    8,
+    128,
+    2048,
+    768,
+    32,
+    128,
+    151936,
+)
 EPS = 1e-6
 
 
@@ -37,9 +52,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_rounded_once(found: torch.Tensor, wide: torch.Tensor) -> None:
-    """Half a unit of the last place, of the largest number there is; and what fp32 sums and exponentials are off."""
+    """Half a unit of the last place, of the largest number there is; and what fp32 sums and
+    exponentials are off."""
     unit = torch.finfo(found.dtype).eps
-    assert float((found.float() - wide).abs().max()) <= (0.5 * unit + 1e-5) * float(wide.abs().max())
+    assert float((found.float() - wide).abs().max()) <= (0.5 * unit + 1e-5) * float(
+        wide.abs().max()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -48,8 +66,13 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     slots = torch.randperm(TOKENS * TOP_K, generator=dice(), device="cuda").view(TOKENS, TOP_K)
     tokens = slots.flatten() // TOP_K
     assert torch.equal(FUSED.spread(x, tokens), PLAIN.spread(x, tokens))
-    assert_rounded_once(FUSED.sum_slots(rows, slots, True), PLAIN.sum_slots(rows.float(), slots, True))
-    x_BSHD, angle = normal(2, TOKENS // 2, HEADS, HEAD, dtype=dtype), 9 * normal(TOKENS // 2, HEAD // 2)
+    assert_rounded_once(
+        FUSED.sum_slots(rows, slots, True), PLAIN.sum_slots(rows.float(), slots, True)
+    )
+    x_BSHD, angle = (
+        normal(2, TOKENS // 2, HEADS, HEAD, dtype=dtype),
+        9 * normal(TOKENS // 2, HEAD // 2),
+    )
     cos, sin = angle.cos(), angle.sin()
     assert_rounded_once(FUSED.rotate(x_BSHD, cos, sin), PLAIN.rotate(x_BSHD.float(), cos, sin))
 
@@ -59,31 +82,41 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 def test_half_precision_activations_are_rounded_once(dtype: torch.dtype, clamped: bool) -> None:
     gated, weight = 4 * normal(TOKENS, 2 * WIDTH, dtype=dtype), normal(TOKENS).sigmoid()
     grad = normal(TOKENS, WIDTH, dtype=dtype)
-    assert_rounded_once(FUSED.swiglu(gated, weight, clamped), PLAIN.swiglu(gated.float(), weight, clamped))
+    assert_rounded_once(
+        FUSED.swiglu(gated, weight, clamped), PLAIN.swiglu(gated.float(), weight, clamped)
+    )
     found, of_weight = FUSED.swiglu_backward(grad, gated, weight, clamped)
     wanted, wanted_weight = PLAIN.swiglu_backward(grad.float(), gated.float(), weight, clamped)
     assert_rounded_once(found, wanted)
     assert of_weight is not None
     assert wanted_weight is not None
-    torch.testing.assert_close(of_weight, wanted_weight, rtol=1e-4, atol=1e-4 * float(wanted_weight.abs().max()))
+    torch.testing.assert_close(
+        of_weight, wanted_weight, rtol=1e-4, atol=1e-4 * float(wanted_weight.abs().max())
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [HEAD, HIDDEN])
 def test_half_precision_norms(dtype: torch.dtype, width: int) -> None:
-    """Forward rounds twice, as the reference does: before the weight and after. The weight's gradient repeats."""
+    """Forward rounds twice, as the reference does: before the weight and after. The weight's
+    gradient repeats."""
     x, grad = normal(2, TOKENS, width, dtype=dtype)
     weight = (1 + normal(width) / 8).to(dtype)
     found, scale = FUSED.norm(x, weight, EPS)
     wanted, wanted_scale = PLAIN.norm(x, weight, EPS)
     torch.testing.assert_close(scale, wanted_scale, rtol=1e-5, atol=0.0)
-    # a scale one fp32 rounding apart may round to the 16-bit neighbour, and so may what is made of that
-    torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+    # a scale one fp32 rounding apart may round to the 16-bit neighbour, and so may what is made of
+    # that
+    torch.testing.assert_close(
+        found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny
+    )
     for kept in (scale, None):
         given = (weight, EPS, kept, slice(TOKENS // 4, TOKENS))
         of_x, of_weight = FUSED.norm_backward(grad, x, *given)
         wide_weight, *rest = given
-        wanted_x, wanted_weight = PLAIN.norm_backward(grad.float(), x.float(), wide_weight.float(), *rest)
+        wanted_x, wanted_weight = PLAIN.norm_backward(
+            grad.float(), x.float(), wide_weight.float(), *rest
+        )
         assert_rounded_once(of_x, wanted_x)
         assert_rounded_once(of_weight, wanted_weight)
         assert torch.equal(of_weight, FUSED.norm_backward(grad, x, *given)[1])
@@ -98,13 +131,17 @@ def test_half_precision_losses(dtype: torch.dtype) -> None:
     targets[::5] = -1
     meant = targets >= 0
     wanted = PLAIN.losses(logits.float(), targets)
-    torch.testing.assert_close(FUSED.losses(logits, targets)[meant], wanted[meant], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        FUSED.losses(logits, targets)[meant], wanted[meant], rtol=1e-5, atol=1e-5
+    )
     top = logits[:, :size].amax(-1).float()
     summed = PLAIN.sums(logits[:, :size].float(), top)
     torch.testing.assert_close(FUSED.sums(logits[:, :size], top), summed, rtol=1e-5, atol=0.0)
     for log_sum, columns in ((None, VOCABULARY), (top + summed.log(), size)):
         found = FUSED.losses_backward(grad, logits, targets, log_sum, columns)
-        assert_rounded_once(found, PLAIN.losses_backward(grad, logits.float(), targets, log_sum, columns))
+        assert_rounded_once(
+            found, PLAIN.losses_backward(grad, logits.float(), targets, log_sum, columns)
+        )
 
 
 def _milliseconds(work: Callable[[], object]) -> float:
@@ -125,10 +162,21 @@ def test_times_beside_the_reference(record_property: Callable[[str, object], Non
     x, rows = normal(TOKENS, HIDDEN, dtype=bf16), normal(TOKENS * TOP_K, HIDDEN, dtype=bf16)
     slots = torch.randperm(TOKENS * TOP_K, generator=dice(), device="cuda").view(TOKENS, TOP_K)
     tokens, weight = slots.flatten() // TOP_K, normal(TOKENS * TOP_K).sigmoid()
-    gated, grad = normal(TOKENS * TOP_K, 2 * WIDTH, dtype=bf16), normal(TOKENS * TOP_K, WIDTH, dtype=bf16)
-    x_BSHD, angle, of_norm = normal(1, TOKENS, HEADS, HEAD, dtype=bf16), normal(TOKENS, HEAD // 2), normal(HIDDEN)
+    gated, grad = (
+        normal(TOKENS * TOP_K, 2 * WIDTH, dtype=bf16),
+        normal(TOKENS * TOP_K, WIDTH, dtype=bf16),
+    )
+    x_BSHD, angle, of_norm = (
+        normal(1, TOKENS, HEADS, HEAD, dtype=bf16),
+        normal(TOKENS, HEAD // 2),
+        normal(HIDDEN),
+    )
     of_norm, grad_x = of_norm.to(bf16), normal(TOKENS, HIDDEN, dtype=bf16)
-    words, of_words, grad_words = normal(TOKENS, VOCABULARY, dtype=bf16), tokens[:TOKENS], normal(TOKENS)
+    words, of_words, grad_words = (
+        normal(TOKENS, VOCABULARY, dtype=bf16),
+        tokens[:TOKENS],
+        normal(TOKENS),
+    )
     logits = normal(TOKENS, EXPERTS).requires_grad_()
     for kernels in (FUSED, PLAIN):
 
@@ -141,9 +189,13 @@ def test_times_beside_the_reference(record_property: Callable[[str, object], Non
             "sum_slots": lambda kernels=kernels: kernels.sum_slots(rows, slots, True),
             "sum_some_slots": lambda kernels=kernels: kernels.sum_slots(rows, slots, False),
             "swiglu": lambda kernels=kernels: kernels.swiglu(gated, weight, False),
-            "swiglu_backward": lambda kernels=kernels: kernels.swiglu_backward(grad, gated, weight, False),
+            "swiglu_backward": lambda kernels=kernels: kernels.swiglu_backward(
+                grad, gated, weight, False
+            ),
             "norm": lambda kernels=kernels: kernels.norm(x, of_norm, EPS),
-            "norm_backward": lambda kernels=kernels: kernels.norm_backward(grad_x, x, of_norm, EPS, None, slice(None)),
+            "norm_backward": lambda kernels=kernels: kernels.norm_backward(
+                grad_x, x, of_norm, EPS, None, slice(None)
+            ),
             "rotate": lambda kernels=kernels: kernels.rotate(x_BSHD, angle, angle),
             "losses": lambda kernels=kernels: kernels.losses(words, of_words),
             "losses_backward": lambda kernels=kernels: kernels.losses_backward(

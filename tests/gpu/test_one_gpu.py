@@ -1,4 +1,5 @@
-"""One GPU: NCCL over one rank, bf16 held against fp32 on the CPU, and how long the device waits for the host.
+"""One GPU: NCCL over one rank, bf16 held against fp32 on the CPU, and how long the device waits for
+the host.
 
 Skipped without a device. Written for torch 2.11 and later.
 """
@@ -41,7 +42,13 @@ def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
     """Loss and gradients of the first step, left in `folder`."""
     device = join(seat)
     job = trainee(
-        plan.model, plan.workload, plan.layout, batches(plan.model), rank=0, device=device, initial=initial_value
+        plan.model,
+        plan.workload,
+        plan.layout,
+        batches(plan.model),
+        rank=0,
+        device=device,
+        initial=initial_value,
     )
     found = accumulate(job, Clock(), step=1)
     pieces = {piece.name: piece.tensor.double().cpu() for piece in job.optimizer.gradients()}
@@ -58,29 +65,38 @@ def gradients(
     router = RouterTraining(force=RouterForce.BALANCED)
     work = replace(WORK, precision=precision, router=router, fused_kernels=kernels)
     plan = tiny_jobs.plan(work, "mbs4", world_size=1)
-    done = launch(partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device)
+    done = launch(
+        partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device
+    )
     assert done is Exit.DONE
     return pickle.loads((folder / "found").read_bytes())
 
 
 def test_bf16_on_the_gpu_is_within_rounding_of_fp32_on_the_cpu(tmp_path: Path) -> None:
-    """A gradient is a product of sums that were rounded a few times on their way: 16 units of bf16 hold on a CPU."""
+    """A gradient is a product of sums that were rounded a few times on their way: 16 units of bf16
+    hold on a CPU."""
     loss, wanted = gradients(Dtype.FP32, DeviceKind.CPU, tmp_path / "cpu")
     found_loss, found = gradients(Dtype.BF16, DeviceKind.CUDA, tmp_path / "gpu")
     assert found_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
     assert found.keys() == wanted.keys()
     for name, reference in wanted.items():
-        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(reference.norm()), name
+        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(
+            reference.norm()
+        ), name
 
 
 def test_fused_kernels_have_the_gradients_of_the_reference(tmp_path: Path) -> None:
     """Both in bf16 on the GPU: they sum in other orders and round at other places."""
     pytest.importorskip("triton", reason="needs the package triton")
     loss, wanted = gradients(Dtype.BF16, DeviceKind.CUDA, tmp_path / "plain", FusedKernels.PLAIN)
-    found_loss, found = gradients(Dtype.BF16, DeviceKind.CUDA, tmp_path / "triton", FusedKernels.TRITON)
+    found_loss, found = gradients(
+        Dtype.BF16, DeviceKind.CUDA, tmp_path / "triton", FusedKernels.TRITON
+    )
     assert found_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
     for name, reference in wanted.items():
-        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(reference.norm()), name
+        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(
+            reference.norm()
+        ), name
 
 
 def test_windows_and_sinks_on_the_gpu_are_those_of_the_cpu() -> None:
@@ -110,15 +126,23 @@ def over_nccl(path: Path, seat: RankContext) -> Outcome:
 
 def test_nccl_makes_a_world_of_one(tmp_path: Path) -> None:
     path = tmp_path / "value"
-    assert launch(partial(over_nccl, path), nproc=1, run_dir=tmp_path, device=DeviceKind.CUDA) is Exit.DONE
+    assert (
+        launch(partial(over_nccl, path), nproc=1, run_dir=tmp_path, device=DeviceKind.CUDA)
+        is Exit.DONE
+    )
     assert path.read_text() == "[2.0, 2.0, 2.0]"
 
 
-def test_the_gpu_trains_and_its_idle_share_is_measured(record_property: pytest.FixtureRequest) -> None:
+def test_the_gpu_trains_and_its_idle_share_is_measured(
+    record_property: pytest.FixtureRequest,
+) -> None:
     """The quickstart's model: the device's busy time within a step, and a loss that falls."""
     device = torch.device("cuda", 0)
     job = bench._job(device)
-    losses = [train_step(job, step=step, lr=1e-3, stop_asked=False, counted=False).loss for step in range(1, 4)]
+    losses = [
+        train_step(job, step=step, lr=1e-3, stop_asked=False, counted=False).loss
+        for step in range(1, 4)
+    ]
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -142,13 +166,19 @@ def test_the_engine_keeps_up_with_a_plain_loop_on_the_gpu() -> None:
 
 
 def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
-    """In fp32 without TF32 the proof of layouts holds across devices at a hundred times its tolerance."""
+    """In fp32 without TF32 the proof of layouts holds across devices at a hundred times its
+    tolerance."""
     one = layout_proof.reference(tiny_jobs.MODEL, WORK, 4)
     work = replace(WORK, seed=one.seed)
     plan = tiny_jobs.plan(work, "mbs4", world_size=1)
     folder = tmp_path / "gpu"
     folder.mkdir()
-    done = launch(partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=DeviceKind.CUDA)
+    done = launch(
+        partial(first_gradients, plan, folder),
+        nproc=1,
+        run_dir=folder / "run",
+        device=DeviceKind.CUDA,
+    )
     assert done is Exit.DONE
     loss, _ = pickle.loads((folder / "found").read_bytes())
     assert loss == pytest.approx(one.seen.sgd.steps[0][0], rel=1e-3)

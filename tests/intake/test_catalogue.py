@@ -99,10 +99,13 @@ def test_every_device_has_rates_and_sources() -> None:
         device = hardware.device
         peaks = {peak.dtype: peak.rate for peak in device.peaks}
         assert peaks[Dtype.BF16].kind is SourceKind.DATASHEET
-        # On Hopper an 8-bit GEMM with a scale a block is another kernel than one with a scale a tensor.
+        # On Hopper an 8-bit GEMM with a scale a block is another kernel than one with a scale a
+        # tensor.
         blocks = {Dtype.MXFP8} if name in ("H100", "H800", "H200") else set()
         dtypes = {*peaks, *blocks}
-        assert {(rate.op, rate.dtype) for rate in device.rates} == {(op, dtype) for op in Op for dtype in dtypes}
+        assert {(rate.op, rate.dtype) for rate in device.rates} == {
+            (op, dtype) for op in Op for dtype in dtypes
+        }
         for rate in device.rates:
             if rate.op in (Op.GEMM, Op.GROUPED_GEMM):
                 peak = peaks[Dtype.FP8 if rate.dtype is Dtype.MXFP8 else rate.dtype].value
@@ -114,7 +117,9 @@ def test_every_device_has_rates_and_sources() -> None:
 def test_usable_memory_is_what_runtimes_show() -> None:
     """79.2 GiB on 80 GB parts; about 184 GiB on GB200."""
     assert catalogue.hardware("1xH800").device.memory_bytes.value / GIB == pytest.approx(79.2)
-    assert catalogue.hardware("1xGB200").device.memory_bytes.value / GIB == pytest.approx(184, abs=0.5)
+    assert catalogue.hardware("1xGB200").device.memory_bytes.value / GIB == pytest.approx(
+        184, abs=0.5
+    )
 
 
 def test_domains() -> None:
@@ -136,12 +141,19 @@ def _spoil(made: Hardware, what: str) -> Hardware:
     if what == "count":
         return replace(made, count=0)
     if what == "device.memory_bytes":
-        return replace(made, device=replace(device, memory_bytes=replace(device.memory_bytes, value=-1.0)))
+        return replace(
+            made, device=replace(device, memory_bytes=replace(device.memory_bytes, value=-1.0))
+        )
     points = ((2.0, 1.0), (1.0, 1.0)) if what == "device.rates[0].curve" else ()
-    return replace(made, device=replace(device, rates=(replace(rate, curve=replace(rate.curve, points=points)),)))
+    return replace(
+        made,
+        device=replace(device, rates=(replace(rate, curve=replace(rate.curve, points=points)),)),
+    )
 
 
-@pytest.mark.parametrize("what", ["count", "device.memory_bytes", "device.rates[0].curve", "device.rates[0]"])
+@pytest.mark.parametrize(
+    "what", ["count", "device.memory_bytes", "device.rates[0].curve", "device.rates[0]"]
+)
 def test_spoilt_hardware_files(tmp_path: Path, what: str) -> None:
     path = tmp_path / "machine.toml"
     write_toml(path, _spoil(catalogue.hardware("4xH100"), what))

@@ -1,4 +1,5 @@
-"""config.json in and out: families, both dialects, and everything that must be refused in one line."""
+"""config.json in and out: families, both dialects, and everything that must be refused in one
+line."""
 
 from __future__ import annotations
 
@@ -73,7 +74,11 @@ def test_folder_and_file_read_alike(tmp_path: Path) -> None:
     assert (model.name, model.family, model.layers) == (tmp_path.name, "qwen3_moe", 6)
     assert model.attention.qk_norm is QkNorm.PER_HEAD
     assert model.moe is not None
-    assert (model.moe.experts, model.moe.router.top_k, model.moe.router.pre_softmax) == (16, 4, False)
+    assert (model.moe.experts, model.moe.router.top_k, model.moe.router.pre_softmax) == (
+        16,
+        4,
+        False,
+    )
     assert model.moe_layers == (True,) * 6
 
 
@@ -91,18 +96,33 @@ def test_two_spellings_must_agree(tmp_path: Path) -> None:
 
 
 def test_rope_dialects_agree() -> None:
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn = {
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
     old = QWEN | {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **yarn}}
     new = QWEN | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", **yarn}}
     model = hf.spec_of(old, where="c", name="m")
     assert model == hf.spec_of(new, where="c", name="m")
     rope = model.attention.rope
-    assert (rope.theta, rope.scaling, rope.factor, rope.original_max_position) == (1e6, "yarn", 4.0, 512)
+    assert (rope.theta, rope.scaling, rope.factor, rope.original_max_position) == (
+        1e6,
+        "yarn",
+        4.0,
+        512,
+    )
 
 
 def test_llama3_rope_keeps_its_factors() -> None:
     rope = catalogue.model("Llama-3.1-405B").attention.rope
-    assert (rope.scaling, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == ("llama3", 8.0, 1.0, 4.0)
+    assert (rope.scaling, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == (
+        "llama3",
+        8.0,
+        1.0,
+        4.0,
+    )
 
 
 def test_sparse_step_and_dense_layers() -> None:
@@ -115,11 +135,20 @@ def test_sparse_step_and_dense_layers() -> None:
 def test_deepseek_shape() -> None:
     model = catalogue.model("deepseek-v3")
     spec = model.attention
-    assert (spec.kind, spec.head_dim, spec.v_head_dim, spec.rope.interleaved) == (AttentionKind.MLA, 192, 128, True)
+    assert (spec.kind, spec.head_dim, spec.v_head_dim, spec.rope.interleaved) == (
+        AttentionKind.MLA,
+        192,
+        128,
+        True,
+    )
     assert model.moe is not None
     router = model.moe.router
     assert (router.score, router.groups, router.top_groups) == (ScoreFunction.SIGMOID, 8, 4)
-    assert (router.selection_bias, router.scaling_factor, model.moe.shared_ffn_size) == (True, 2.5, 2048)
+    assert (router.selection_bias, router.scaling_factor, model.moe.shared_ffn_size) == (
+        True,
+        2.5,
+        2048,
+    )
     assert model.moe_layers[:4] == (False, False, False, True)
     assert model.mtp_layers == 1
 
@@ -127,7 +156,12 @@ def test_deepseek_shape() -> None:
 def test_gpt_oss_shape() -> None:
     model = catalogue.model("gpt-oss-20b")
     spec = model.attention
-    assert (spec.sliding_window, spec.window_every, spec.sinks, spec.out_bias) == (128, 2, True, True)
+    assert (spec.sliding_window, spec.window_every, spec.sinks, spec.out_bias) == (
+        128,
+        2,
+        True,
+        True,
+    )
     assert model.moe is not None
     assert model.moe.expert_bias
     assert model.moe.router.logit_bias
@@ -158,13 +192,22 @@ def test_transformers_configs_read_and_come_back() -> None:
     for name, settled in classes.items():
         build = getattr(transformers, name)
         model = hf.spec_of(json.loads(build(**settled).to_json_string()), where=name, name=name)
-        again = hf.spec_of(json.loads(build(**config_of(model)).to_json_string()), where=name, name=name)
+        again = hf.spec_of(
+            json.loads(build(**config_of(model)).to_json_string()), where=name, name=name
+        )
         assert again == model, name
 
 
 def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> None:
     path = write(
-        tmp_path, QWEN | {"torch_dtype": "bfloat16", "my_note": "x", "zz": 1, "auto_map": {"AutoModel": "evil.py"}}
+        tmp_path,
+        QWEN
+        | {
+            "torch_dtype": "bfloat16",
+            "my_note": "x",
+            "zz": 1,
+            "auto_map": {"AutoModel": "evil.py"},
+        },
     )
     assert hf.unknown_fields(path) == ("my_note", "zz")
     assert hf.read_config(path) == hf.read_config(write(tmp_path, QWEN))
@@ -179,14 +222,29 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
         ),
         ({"num_experts": 0}, "num_experts=0: must be in 1..65536; nearest legal value: 1"),
         ({"hidden_size": -256}, "hidden_size=-256: must be in 1..131072; nearest legal value: 1"),
-        ({"hidden_size": 10**9}, "hidden_size=1000000000: must be in 1..131072; nearest legal value: 131072"),
-        ({"num_hidden_layers": -6}, "num_hidden_layers=-6: must be in 1..1024; nearest legal value: 1"),
-        ({"vocab_size": 10**12}, "vocab_size=1000000000000: must be in 1..16777216; nearest legal value: 16777216"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000: must be in 1..1024; nearest legal value: 1024"),
+        (
+            {"hidden_size": 10**9},
+            "hidden_size=1000000000: must be in 1..131072; nearest legal value: 131072",
+        ),
+        (
+            {"num_hidden_layers": -6},
+            "num_hidden_layers=-6: must be in 1..1024; nearest legal value: 1",
+        ),
+        (
+            {"vocab_size": 10**12},
+            "vocab_size=1000000000000: must be in 1..16777216; nearest legal value: 16777216",
+        ),
+        (
+            {"num_hidden_layers": 10**6},
+            "num_hidden_layers=1000000: must be in 1..1024; nearest legal value: 1024",
+        ),
         ({"num_hidden_layers": 10**40}, "num_hidden_layers=a huge integer"),
         ({"vocab_size": "4096"}, 'vocab_size="4096": must be a whole number'),
         ({"vocab_size": True}, "vocab_size=true: must be a whole number"),
-        ({"vocab_size": 4096.5}, "vocab_size=4096.5: must be a whole number in 1..16777216; nearest legal value: 4096"),
+        (
+            {"vocab_size": 4096.5},
+            "vocab_size=4096.5: must be a whole number in 1..16777216; nearest legal value: 4096",
+        ),
         ({"vocab_size": [4096]}, "vocab_size=a list of 1: must be a whole number"),
         ({"vocab_size": None}, "vocab_size=null: is missing"),
         (
@@ -196,15 +254,30 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
         ({"num_key_value_heads": 16}, "must be at most num_attention_heads=8"),
         ({"head_dim": 31}, "head_dim=31: must be even"),
         ({"hidden_act": "gelu"}, 'hidden_act="gelu": must be one of silu, swiglu'),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, 'rope_scaling.type="longrope": must be one of default'),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}}, "rope_scaling.surprise=1: is not known"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            'rope_scaling.type="longrope": must be one of default',
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}},
+            "rope_scaling.surprise=1: is not known",
+        ),
         ({"rope_theta": 0}, "rope_theta=0: must be in 1..1e+15; nearest legal value: 1"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"use_sliding_window": True, "sliding_window": 512}, "needs layer_types"),
-        ({"layer_types": ["full_attention"] * 5 + ["linear_attention"]}, "'linear_attention', a mixer"),
-        ({"layer_types": ["full_attention"]}, "layer_types=a list of 1: must have num_hidden_layers=6 entries"),
+        (
+            {"layer_types": ["full_attention"] * 5 + ["linear_attention"]},
+            "'linear_attention', a mixer",
+        ),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types=a list of 1: must have num_hidden_layers=6 entries",
+        ),
         ({"mlp_only_layers": [6]}, "must name layers 0..5"),
-        ({"linear_num_key_heads": 4}, "linear_num_key_heads=4: asks for what moewright does not model"),
+        (
+            {"linear_num_key_heads": 4},
+            "linear_num_key_heads=4: asks for what moewright does not model",
+        ),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: asks for"),
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob="yes": must be true or false'),
         ({"num_nextn_predict_layers": 1}, "multi-token prediction is not known for qwen3_moe"),
@@ -224,11 +297,17 @@ def test_bad_fields(tmp_path: Path, change: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"scoring_func": "softmax"}, 'scoring_func="softmax": must be one of sigmoid; nearest legal value: sigmoid'),
+        (
+            {"scoring_func": "softmax"},
+            'scoring_func="softmax": must be one of sigmoid; nearest legal value: sigmoid',
+        ),
         ({"topk_method": "greedy"}, 'topk_method="greedy": must be one of noaux_tc'),
         ({"n_group": 7}, "n_group=7: must divide the 256 experts; nearest legal value: 8"),
         ({"topk_group": 9}, "topk_group=9: must be at most n_group=8"),
-        ({"n_group": 256, "topk_group": 4}, "leaves 4 experts to choose 8 from; nearest legal value: 8"),
+        (
+            {"n_group": 256, "topk_group": 4},
+            "leaves 4 experts to choose 8 from; nearest legal value: 8",
+        ),
         ({"first_k_dense_replace": 62}, "must be at most num_hidden_layers=61"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63: must be even"),
         ({"index_topk": 2048}, "index_topk=2048: asks for"),
@@ -241,7 +320,13 @@ def test_bad_deepseek_fields(tmp_path: Path, change: dict[str, Any], said: str) 
 
 
 def test_absent_fields(tmp_path: Path) -> None:
-    for field in ("hidden_size", "num_experts", "num_experts_per_tok", "num_key_value_heads", "model_type"):
+    for field in (
+        "hidden_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_key_value_heads",
+        "model_type",
+    ):
         config = {key: value for key, value in QWEN.items() if key != field}
         assert f"config.json: {field}: is missing" in refused(write(tmp_path, config))
 
@@ -264,10 +349,25 @@ def test_head_width_needs_a_divisor(tmp_path: Path) -> None:
         ('{"hidden_size": -Infinity}', "Infinity"),
         ('{"a":' * 200_000 + "1" + "}" * 200_000, "nested too deeply"),
         ("[" * 200_000, "nested too deeply"),
-        (json.dumps(QWEN)[:-1] + ', "rope_theta": 1e400}', "rope_theta=inf: must be a finite number"),
+        (
+            json.dumps(QWEN)[:-1] + ', "rope_theta": 1e400}',
+            "rope_theta=inf: must be a finite number",
+        ),
         ('{"hidden_size": ' + "9" * 10_000 + "}", "too many digits"),
     ],
-    ids=["empty", "open", "list", "null", "twice", "nan", "infinity", "deep", "deep-list", "overflow", "digits"],
+    ids=[
+        "empty",
+        "open",
+        "list",
+        "null",
+        "twice",
+        "nan",
+        "infinity",
+        "deep",
+        "deep-list",
+        "overflow",
+        "digits",
+    ],
 )
 def test_malformed_files(tmp_path: Path, content: str, said: str) -> None:
     assert said in refused(write(tmp_path, content))
@@ -300,17 +400,24 @@ JUNK = st.one_of(
     st.floats(),
     st.text(max_size=8),
     st.lists(st.integers(0, 3), max_size=3),
-    st.dictionaries(st.sampled_from(["type", "rope_type", "factor", "x"]), st.integers(-2, 2) | st.text(max_size=3)),
+    st.dictionaries(
+        st.sampled_from(["type", "rope_type", "factor", "x"]),
+        st.integers(-2, 2) | st.text(max_size=3),
+    ),
 )
-FIELDS = sorted({*QWEN, *DEEPSEEK, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window"})
+FIELDS = sorted(
+    {*QWEN, *DEEPSEEK, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window"}
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([QWEN, MIXTRAL, DEEPSEEK]), st.dictionaries(st.sampled_from(FIELDS), JUNK, min_size=1, max_size=3)
+    st.sampled_from([QWEN, MIXTRAL, DEEPSEEK]),
+    st.dictionaries(st.sampled_from(FIELDS), JUNK, min_size=1, max_size=3),
 )
 def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[str, Any]) -> None:
-    """Whatever stands in a field, the answer is a model whose parameters can be listed, or one BadInput."""
+    """Whatever stands in a field, the answer is a model whose parameters can be listed, or one
+    BadInput."""
     try:
         model = hf.spec_of(base | junk, where="config.json", name="fuzz")
     except BadInput:
@@ -319,7 +426,8 @@ def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[
 
 
 @pytest.mark.parametrize(
-    "field", ["attention_value_norm", "rope_local_base_freq", "moe_router_groups_v2", "expert_choice"]
+    "field",
+    ["attention_value_norm", "rope_local_base_freq", "moe_router_groups_v2", "expert_choice"],
 )
 def test_an_unknown_setting_of_a_part_is_refused(tmp_path: Path, field: str) -> None:
     said = refused(write(tmp_path, QWEN | {field: 7}))
@@ -327,7 +435,9 @@ def test_an_unknown_setting_of_a_part_is_refused(tmp_path: Path, field: str) -> 
     assert "asks for what moewright does not model" in said
 
 
-def test_an_unknown_harmless_field_is_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_harmless_field_is_named_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, QWEN | {"badge": "gold", "moe_note": None})
     assert catalogue.skipped_fields(str(path)) == ("badge", "moe_note")
     assert catalogue.skipped_fields("Qwen3-8B") == ()

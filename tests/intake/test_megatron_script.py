@@ -40,7 +40,8 @@ def back(text, folder, *, world=None, named=None, **environment):
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, tmp_path):
-    """Fingerprints cover model, workload, hardware and layout: a plan that is read back is the plan."""
+    """Fingerprints cover model, workload, hardware and layout: a plan that is read back is the
+    plan."""
     layout = parse_layout("tp2,ep4,mbs2" if model(name).moe else "tp2,mbs2", world_size=16)
     plan = plan_of(name, layout, Workload(seq_len=2048, global_batch=64))
     found = back(megatron(plan), tmp_path)
@@ -115,14 +116,23 @@ eval ${run_cmd} 2>&1 | tee log.txt
 def test_a_script_with_arrays_variables_defaults_tests_and_eval(tmp_path):
     found = back(QWEN, tmp_path, EP="", CKPT="/ckpt")
     assert found.model == model("Qwen/Qwen3-30B-A3B")
-    assert found.layout == parse_layout("tp2,ep8,etp2", world_size=32)  # expert tensor parallelism is tp when not said
-    assert any("so it is the tensor-parallel size: experts are cut in 2" in note for note in found.notes)
+    assert found.layout == parse_layout(
+        "tp2,ep8,etp2", world_size=32
+    )  # expert tensor parallelism is tp when not said
+    assert any(
+        "so it is the tensor-parallel size: experts are cut in 2" in note for note in found.notes
+    )
     assert found.workload.global_batch == 256
     assert found.workload.seq_len == 4096
     assert found.workload.optimizer.beta2 == 0.999  # the parser's own default
     assert found.workload.checkpoint.every_steps == 500
     one = back(
-        QWEN, tmp_path, TP="1", NNODES="1", EP="4", MORE="--recompute-granularity full --recompute-method uniform"
+        QWEN,
+        tmp_path,
+        TP="1",
+        NNODES="1",
+        EP="4",
+        MORE="--recompute-granularity full --recompute-method uniform",
     )
     assert one.layout == parse_layout("ep4,recompute=full", world_size=8)
 
@@ -141,7 +151,11 @@ def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
         ("--moe-enable-deepep", "dispatcher", Dispatcher.DEEPEP),
         ("--use-megatron-fsdp", "zero", 3),
         ("--overlap-grad-reduce --overlap-param-gather", "overlap", (Overlap.GRAD, Overlap.PARAM)),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "offload", (Offload.OPTIMIZER,)),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+            "offload",
+            (Offload.OPTIMIZER,),
+        ),
         ("--moe-expert-capacity-factor 1.5", "capacity", 1.5),
     ],
 )
@@ -158,7 +172,11 @@ PIPELINED = [
         "Et*9|t*15|t*15|t*9L",
         1,
     ),
-    ("--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split", "Et*6|t*7|t*7|t*7|t*7|t*7|t*7L", 1),
+    (
+        "--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split",
+        "Et*6|t*7|t*7|t*7|t*7|t*7|t*7L",
+        1,
+    ),
 ]
 
 
@@ -169,7 +187,11 @@ def test_ways_to_split_layers_over_pipeline_ranks(more, stages, vpp, tmp_path):
 
 
 REFUSED = [
-    ("--gradient-accumulation-steps 4", "4 x micro-batch 1 x data-parallel 16 = 64, not --global-batch-size 256", "16"),
+    (
+        "--gradient-accumulation-steps 4",
+        "4 x micro-batch 1 x data-parallel 16 = 64, not --global-batch-size 256",
+        "16",
+    ),
     ("--data-parallel-size 8", "32 ranks / (tensor 2 x context 1 x pipeline 1) = 16", "16"),
     ("--global-batch-size 250", "micro-batch 1 x data-parallel 16 = 16 must divide it", "256"),
     (
@@ -177,18 +199,34 @@ REFUSED = [
         "stands with full recompute alone",
         "leave it out",
     ),
-    ("--recompute-granularity selective --recompute-modules loss", "is one of layernorm, moe_act,", "moe_act"),
+    (
+        "--recompute-granularity selective --recompute-modules loss",
+        "is one of layernorm, moe_act,",
+        "moe_act",
+    ),
     ("--recompute-granularity full", "needs --recompute-method", "--recompute-method uniform"),
-    ("--deepspeed --deepspeed_config ds_config.json", "takes no DeepSpeed config", "--use-distributed-optimizer"),
+    (
+        "--deepspeed --deepspeed_config ds_config.json",
+        "takes no DeepSpeed config",
+        "--use-distributed-optimizer",
+    ),
     ("--dataloader-type dynamic", "pads no batches", "single"),
-    ("--tensor-model-paralel-size 4", "is no option of Megatron-LM", "--tensor-model-parallel-size"),
+    (
+        "--tensor-model-paralel-size 4",
+        "is no option of Megatron-LM",
+        "--tensor-model-parallel-size",
+    ),
     ("--expert-parallel-size 8", "is --expert-model-parallel-size", ""),
     ("--batch-size 4", "is gone", "--micro-batch-size"),
     ("--seed many", "must be a whole number", ""),
     ("--moe-router-topk $K", "takes the value of K", "K=... before this command"),
     ("--optimizer dist_muon", "its states cannot be planned here", "adam"),
     ("--yaml-cfg sizes.yaml", "options in a YAML file cannot be planned here", ""),
-    ("--rampup-batch-size 64 64 1000 --train-iters 100", "--train-iters excludes it", "--train-samples"),
+    (
+        "--rampup-batch-size 64 64 1000 --train-iters 100",
+        "--train-iters excludes it",
+        "--train-samples",
+    ),
     ("--fp16", "excludes --bf16", "--bf16 alone"),
     ("--no-such-thing 3 4", "is no option of Megatron-LM", ""),
 ]
@@ -232,7 +270,9 @@ def test_hardware_queues_are_held_against_what_overlaps(tmp_path):
     with pytest.raises(BadInput, match="CUDA_DEVICE_MAX_CONNECTIONS=1: Megatron-FSDP needs more"):
         back(QWEN, tmp_path, MORE="--use-megatron-fsdp")
     notes = [back(QWEN, tmp_path, QUEUES=queues).notes for queues in ("1", "8")]
-    assert [any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in note for note in said) for said in notes] == [False, True]
+    assert [
+        any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in note for note in said) for said in notes
+    ] == [False, True]
 
 
 def test_arguments_nobody_gives_cases_and_functions(tmp_path):
@@ -298,8 +338,14 @@ SCRIPTS = [
     ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
     ("if [ $(hostname) = a ]; then X=1; fi\n", "which only running tells"),
     ("if true; then\n", "`fi` is missing"),
-    ("torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --num-layers 4\n", "must be a whole number"),
-    ("torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 1 --seq-length 8\n", "model is not in"),
+    (
+        "torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --num-layers 4\n",
+        "must be a whole number",
+    ),
+    (
+        "torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 1 --seq-length 8\n",
+        "model is not in",
+    ),
 ]
 
 

@@ -18,7 +18,18 @@ FILE = Path(__file__).parents[2] / "src/moewright/intake/data/hardware.json"
 
 
 def test_all_ten_parts_are_there() -> None:
-    assert set(PARTS) >= {"A100-40GB", "A100", "H100", "H800", "H200", "H20", "B200", "GB200", "B300", "GB300"}
+    assert set(PARTS) >= {
+        "A100-40GB",
+        "A100",
+        "H100",
+        "H800",
+        "H200",
+        "H20",
+        "B200",
+        "GB200",
+        "B300",
+        "GB300",
+    }
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -50,7 +61,12 @@ def test_every_figure_has_a_source(name: str) -> None:
 
 
 def test_later_parts_of_a_line_are_no_slower() -> None:
-    for line in (("A100", "H100", "B200", "B300"), ("H100", "H200"), ("GB200", "GB300"), ("A100-40GB", "A100")):
+    for line in (
+        ("A100", "H100", "B200", "B300"),
+        ("H100", "H200"),
+        ("GB200", "GB300"),
+        ("A100-40GB", "A100"),
+    ):
         devices = [catalogue.hardware(name).device for name in line]
         for earlier, later in pairwise(devices):
             assert later.memory_Bps.value >= earlier.memory_Bps.value

@@ -1,7 +1,7 @@
 """Published configurations as launch scripts: read, estimated, written again, read again.
 
-The sixteen of a Qwen3-235B tuning guide (256 H800, Pai-Megatron-Patch 2b201af, 2025), and a 70B template for 1,024 GPUs
-from a blog, whose options are wrong in the ways that such posts are.
+The sixteen of a Qwen3-235B tuning guide (256 H800, Pai-Megatron-Patch 2b201af, 2025), and a 70B
+template for 1,024 GPUs from a blog, whose options are wrong in the ways that such posts are.
 """
 
 from pathlib import Path
@@ -46,16 +46,28 @@ torchrun --nnodes 32 --nproc-per-node 8 pretrain_qwen.py $MODEL $MOE $OTHERS $SP
 FORCED, ZERO = "--moe-router-force-load-balancing", "--overlap-grad-reduce --overlap-param-gather"
 # Layout, variables, and seconds a step as printed.
 SIXTEEN = [
-    ("tp2,ep8,pp32,vpp3,recompute=select,overlap=p2p", "TP=2 EP=8 PP=32 VPP=3 RECOMPUTE=select GBS=2048", 22.42),
+    (
+        "tp2,ep8,pp32,vpp3,recompute=select,overlap=p2p",
+        "TP=2 EP=8 PP=32 VPP=3 RECOMPUTE=select GBS=2048",
+        22.42,
+    ),
     ("tp4,ep8,pp8,vpp4,overlap=p2p", "TP=4 EP=8 PP=8 VPP=4 GBS=2048", 35.481),
-    ("tp2,ep32,pp8,vpp4,recompute=select,overlap=p2p", "TP=2 EP=32 PP=8 VPP=4 RECOMPUTE=select GBS=2048", 35.392),
+    (
+        "tp2,ep32,pp8,vpp4,recompute=select,overlap=p2p",
+        "TP=2 EP=32 PP=8 VPP=4 RECOMPUTE=select GBS=2048",
+        35.392,
+    ),
     (
         "tp2,ep32,pp8,vpp4,recompute=select,overlap=p2p,dispatcher=deepep",
         "TP=2 EP=32 PP=8 VPP=4 RECOMPUTE=select GBS=2048 DISPATCHER=flex",
         25.73,
     ),
     ("tp2,ep8,pp8,recompute=select", "TP=2 EP=8 PP=8 RECOMPUTE=select GBS=2048", 27.555),
-    ("tp2,ep8,pp8,recompute=select,overlap=grad+param", f"TP=2 EP=8 PP=8 RECOMPUTE=select GBS=2048 +{ZERO}", 29.66),
+    (
+        "tp2,ep8,pp8,recompute=select,overlap=grad+param",
+        f"TP=2 EP=8 PP=8 RECOMPUTE=select GBS=2048 +{ZERO}",
+        29.66,
+    ),
     (
         "tp2,ep8,pp8,recompute=select,overlap=grad+param+tp",
         f"TP=2 EP=8 PP=8 RECOMPUTE=select GBS=2048 +{ZERO} --tp-comm-overlap",
@@ -67,7 +79,11 @@ SIXTEEN = [
         43.495,
     ),
     ("tp2,ep8,pp32,mbs4,recompute=full", "TP=2 EP=8 PP=32 MBS=4 RECOMPUTE=full GBS=8192", 92.652),
-    ("tp1,ep8,pp32,vpp3,recompute=moe+layernorm,overlap=p2p", "TP=1 EP=8 PP=32 VPP=3 RECOMPUTE=moe GBS=2048", 22.946),
+    (
+        "tp1,ep8,pp32,vpp3,recompute=moe+layernorm,overlap=p2p",
+        "TP=1 EP=8 PP=32 VPP=3 RECOMPUTE=moe GBS=2048",
+        22.946,
+    ),
     (
         "tp1,ep8,pp32,vpp3,mbs4,recompute=full,overlap=p2p",
         "TP=1 EP=8 PP=32 VPP=3 MBS=4 RECOMPUTE=full GBS=4096",
@@ -97,22 +113,36 @@ def job(script, folder, *, world, named=None, **environment):
     return read(command, world=world, folder=Path(folder), named=named)
 
 
-@pytest.mark.parametrize(("layout", "variables", "seconds"), SIXTEEN, ids=[layout for layout, _, _ in SIXTEEN])
+@pytest.mark.parametrize(
+    ("layout", "variables", "seconds"), SIXTEEN, ids=[layout for layout, _, _ in SIXTEEN]
+)
 def test_configurations_of_the_guide_go_in_and_out(layout, variables, seconds, tmp_path):
     plain, _, more = variables.partition("+")
     if "capacity" not in layout:
         more = f"{more} {FORCED}"  # all its other runs force an even load
-    found = job(QWEN3_235B, tmp_path, world=256, MORE=more, **dict(pair.split("=") for pair in plain.split()))
+    found = job(
+        QWEN3_235B,
+        tmp_path,
+        world=256,
+        MORE=more,
+        **dict(pair.split("=") for pair in plain.split()),
+    )
     assert found.layout == parse_layout(layout, world_size=256)
     assert found.model.name == "Qwen/Qwen3-235B-A22B"
     assert (found.workload.router.force is RouterForce.BALANCED) == ("capacity" not in layout)
     plan = plan_of(found.model, found.workload, catalogue.hardware("256xH800"), found.layout)
-    # The guide ran them all. Every step within a factor of what it measured: the planner's own errors are held to
-    # tighter figures elsewhere; a misread script is off by more (capacity runs were not balanced, and are slower).
+    # The guide ran them all. Every step within a factor of what it measured: the planner's own
+    # errors are held to
+    # tighter figures elsewhere; a misread script is off by more (capacity runs were not balanced,
+    # and are slower).
     assert plan.estimate.verdict is not Verdict.OOM
     assert 0.5 < plan.estimate.step_s / seconds < 1.6 or "capacity" in layout
     again = job(megatron(plan), tmp_path, world=256)
-    assert (again.model, again.workload, again.layout) == (found.model, found.workload, found.layout)
+    assert (again.model, again.workload, again.layout) == (
+        found.model,
+        found.workload,
+        found.layout,
+    )
 
 
 LLAMA_70B = """
@@ -132,7 +162,9 @@ python -m torch.distributed.launch \\
   --overlap-grad-reduce \\
   --deepspeed_config ds_config.json
 """
-DS_CONFIG = '{"zero_optimization": {"stage": %d, "contiguous_gradients": true, "overlap_comm": true}}'
+DS_CONFIG = (
+    '{"zero_optimization": {"stage": %d, "contiguous_gradients": true, "overlap_comm": true}}'
+)
 
 
 def refused(script, folder):
@@ -144,7 +176,9 @@ def refused(script, folder):
 def test_the_template_is_put_right_one_mistake_after_another(tmp_path):
     with pytest.raises(BadInput, match="--num-layers: is missing: the model is not in the script"):
         job(LLAMA_70B, tmp_path, world=1024)
-    assert "1 is --use-distributed-optimizer, 3 is --use-megatron-fsdp" in refused(LLAMA_70B, tmp_path)
+    assert "1 is --use-distributed-optimizer, 3 is --use-megatron-fsdp" in refused(
+        LLAMA_70B, tmp_path
+    )
     (tmp_path / "ds_config.json").write_text(DS_CONFIG % 3)
     assert "DeepSpeed combines ZeRO-3 with no pipeline" in refused(LLAMA_70B, tmp_path)
     (tmp_path / "ds_config.json").write_text(DS_CONFIG % 1)
@@ -153,14 +187,21 @@ def test_the_template_is_put_right_one_mistake_after_another(tmp_path):
         "--gradient-accumulation-steps=16: 16 x micro-batch 1 x data-parallel 8 = 128, not --global-batch-size 2048; "
         "Megatron-LM derives 2048 / (1 x 8); nearest legal value: 256"
     )
-    right = LLAMA_70B.replace("--gradient-accumulation-steps 16", "--gradient-accumulation-steps 256")
+    right = LLAMA_70B.replace(
+        "--gradient-accumulation-steps 16", "--gradient-accumulation-steps 256"
+    )
     found = job(right, tmp_path, world=1024, named=catalogue.model("Llama-2-70b"))
     assert found.layout == parse_layout("tp8,pp16,overlap=grad,dp8", world_size=1024)
     plan = plan_of(found.model, found.workload, catalogue.hardware("1024xA100"), found.layout)
-    # 70B over 128 ranks of 80 GB leaves most of each empty. The post promises 150 TFLOP/s a GPU and, beside it, 15K
+    # 70B over 128 ranks of 80 GB leaves most of each empty. The post promises 150 TFLOP/s a GPU
+    # and, beside it, 15K
     # tokens/s for all, which would be 6.
     assert plan.estimate.verdict is Verdict.FITS
     assert 80 < plan.estimate.tflops_per_device < 220
     assert 1024 * plan.estimate.tokens_per_s_per_device > 10 * 15_000
     again = job(megatron(plan), tmp_path, world=1024)
-    assert (again.model, again.workload, again.layout) == (found.model, found.workload, found.layout)
+    assert (again.model, again.workload, again.layout) == (
+        found.model,
+        found.workload,
+        found.layout,
+    )

@@ -22,12 +22,23 @@ def moewright(tmp_path_factory: pytest.TempPathFactory) -> Run:
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "-c", ROOT / "constraints.txt", ROOT], check=True)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         program = [venv / "bin" / "moewright", *arguments]
-        return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            program, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
 
     lacking = "import importlib.util as u; assert not any(map(u.find_spec, ('torch', 'safetensors', 'tokenizers')))"
     subprocess.run([python, "-c", lacking], check=True)
@@ -42,7 +53,9 @@ def test_help(moewright: Run) -> None:
 
 def test_plan(moewright: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done = moewright("plan", "Qwen3-235B-A22B", "--on", "256xH800", "--top", "3", "--json", str(path))
+    done = moewright(
+        "plan", "Qwen3-235B-A22B", "--on", "256xH800", "--top", "3", "--json", str(path)
+    )
     assert done.returncode == 0, done.stderr
     assert "tp" in done.stdout
     assert "sequence length 4096 (default; --seq-len)" in done.stdout

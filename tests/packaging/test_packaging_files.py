@@ -19,7 +19,11 @@ def _canonical(name: str) -> str:
 
 
 def _pins() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     pairs = [line.split("==") for line in lines]
     return {_canonical(name): version for name, version in pairs}
 
@@ -27,7 +31,10 @@ def _pins() -> dict[str, str]:
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
-    wanted = [Requirement(text) for text in (*project["dependencies"], *(text for extra in extras for text in extra))]
+    wanted = [
+        Requirement(text)
+        for text in (*project["dependencies"], *(text for extra in extras for text in extra))
+    ]
     pins = _pins()
     for requirement in wanted:
         if requirement.name != "moewright":
@@ -56,7 +63,9 @@ def test_ci_runs_make_test() -> None:
 def test_make_train_from_a_bare_clone_shows_every_step(tmp_path: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
-    shown = subprocess.run([*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     steps = ["pip install", "data build", "bench machine", "moewright plan", "moewright train"]
     places = [shown.index(step) for step in steps]
     assert places[0] < min(places[1:3])
@@ -73,14 +82,20 @@ def test_make_train_again_only_trains(tmp_path: Path) -> None:
     for name in made:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    shown = subprocess.run([*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     assert len(shown.splitlines()) == 1
     assert "moewright train" in shown
 
 
 def test_links_in_the_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    links = [(page, target) for page in pages for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())]
+    links = [
+        (page, target)
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    ]
     assert len(links) > 5
     for page, target in links:
         assert (page.parent / target).exists(), f"{page}: {target}"

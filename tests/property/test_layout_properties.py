@@ -11,9 +11,24 @@ from hypothesis import strategies as st
 from model_shapes import moe_model
 from moewright.rules.buckets import plan_buckets, shard_range
 from moewright.rules.fsdp import spread
-from moewright.rules.grid import GROUPS, all_groups, axis_size, coordinate, group_ranks, group_size, min_world
+from moewright.rules.grid import (
+    GROUPS,
+    all_groups,
+    axis_size,
+    coordinate,
+    group_ranks,
+    group_size,
+    min_world,
+)
 from moewright.rules.legality import divisors, illegal, micro_batches
-from moewright.rules.schedule import Kind, bubble_fraction, in_flight, peak_live, schedule_reasons, timetable
+from moewright.rules.schedule import (
+    Kind,
+    bubble_fraction,
+    in_flight,
+    peak_live,
+    schedule_reasons,
+    timetable,
+)
 from moewright.rules.shards import GRADIENT_GROUPS
 from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.rules.stages import Split, chunks, layout_string, stage_reasons, vpp_choices
@@ -23,7 +38,9 @@ from moewright.spec.workload import Workload
 HYBRID = {"shard", "copies", "edp_shard", "edp_copies"}
 
 # A busy machine is not a finding: no deadlines, and pipelines filter what has no timetable.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+unhurried = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 small = st.integers(1, 4)
 
 
@@ -49,7 +66,9 @@ def test_groups_partition_the_world(layout: Layout) -> None:
 @given(folded(), st.data())
 def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    group = data.draw(st.sampled_from([group for group in sorted(GROUPS) if not {*GROUPS[group]} & HYBRID]))
+    group = data.draw(
+        st.sampled_from([group for group in sorted(GROUPS) if not {*GROUPS[group]} & HYBRID])
+    )
     ranks = group_ranks(layout, group, rank)
     assert rank in ranks
     assert ranks in all_groups(layout, group)
@@ -66,11 +85,19 @@ def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObjec
 
 @unhurried
 @given(folded(), st.data())
-def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(layout: Layout, data: st.DataObject) -> None:
-    """What `cut` and `copies` leave to each other is the group that sums the gradients, each rank of it once."""
+def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(
+    layout: Layout, data: st.DataObject
+) -> None:
+    """What `cut` and `copies` leave to each other is the group that sums the gradients, each rank
+    of it once."""
     layouts = [replace(layout, zero=3, shard=n) for n in divisors(layout.dp * layout.cp) if n > 1]
-    said = {one.shard: illegal(moe_model(), Workload(seq_len=64, global_batch=64), one) for one in layouts}
-    legal = [one for one in layouts if all(reason.field != "layout.shard" for reason in said[one.shard])]
+    said = {
+        one.shard: illegal(moe_model(), Workload(seq_len=64, global_batch=64), one)
+        for one in layouts
+    }
+    legal = [
+        one for one in layouts if all(reason.field != "layout.shard" for reason in said[one.shard])
+    ]
     assume(legal)
     hybrid = data.draw(st.sampled_from(legal))
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -81,7 +108,9 @@ def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(layout: Layout, da
         assert sorted(across) == sorted(group_ranks(layout, group, rank))
         block = hybrid.tp * hybrid.shard
         assert {one // block for one in cut} == {rank // block}
-        assert len({one // block for one in across}) * block * layout.pp == layout.world_size or cut == (rank,)
+        assert len(
+            {one // block for one in across}
+        ) * block * layout.pp == layout.world_size or cut == (rank,)
 
 
 @unhurried
@@ -98,9 +127,14 @@ def test_every_legal_split_holds_every_layer_once(layers: int, pp: int, vpp: int
             continue
         split = chunks(model, chosen)
         assert [layer for chunk in split for layer in chunk.layers] == list(range(layers))
-        assert [sum(chunk.embedding for chunk in split), sum(chunk.loss for chunk in split)] == [1, 1]
+        assert [sum(chunk.embedding for chunk in split), sum(chunk.loss for chunk in split)] == [
+            1,
+            1,
+        ]
         assert sum(chunk.mtp for chunk in split) == mtp
-        assert [(chunk.vpp_rank, chunk.pp_rank) for chunk in split] == [(v, r) for v in range(vpp) for r in range(pp)]
+        assert [(chunk.vpp_rank, chunk.pp_rank) for chunk in split] == [
+            (v, r) for v in range(vpp) for r in range(pp)
+        ]
     counts = [len(chunk.layers) + chunk.embedding + chunk.loss + chunk.mtp for chunk in split]
     assert max(counts) - min(counts) <= 1 + mtp
 
@@ -122,7 +156,9 @@ def pipelines(draw: st.DrawFn) -> tuple[Layout, int]:
     group = draw(st.integers(pp, max(pp, m))) if vpp > 1 else 0
     overlap = draw(st.sampled_from([(), (Overlap.EP,)])) if vpp > 1 or pp == 1 else ()
     schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
-    layout = Layout(world_size=pp, pp=pp, vpp=vpp, vpp_group=group, schedule=schedule, overlap=overlap)
+    layout = Layout(
+        world_size=pp, pp=pp, vpp=vpp, vpp_group=group, schedule=schedule, overlap=overlap
+    )
     assume(not schedule_reasons(layout, m))
     return layout, m
 
@@ -141,9 +177,16 @@ def test_no_legal_table_deadlocks_or_idles_more_than_the_closed_form(
 
 @unhurried
 @given(pipelines())
-def test_every_rank_runs_each_row_once_and_holds_what_the_closed_form_says(pipeline: tuple[Layout, int]) -> None:
+def test_every_rank_runs_each_row_once_and_holds_what_the_closed_form_says(
+    pipeline: tuple[Layout, int],
+) -> None:
     layout, m = pipeline
-    every = {(kind, mb, chunk) for kind in (Kind.F, Kind.B) for mb in range(m) for chunk in range(layout.vpp)}
+    every = {
+        (kind, mb, chunk)
+        for kind in (Kind.F, Kind.B)
+        for mb in range(m)
+        for chunk in range(layout.vpp)
+    }
     for rank, rows in enumerate(timetable(layout, m)):
         assert len(rows) == len(every)
         assert {(row.kind, row.micro_batch, row.chunk) for row in rows} == every
@@ -156,7 +199,9 @@ def test_every_rank_runs_each_row_once_and_holds_what_the_closed_form_says(pipel
     st.integers(1, 12),
     st.integers(1, 20_000),
 )
-def test_buckets_keep_every_parameter_apart(sizes: list[int], shards: int, bucket_elements: int) -> None:
+def test_buckets_keep_every_parameter_apart(
+    sizes: list[int], shards: int, bucket_elements: int
+) -> None:
     params = [(f"p{index}", numel) for index, numel in enumerate(sizes)]
     buckets = plan_buckets(params, shards=shards, bucket_elements=bucket_elements)
     assert [(entry.name, entry.numel) for bucket in buckets for entry in bucket.entries] == params
@@ -172,7 +217,10 @@ def test_buckets_keep_every_parameter_apart(sizes: list[int], shards: int, bucke
         assert ranges[0][0] == 0
         assert ranges[-1][1] == bucket.numel
         assert all(before[1] == after[0] for before, after in pairwise(ranges))
-    assert all(bucket.entries[-1].start + bucket.entries[-1].numel >= bucket_elements for bucket in buckets[:-1])
+    assert all(
+        bucket.entries[-1].start + bucket.entries[-1].numel >= bucket_elements
+        for bucket in buckets[:-1]
+    )
 
 
 absurd = st.sampled_from([-1, 0, 3, 7, 64, 10**9])
@@ -180,7 +228,9 @@ degree = st.one_of(st.sampled_from([1, 2, 4]), absurd)
 usual = st.sampled_from([1, 2, 3, 4, 5, 8])
 
 
-def layouts(degree: st.SearchStrategy[int], world: st.SearchStrategy[int]) -> st.SearchStrategy[Layout]:
+def layouts(
+    degree: st.SearchStrategy[int], world: st.SearchStrategy[int]
+) -> st.SearchStrategy[Layout]:
     return st.builds(
         Layout,
         world_size=world,
@@ -198,9 +248,13 @@ def layouts(degree: st.SearchStrategy[int], world: st.SearchStrategy[int]) -> st
 
 
 @unhurried
-@given(layouts(degree, st.sampled_from([0, 1, 6, 16, 64, 256, 10**9])), st.sampled_from([0, 24, 256, 2048, 10**9]))
+@given(
+    layouts(degree, st.sampled_from([0, 1, 6, 16, 64, 256, 10**9])),
+    st.sampled_from([0, 24, 256, 2048, 10**9]),
+)
 def test_whatever_is_asked_legality_answers(layout: Layout, batch: int) -> None:
-    """Every refusal names a field and a rule in one line; what is not refused can be split and timed."""
+    """Every refusal names a field and a rule in one line; what is not refused can be split and
+    timed."""
     model, workload = moe_model(layers=8, shared=64), Workload(seq_len=4096, global_batch=batch)
     reasons = illegal(model, workload, layout)
     for reason in reasons:

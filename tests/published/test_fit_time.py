@@ -32,7 +32,8 @@ def tokens_per_s(row: Measured, seconds: float) -> float:
 
 
 def test_seed_rows_left_out_one_by_one() -> None:
-    """Qwen3-235B on 256 H800, the 12 balanced lines: error, order, and what the chosen layout loses."""
+    """Qwen3-235B on 256 H800, the 12 balanced lines: error, order, and what the chosen layout
+    loses."""
     runs = runs_of(SEED)
     predicted = leave_out(runs, lambda run: run.id)
     assert len(runs) == 12
@@ -56,11 +57,14 @@ def test_groups_left_out_one_by_one() -> None:
 
 
 def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
-    """Rank correlation over the mean speeds of the layouts of a group, of groups with enough of them."""
+    """Rank correlation over the mean speeds of the layouts of a group, of groups with enough of
+    them."""
     speeds: dict[tuple[str, str], dict[tuple[Layout, int], list[tuple[float, float]]]] = {}
     for row, run, seconds in zip(ROWS, runs_of(ROWS), predicted, strict=True):
         pair = tokens_per_s(row, seconds), tokens_per_s(row, run.measured_s)
-        speeds.setdefault(row.group, {}).setdefault((row.layout, row.workload.global_batch), []).append(pair)
+        speeds.setdefault(row.group, {}).setdefault(
+            (row.layout, row.workload.global_batch), []
+        ).append(pair)
     found = {}
     for group, layouts in speeds.items():
         if len(layouts) >= FEWEST_LAYOUTS:
@@ -92,13 +96,18 @@ def test_shipped_constants_on_the_rows_they_were_fitted_to() -> None:
 
 
 def vtrain() -> tuple[Run, ...]:
-    """Dense GPT of vTrain's ground truth: bf16, full recompute, 100 GB/s a node. Sequence parallelism is assumed."""
+    """Dense GPT of vTrain's ground truth: bf16, full recompute, 100 GB/s a node. Sequence
+    parallelism is assumed."""
     found = []
     with (DATA / "vtrain_multinode.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             heads, head_dim, layers = int(row["heads"]), int(row["head_dim"]), int(row["layers"])
             attention = AttentionSpec(
-                kind=AttentionKind.GQA, heads=heads, kv_heads=heads, head_dim=head_dim, v_head_dim=head_dim
+                kind=AttentionKind.GQA,
+                heads=heads,
+                kv_heads=heads,
+                head_dim=head_dim,
+                v_head_dim=head_dim,
             )
             model = ModelSpec(
                 name=row["model"],
@@ -116,7 +125,9 @@ def vtrain() -> tuple[Run, ...]:
                 max_position=2048,
                 tie_embeddings=True,
             )
-            work = Workload(seq_len=int(row["seq"]), global_batch=int(row["gbs"]), grad_dtype=Dtype.BF16)
+            work = Workload(
+                seq_len=int(row["seq"]), global_batch=int(row["gbs"]), grad_dtype=Dtype.BF16
+            )
             text = f"tp{row['tp']},pp{row['pp']},mbs{row['mbs']},zero0,recompute=full"
             layout = parse_layout(text, world_size=int(row["gpus"]))
             hardware = catalogue.hardware(f"{row['gpus']}xA100")
@@ -124,7 +135,9 @@ def vtrain() -> tuple[Run, ...]:
             hardware = replace(hardware, fabric=replace(hardware.fabric, network_Bps=network))
             prepared = Prepared(model, work, hardware, layout)
             measured = float(row["step_time_s"])
-            found.append(Run(id=row["id"], prepared=prepared, hardware=hardware, measured_s=measured))
+            found.append(
+                Run(id=row["id"], prepared=prepared, hardware=hardware, measured_s=measured)
+            )
     return tuple(found)
 
 
@@ -136,12 +149,18 @@ def test_dense_models_on_a100() -> None:
     assert rank_correlation(predicted, [run.measured_s for run in runs]) >= 0.95
 
 
-def seconds(text: str, *, on: str = "256xH800", batch: int = 2048, part: TimePart | None = None) -> float:
+def seconds(
+    text: str, *, on: str = "256xH800", batch: int = 2048, part: TimePart | None = None
+) -> float:
     hardware = catalogue.hardware(on)
     work = Workload(seq_len=4096, global_batch=batch)
     layout = parse_layout(text, world_size=hardware.count)
     found = estimate(catalogue.model("Qwen3-235B-A22B"), work, hardware, layout)
-    return found.step_s if part is None else next(share.seconds for share in found.shares if share.part is part)
+    return (
+        found.step_s
+        if part is None
+        else next(share.seconds for share in found.shares if share.part is part)
+    )
 
 
 FAR = "tp2,ep32,pp8,vpp4,mbs1,dispatcher=deepep,recompute=select"
@@ -162,8 +181,8 @@ def test_the_published_order_of_layouts() -> None:
 
 
 def test_overlap_of_expert_exchange_turns_the_order() -> None:
-    """EP over four nodes loses to EP in one while its exchange is exposed (25.7 s against 22.4 on H800), and wins when
-    that runs under other work (276 against 200 TFLOP/s on H100)."""
+    """EP over four nodes loses to EP in one while its exchange is exposed (25.7 s against 22.4 on
+    H800), and wins when that runs under other work (276 against 200 TFLOP/s on H100)."""
     assert seconds(FAR) > seconds(NEAR)
     assert seconds(f"{FAR},overlap=ep") < seconds(NEAR)
     assert 1.1 < seconds(NEAR, on="256xH100") / seconds(f"{FAR},overlap=ep", on="256xH100") < 1.6
@@ -176,7 +195,8 @@ def test_what_virtual_stages_win() -> None:
 
 
 def test_larger_micro_batches_pay_for_full_recompute() -> None:
-    """+5.4 % and +4.1 % tokens/s at MBS4 and MBS8 against TP2 MBS1 with selective recompute: it saturates."""
+    """+5.4 % and +4.1 % tokens/s at MBS4 and MBS8 against TP2 MBS1 with selective recompute: it
+    saturates."""
     base = seconds(NEAR)
     four = 2 * base / seconds("tp1,ep8,pp32,vpp3,mbs4,recompute=full", batch=4096)
     eight = 4 * base / seconds("tp1,ep8,pp32,vpp3,mbs8,recompute=full", batch=8192)
@@ -185,11 +205,14 @@ def test_larger_micro_batches_pay_for_full_recompute() -> None:
 
 
 def test_capacity_under_natural_routing() -> None:
-    """Raising the capacity from 1 to 5 cost 23.4 % tokens/s (644.9 to 494.0): what a hot rank may take, it works on."""
+    """Raising the capacity from 1 to 5 cost 23.4 % tokens/s (644.9 to 494.0): what a hot rank may
+    take, it works on."""
     model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH800")
     work = Workload(seq_len=4096, global_batch=2048, routing=Routing.LEARNED, load_factor=2.0)
     times = [
-        estimate(model, work, hardware, parse_layout(f"{NEAR},capacity={capacity}", world_size=256)).step_s
+        estimate(
+            model, work, hardware, parse_layout(f"{NEAR},capacity={capacity}", world_size=256)
+        ).step_s
         for capacity in (1, 1.5, 2, 3, 5)
     ]
     assert times == sorted(times)
@@ -205,7 +228,9 @@ def test_a_hot_rank_costs_what_its_rows_cost() -> None:
 
     def parts(skew: float) -> dict[TimePart, float]:
         work = replace(even, routing=Routing.SKEWED, load_skew=skew)
-        return {share.part: share.seconds for share in estimate(model, work, hardware, layout).shares}
+        return {
+            share.part: share.seconds for share in estimate(model, work, hardware, layout).shares
+        }
 
     flat, hot = parts(0.0), parts(1.0)
     assert hot[TimePart.ATTENTION] == flat[TimePart.ATTENTION]

@@ -1,4 +1,5 @@
-"""Parameter counts and FLOPs of every catalogue model against published and independently computed figures."""
+"""Parameter counts and FLOPs of every catalogue model against published and independently computed
+figures."""
 
 from __future__ import annotations
 
@@ -11,12 +12,17 @@ import pytest
 from moewright.intake import catalogue
 from moewright.rules import flops, parameters
 
-ROWS = tuple(csv.DictReader((Path(__file__).parent / "data" / "model_params.csv").open(encoding="utf-8")))
+ROWS = tuple(
+    csv.DictReader((Path(__file__).parent / "data" / "model_params.csv").open(encoding="utf-8"))
+)
 EXACT = 5e-4
 
-# Differences between hyper-parameters and the published round totals; Kimi-K2's is known and unexplained.
+# Differences between hyper-parameters and the published round totals; Kimi-K2's is known and
+# unexplained.
 PUBLISHED_TOTAL = {"moonshotai/Kimi-K2": 0.016}
-PUBLISHED_ACTIVE = 0.0285  # Moonlight; "active" with or without the input embedding, whichever the source counts
+PUBLISHED_ACTIVE = (
+    0.0285  # Moonlight; "active" with or without the input embedding, whichever the source counts
+)
 
 # Total and active, billions.
 ALSO_PUBLISHED = {
@@ -57,20 +63,27 @@ def test_counts(row: dict[str, str]) -> None:
     for field in ("total", "active", "active_without_embedding", "mtp", "embedding"):
         expected = float(row[f"{field}_b"])
         # The figures are printed to 1e-3 billion.
-        assert getattr(counted, field) / 1e9 == pytest.approx(expected, rel=EXACT, abs=5.1e-4), field
+        assert getattr(counted, field) / 1e9 == pytest.approx(expected, rel=EXACT, abs=5.1e-4), (
+            field
+        )
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r["published_total_b"]], ids=lambda r: r["model"])
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r["published_total_b"]], ids=lambda r: r["model"]
+)
 def test_published_totals(row: dict[str, str]) -> None:
     counted = parameters.count(catalogue.model(row["model"]))
     total, active = float(row["published_total_b"]) * 1e9, float(row["published_active_b"]) * 1e9
     assert counted.total == pytest.approx(total, rel=PUBLISHED_TOTAL.get(row["model"], 0.0075))
-    nearest = min(abs(counted.active / active - 1), abs(counted.active_without_embedding / active - 1))
+    nearest = min(
+        abs(counted.active / active - 1), abs(counted.active_without_embedding / active - 1)
+    )
     assert nearest <= PUBLISHED_ACTIVE
 
 
 def test_published_mtp_total() -> None:
-    """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module (2 x 0.927B)."""
+    """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module (2 x
+    0.927B)."""
     counted = parameters.count(catalogue.model("DeepSeek-V3"))
     assert counted.total + counted.mtp + 2 * counted.embedding == pytest.approx(685e9, rel=1e-3)
 
@@ -95,6 +108,7 @@ def test_flops_per_token(row: dict[str, str]) -> None:
 
 
 def test_windowed_flops_of_gpt_oss() -> None:
-    """Megatron-Bridge from 26.06 on counts three matrices and the window: 32.63 GFLOP per token at 4096."""
+    """Megatron-Bridge from 26.06 on counts three matrices and the window: 32.63 GFLOP per token at
+    4096."""
     per_token = flops.model_flops_per_token(catalogue.model("gpt-oss-120b"), 4096)
     assert per_token / 1e9 == pytest.approx(32.63, rel=EXACT)

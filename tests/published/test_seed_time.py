@@ -1,6 +1,8 @@
-"""Step times of Qwen3-235B on 256 H800 with balanced routing: 12 lines of the Pai-Megatron-Patch MoE guide.
+"""Step times of Qwen3-235B on 256 H800 with balanced routing: 12 lines of the Pai-Megatron-Patch
+MoE guide.
 
-The shipped constants are a fit of a larger published set that has these lines too; test_fit_time leaves them out.
+The shipped constants are a fit of a larger published set that has these lines too; test_fit_time
+leaves them out.
 """
 
 from __future__ import annotations

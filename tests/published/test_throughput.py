@@ -1,4 +1,5 @@
-"""The 16 published lines of Qwen3-235B on 256 H800: tokens/s, TFLOP/s and MFU from the step time alone."""
+"""The 16 published lines of Qwen3-235B on 256 H800: tokens/s, TFLOP/s and MFU from the step time
+alone."""
 
 from __future__ import annotations
 
@@ -11,10 +12,15 @@ from moewright.intake import catalogue
 from moewright.rules import flops
 from moewright.spec.workload import Dtype
 
-ROWS = tuple(csv.DictReader((Path(__file__).parent / "data" / "throughput_qwen3_235b.csv").open(encoding="utf-8")))
+ROWS = tuple(
+    csv.DictReader(
+        (Path(__file__).parent / "data" / "throughput_qwen3_235b.csv").open(encoding="utf-8")
+    )
+)
 EXACT = 5e-4
 
-# The source prints 211.52 TFLOP/s beside 1428.04 tokens/s: 148.12 GFLOP a token where its four other lines give
+# The source prints 211.52 TFLOP/s beside 1428.04 tokens/s: 148.12 GFLOP a token where its four
+# other lines give
 # 148.05 (means of logged rates are not rates of means). No FLOPs formula fits them all to 0.05 %.
 UNEVEN = {"seed000-010": 6e-4}
 
@@ -33,7 +39,12 @@ def test_line(row: dict[str, str]) -> None:
     assert per_token / 1e9 == pytest.approx(148.03, rel=EXACT)
     tflops = tokens_per_s * per_token / 1e12
     if row["tflops_per_gpu"]:
-        assert tflops == pytest.approx(float(row["tflops_per_gpu"]), rel=UNEVEN.get(row["id"], EXACT))
+        assert tflops == pytest.approx(
+            float(row["tflops_per_gpu"]), rel=UNEVEN.get(row["id"], EXACT)
+        )
     if row["mfu_pct"]:
-        peaks = {peak.dtype: peak.rate.value for peak in catalogue.hardware(f"256x{row['hardware']}").device.peaks}
+        peaks = {
+            peak.dtype: peak.rate.value
+            for peak in catalogue.hardware(f"256x{row['hardware']}").device.peaks
+        }
         assert round(100 * tflops * 1e12 / peaks[Dtype.BF16]) == int(row["mfu_pct"])

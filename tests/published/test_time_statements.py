@@ -25,11 +25,15 @@ NEAR = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
 PLAIN = "tp2,ep8,pp8,mbs1,recompute=select"
 
 
-def seconds(text: str, *, model: str = "Qwen3-235B-A22B", on: str = "256xH800", batch: int = 2048) -> float:
+def seconds(
+    text: str, *, model: str = "Qwen3-235B-A22B", on: str = "256xH800", batch: int = 2048
+) -> float:
     """Of a step at 4096 tokens."""
     hardware = catalogue.hardware(on)
     layout = parse_layout(text, world_size=hardware.count)
-    return estimate(catalogue.model(model), Workload(seq_len=4096, global_batch=batch), hardware, layout).step_s
+    return estimate(
+        catalogue.model(model), Workload(seq_len=4096, global_batch=batch), hardware, layout
+    ).step_s
 
 
 def test_tensor_parallelism_over_four_costs_more_than_its_exchange() -> None:
@@ -70,14 +74,17 @@ def test_whole_experts_beat_cut_ones() -> None:
     """Mixtral 8x7B: EP8 with ETP1 against EP4 with ETP2."""
     for tp in (1, 2):
         whole, cut = (
-            seconds(f"tp{tp},pp4,mbs1,{experts}", model="Mixtral-8x7B-v0.1", on="128xH100", batch=256)
+            seconds(
+                f"tp{tp},pp4,mbs1,{experts}", model="Mixtral-8x7B-v0.1", on="128xH100", batch=256
+            )
             for experts in ("ep8", "ep4,etp2")
         )
         assert whole < cut
 
 
 def test_replaying_attention_costs_more_the_longer_the_sequence() -> None:
-    """Worth it at no length, and least at 64K and more, where it is more than a tenth of the step."""
+    """Worth it at no length, and least at 64K and more, where it is more than a tenth of the
+    step."""
     model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
 
     def step(seq_len: int, recompute: str) -> float:
@@ -109,9 +116,15 @@ def test_the_best_published_layout_is_among_the_best_predicted() -> None:
 # The four terms that carry the model, each taken away by its constants.
 TERMS = {
     "expert exchange": {
-        f"{kind}_{where}_time_scale": 1e-6 for kind in ("alltoall", "dedup") for where in ("inside", "between")
+        f"{kind}_{where}_time_scale": 1e-6
+        for kind in ("alltoall", "dedup")
+        for where in ("inside", "between")
     },
-    "host work": {"host_s_per_layer_microbatch": 1e-9, "sync_s_alltoall": 1e-9, "sync_s_fused": 0.0},
+    "host work": {
+        "host_s_per_layer_microbatch": 1e-9,
+        "sync_s_alltoall": 1e-9,
+        "sync_s_fused": 0.0,
+    },
     "elementwise work": {"elementwise_time_scale": 1e-6},
     "overlap of the exchange": {"ep_overlap_hidden": 0.0, "ep_overlap_host": 1.0},
 }
@@ -119,14 +132,18 @@ TERMS = {
 
 @cache
 def explained(term: str) -> float:
-    """Mean error over one row of each layout, by constants fitted to them; without the term unless it is ""."""
+    """Mean error over one row of each layout, by constants fitted to them; without the term unless
+    it is ""."""
     held = tuple(
         Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="left out"))
         for name, value in TERMS.get(term, {}).items()
     )
     once = {(row.group, row.layout): row for row in ROWS if row.model.moe}.values()
     runs = runs_of(
-        [replace(row, hardware=replace(row.hardware, constants=(*row.hardware.constants, *held))) for row in once]
+        [
+            replace(row, hardware=replace(row.hardware, constants=(*row.hardware.constants, *held)))
+            for row in once
+        ]
     )
     found = fit(runs, free=tuple(one for one in FREE if one.name not in TERMS.get(term, {})))
     predicted = [run.prepared.step_s(found.constants(run.hardware)) for run in runs]
@@ -135,12 +152,14 @@ def explained(term: str) -> float:
 
 @pytest.mark.parametrize("term", TERMS)
 def test_every_main_term_earns_its_place(term: str) -> None:
-    """Without it, and with all other constants fitted anew, the rows are explained worse by a fifth and more."""
+    """Without it, and with all other constants fitted anew, the rows are explained worse by a fifth
+    and more."""
     assert explained(term) > 1.2 * explained("")
 
 
 def test_named_fixed_costs_are_told_apart() -> None:
-    """Graphs, plain all-to-all and more micro-batches move the host part, and nothing else grows with it."""
+    """Graphs, plain all-to-all and more micro-batches move the host part, and nothing else grows
+    with it."""
     model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
 
     def host_s(text: str) -> float:
@@ -149,7 +168,8 @@ def test_named_fixed_costs_are_told_apart() -> None:
         return next((share.seconds for share in found.shares if share.part is TimePart.HOST), 0.0)
 
     eager, graphed, whole = (
-        host_s(f"mbs1{graphs}") for graphs in ("", ",graphs=attn+moe_router", ",graphs=full,dispatcher=hybridep")
+        host_s(f"mbs1{graphs}")
+        for graphs in ("", ",graphs=attn+moe_router", ",graphs=full,dispatcher=hybridep")
     )
     assert eager > graphed > whole
     assert host_s("mbs1") > host_s("mbs1,dispatcher=deepep")

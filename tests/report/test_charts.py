@@ -50,9 +50,17 @@ def test_curves_leave_out_what_is_no_number():
 
 
 def test_bars_share_one_axis():
-    drawn = bar("counted", [("a", 3, "3 B", "#111"), ("b", 1, "1 B", "#222"), ("none", 0, "", "#333")], "4 B", 8)
+    drawn = bar(
+        "counted",
+        [("a", 3, "3 B", "#111"), ("b", 1, "1 B", "#222"), ("none", 0, "", "#333")],
+        "4 B",
+        8,
+    )
     assert drawn.percent == 50
-    assert [(part.label, part.percent, part.share) for part in drawn.segments] == [("a", 37.5, 0.75), ("b", 12.5, 0.25)]
+    assert [(part.label, part.percent, part.share) for part in drawn.segments] == [
+        ("a", 37.5, 0.75),
+        ("b", 12.5, 0.25),
+    ]
 
 
 def test_heat_levels_are_symmetric_in_the_logarithm_and_dead_is_its_own():

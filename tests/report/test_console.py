@@ -23,12 +23,19 @@ def too_large(base):
 def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
     plans = (plan(1.25), recomputing(plan(1.5)), too_large(plan(2.0, ep=1, zero=0)))
     rejected = (("experts % ep == 0", 12), ("memory above capacity", 3456))
-    print_plans(console_for(out), plans, rejected=rejected, why=("0.25 s less recompute than the runner-up",))
+    print_plans(
+        console_for(out),
+        plans,
+        rejected=rejected,
+        why=("0.25 s less recompute than the runner-up",),
+    )
     text = out.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
-    first, second, third = (next(line for line in lines if line.startswith(f" {place} ")) for place in (1, 2, 3))
+    first, second, third = (
+        next(line for line in lines if line.startswith(f" {place} ")) for place in (1, 2, 3)
+    )
     assert "ep2, mbs2 " in first
     assert "1.25 s" in first
     assert "1,638" in first  # 2048 tokens a rank in 1.25 s
@@ -59,7 +66,12 @@ def test_constants_of_one_source_share_a_row(out):
 
 @pytest.mark.parametrize(
     ("flops", "said"),
-    [(1.242e18, "1,242 PFLOP"), (1.5e20, "150,000 PFLOP"), (1.466e11, "146.6 GFLOP"), (12.5, "1.25e-05 MFLOP")],
+    [
+        (1.242e18, "1,242 PFLOP"),
+        (1.5e20, "150,000 PFLOP"),
+        (1.466e11, "146.6 GFLOP"),
+        (12.5, "1.25e-05 MFLOP"),
+    ],
 )
 def test_flops_are_shown_in_the_unit_that_fits(flops, said):
     assert show_flops(flops) == said
@@ -72,7 +84,9 @@ def test_no_plan_is_said_with_the_rules_that_rejected(out):
 
 
 def test_brackets_of_a_layout_are_not_taken_for_markup(out):
-    print_plans(console_for(out), (plan(),), rejected=(("[bold]rule[/]", 1),), why=("why [red]not[/]",))
+    print_plans(
+        console_for(out), (plan(),), rejected=(("[bold]rule[/]", 1),), why=("why [red]not[/]",)
+    )
     assert "[bold]rule[/]" in out.getvalue()
     assert "why [red]not[/]" in out.getvalue()
 
@@ -94,7 +108,9 @@ def test_estimate_tables_add_up(out):
 
 def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
     rows = tuple(
-        MemoryRow(component=component, module=module, bytes=3 * GIB) for component in Component for module in Module
+        MemoryRow(component=component, module=module, bytes=3 * GIB)
+        for component in Component
+        for module in Module
     )
     wide = replace(ledger(0), pp_rank=1, memory=rows)
     piped = replace(estimate(), ledgers=(ledger(0), wide), peak_rank=1)

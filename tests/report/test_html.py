@@ -11,7 +11,18 @@ from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component
 from sample_run import counted, ledger, record
 
-SECTIONS = ("verdict", "loss", "ledger", "experts", "time", "memory", "plan", "constants", "findings", "sessions")
+SECTIONS = (
+    "verdict",
+    "loss",
+    "ledger",
+    "experts",
+    "time",
+    "memory",
+    "plan",
+    "constants",
+    "findings",
+    "sessions",
+)
 
 
 def page_of(run, comparisons=None):
@@ -35,7 +46,9 @@ def test_sections_come_in_their_order(page):
 
 def test_verdict_says_learning_time_and_ledger_in_one_sentence(page):
     said = sentence(page)
-    assert said.startswith("The model trained: its held-out loss after 60 steps is 3.319 nats/token, 2.90 below")
+    assert said.startswith(
+        "The model trained: its held-out loss after 60 steps is 3.319 nats/token, 2.90 below"
+    )
     assert "where 1.29 s was predicted, 14.2% too low" in said
     assert said.endswith("the ledger is exact and saved activations are within 3%.")
     assert len(re.findall(r"\.(?!\d)", said)) == 1
@@ -52,7 +65,9 @@ def test_every_compared_line_stands_in_the_page(page):
     comparison = compare(ledger(0), counted(0))
     table = page[page.index("<summary>Rank 0") : page.index("<summary>Rank 1")]
     assert table.count('class="state"') == len(comparison.lines)
-    assert table.count(">equal<") == sum(line.status == "equal" and line.rule != "listed" for line in comparison.lines)
+    assert table.count(">equal<") == sum(
+        line.status == "equal" and line.rule != "listed" for line in comparison.lines
+    )
     assert "43,486,543,872" in table
     assert ">within 3%<" in table
     assert "saved softmax statistics are fp32 on this device" in table
@@ -63,7 +78,9 @@ def test_a_broken_promise_is_marked_in_text_and_colour_and_in_the_verdict():
     page = page_of(record(), [compare(ledger(0), counted(0)), compare(short, counted(1))])
     assert '<section id="verdict" class="bad">' in page
     assert "the ledger differs on 1 of 2 ranks" in sentence(page)
-    (row,) = [line for line in page.splitlines() if 'tr class="bad"' in line and "3,305,760" in line]
+    (row,) = [
+        line for line in page.splitlines() if 'tr class="bad"' in line and "3,305,760" in line
+    ]
     assert "only counted" in row
     assert len(re.findall(r"<details open>", page)) == 2  # the rank that fails is opened as well
 
@@ -90,7 +107,9 @@ def test_no_learning_and_broken_losses_are_said():
 def test_text_of_files_is_escaped(page):
     assert "&lt;vendor&gt; &amp; co" in page
     run = record()
-    evil = replace(run, plan=replace(run.plan, model=replace(run.plan.model, name="<script>alert(1)</script>")))
+    evil = replace(
+        run, plan=replace(run.plan, model=replace(run.plan.model, name="<script>alert(1)</script>"))
+    )
     assert "<script>alert" not in page_of(evil)
 
 
@@ -100,7 +119,9 @@ def test_text_of_files_is_escaped(page):
         replace(record(), steps=(), evals=(), ledgers=(), sessions=()),
         replace(record(), evals=()),
         replace(record(steps=1), evals=()),
-        replace(record(), steps=tuple(replace(step, loads=(), phases=()) for step in record().steps)),
+        replace(
+            record(), steps=tuple(replace(step, loads=(), phases=()) for step in record().steps)
+        ),
     ],
     ids=["nothing ran", "no held-out data", "one step", "dense model"],
 )
@@ -121,7 +142,9 @@ def test_a_long_run_stays_small():
 
 def test_the_report_is_written_where_asked(tmp_path):
     write_report(record(), (), (), tmp_path / "run" / "report.html")
-    assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (
+        (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput):
         write_report(record(), (), (), tmp_path / "file" / "report.html")

@@ -13,7 +13,9 @@ from sample_run import plan
 def piped(text: str, micro_batches: int):
     base = plan()
     layout = parse_layout(text, world_size=4)
-    return replace(base, layout=layout, estimate=replace(base.estimate, micro_batches=micro_batches))
+    return replace(
+        base, layout=layout, estimate=replace(base.estimate, micro_batches=micro_batches)
+    )
 
 
 def spans(given):
@@ -27,7 +29,9 @@ def test_every_micro_batch_runs_forward_and_backward_on_every_stage_and_no_track
     events = spans(given)
     assert len(events) == 2 * 8 * layout.pp * layout.vpp
     for rank in range(layout.pp):
-        track = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == rank)
+        track = sorted(
+            (event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == rank
+        )
         assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(track))
 
 
@@ -51,7 +55,9 @@ def test_a_forward_follows_the_stage_before_it():
 def test_the_file_is_chrome_json_with_a_named_track_a_rank(tmp_path):
     write_trace(piped("pp4", 4), tmp_path / "timeline.json")
     data = json.loads((tmp_path / "timeline.json").read_text())
-    names = [event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"]
+    names = [
+        event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"
+    ]
     assert names == [f"pipeline rank {rank}" for rank in range(4)]
 
 
@@ -63,6 +69,8 @@ def test_a_schedule_without_a_timetable_is_refused():
 def test_split_backwards_have_bars_of_their_own():
     events = trace(piped("pp2,schedule=zbv", 4))["traceEvents"]
     bars = [event for event in events if event["ph"] == "X"]
-    lengths = {kind: {round(bar["dur"], 6) for bar in bars if bar["name"][0] == kind} for kind in "FBW"}
+    lengths = {
+        kind: {round(bar["dur"], 6) for bar in bars if bar["name"][0] == kind} for kind in "FBW"
+    }
     assert lengths["F"] == lengths["B"] == lengths["W"]
     assert {bar["args"]["virtual_stage"] for bar in bars if bar["tid"] == 0} == {0, 3}

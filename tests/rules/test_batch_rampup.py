@@ -1,4 +1,5 @@
-"""Growing global batches: Megatron-LM's sizes, every sample once and in order, and whole micro-batches."""
+"""Growing global batches: Megatron-LM's sizes, every sample once and in order, and whole
+micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def growing(start: int, increment: int, samples: int, full: int) -> Workload:
 
 
 def megatrons(work: Workload, consumed: int) -> int:
-    """megatron/core/num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator.update."""
+    """megatron/core/num_microbatches_calculator.py,
+    RampupBatchsizeNumMicroBatchesCalculator.update."""
     ramp, full = work.ramp, work.global_batch
     increments = (full - ramp.ramp_start) // ramp.ramp_increment
     per_increment = ramp.ramp_samples / increments if increments else 0.0
@@ -30,9 +32,18 @@ def megatrons(work: Workload, consumed: int) -> int:
 
 @pytest.mark.parametrize(
     ("start", "increment", "samples", "full"),
-    [(4, 4, 100, 16), (8, 8, 64, 32), (16, 16, 50, 16), (2, 6, 7, 32), (4, 4, 0, 16), (1, 1, 1000, 9)],
+    [
+        (4, 4, 100, 16),
+        (8, 8, 64, 32),
+        (16, 16, 50, 16),
+        (2, 6, 7, 32),
+        (4, 4, 0, 16),
+        (1, 1, 1000, 9),
+    ],
 )
-def test_sizes_are_megatrons_and_samples_follow_each_other(start: int, increment: int, samples: int, full: int) -> None:
+def test_sizes_are_megatrons_and_samples_follow_each_other(
+    start: int, increment: int, samples: int, full: int
+) -> None:
     work = growing(start, increment, samples, full)
     consumed = 0
     for step in range(400):
@@ -56,16 +67,24 @@ def test_without_a_ramp_batches_are_alike() -> None:
             4,
             "workload.ramp_start=6: must be a multiple of mbs * dp = 4 up to global_batch=16; nearest legal value: 4",
         ),
-        (4, 2, "workload.ramp_increment=2: must be a multiple of mbs * dp = 4 up to global_batch=16"),
+        (
+            4,
+            2,
+            "workload.ramp_increment=2: must be a multiple of mbs * dp = 4 up to global_batch=16",
+        ),
         (4, 8, "workload.ramp_increment=8: must divide global_batch - ramp_start = 12"),
     ],
 )
-def test_batches_that_are_no_whole_micro_batches_are_refused(start: int, increment: int, said: str) -> None:
+def test_batches_that_are_no_whole_micro_batches_are_refused(
+    start: int, increment: int, said: str
+) -> None:
     layout = Layout(world_size=2, mbs=2)
     work = growing(start, increment, 64, 16)
     (reason,) = illegal(moe_model(), work, layout)
     assert str(reason).startswith(said)
-    assert not illegal(moe_model(), replace(work, ramp=replace(work.ramp, ramp_start=4, ramp_increment=4)), layout)
+    assert not illegal(
+        moe_model(), replace(work, ramp=replace(work.ramp, ramp_start=4, ramp_increment=4)), layout
+    )
 
 
 def test_the_smallest_batch_must_fill_the_pipeline() -> None:

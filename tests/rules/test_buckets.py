@@ -12,13 +12,21 @@ def test_starts_are_aligned_and_the_end_is_padded() -> None:
         Entry(name="a", start=192, numel=1),
     )
     assert bucket.numel == 384  # 193 up to a multiple of lcm(3, 128)
-    assert [shard_range(bucket, 3, index) for index in range(3)] == [(0, 128), (128, 256), (256, 384)]
+    assert [shard_range(bucket, 3, index) for index in range(3)] == [
+        (0, 128),
+        (128, 256),
+        (256, 384),
+    ]
 
 
 def test_a_bucket_closes_once_it_holds_enough_gaps_included() -> None:
     params = [(name, 100) for name in "abcde"]  # ends at 100, 228, 356
     assert [len(b.entries) for b in plan_buckets(params, shards=1, bucket_elements=229)] == [3, 2]
-    assert [len(b.entries) for b in plan_buckets(params, shards=1, bucket_elements=228)] == [2, 2, 1]
+    assert [len(b.entries) for b in plan_buckets(params, shards=1, bucket_elements=228)] == [
+        2,
+        2,
+        1,
+    ]
     assert [len(b.entries) for b in plan_buckets(params, shards=1, bucket_elements=1)] == [1] * 5
 
 
@@ -26,7 +34,9 @@ def test_nothing_to_lay_out() -> None:
     assert plan_buckets([], shards=8, bucket_elements=100) == ()
 
 
-@pytest.mark.parametrize("kwargs", [{"shards": 0, "bucket_elements": 1}, {"shards": 1, "bucket_elements": 0}])
+@pytest.mark.parametrize(
+    "kwargs", [{"shards": 0, "bucket_elements": 1}, {"shards": 1, "bucket_elements": 0}]
+)
 def test_sizes_below_one_are_refused(kwargs: dict[str, int]) -> None:
     with pytest.raises(BadInput, match="at least 1"):
         plan_buckets([("a", 1)], **kwargs)

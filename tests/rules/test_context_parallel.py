@@ -19,7 +19,9 @@ def test_every_position_lies_on_one_rank(cp: int) -> None:
 def test_every_rank_attends_as_many_pairs(cp: int) -> None:
     """Counting a query's own key as half a pair, as the causal half of a square does."""
     length = 48
-    pairs = {sum(place + 0.5 for part in held(length, cp, rank) for place in part) for rank in range(cp)}
+    pairs = {
+        sum(place + 0.5 for part in held(length, cp, rank) for place in part) for rank in range(cp)
+    }
     assert pairs == {length * length / 2 / cp}
 
 
@@ -36,12 +38,16 @@ def test_every_rank_attends_as_many_pairs(cp: int) -> None:
         (7, CpComm.A2A_P2P, (1, 7)),
     ],
 )
-def test_which_ranks_exchange_heads_and_which_keys(cp: int, exchange: CpComm, wanted: tuple[int, int]) -> None:
+def test_which_ranks_exchange_heads_and_which_keys(
+    cp: int, exchange: CpComm, wanted: tuple[int, int]
+) -> None:
     assert factors(Layout(world_size=cp, cp=cp, cp_comm=exchange)) == wanted
 
 
 @pytest.mark.parametrize(("cp", "heads"), [(4, 2), (8, 2), (16, 4)])
-def test_the_tokens_of_ranks_that_exchange_heads_are_an_early_and_a_late_run(cp: int, heads: int) -> None:
+def test_the_tokens_of_ranks_that_exchange_heads_are_an_early_and_a_late_run(
+    cp: int, heads: int
+) -> None:
     """They are to the ranks between which keys go what the tokens of one rank are to all ranks."""
     length, rings = 64, cp // heads
     for ring in range(rings):

@@ -21,7 +21,9 @@ WORK = Workload(seq_len=32, global_batch=8, load_histogram=(HOT, (1,) * 8))
 def loads(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
     ep = draw(st.sampled_from((1, 2, 4, 8)))
     local = draw(st.integers(1, 8))
-    return tuple(draw(st.lists(st.integers(0, 10**6), min_size=ep * local, max_size=ep * local))), ep
+    return tuple(
+        draw(st.lists(st.integers(0, 10**6), min_size=ep * local, max_size=ep * local))
+    ), ep
 
 
 @given(loads())
@@ -31,17 +33,23 @@ def test_a_balanced_placement_holds_every_expert_once_and_is_never_worse_than_bl
     counts, ep = load
     slots = expert_placement.balanced(counts, ep)
     assert sorted(slots) == list(range(len(counts)))
-    even, blocks = expert_placement.placed(counts, ep), expert_placement.rank_load_factor(counts, ep)
+    even, blocks = (
+        expert_placement.placed(counts, ep),
+        expert_placement.rank_load_factor(counts, ep),
+    )
     assert expert_placement.rank_load_factor(even, ep) <= blocks
     if sum(counts):
         # Greedy by size: the hottest rank is over the mean by no more than one expert's load.
         assert max(expert_placement.rank_loads(even, ep)) <= max(
-            sum(counts) / ep + max(counts), 0 if slots != tuple(range(len(counts))) else max(counts) * len(counts)
+            sum(counts) / ep + max(counts),
+            0 if slots != tuple(range(len(counts))) else max(counts) * len(counts),
         )
 
 
 @given(loads(), st.integers(1, 3))
-def test_replicas_fill_every_slot_and_leave_no_expert_out(load: tuple[tuple[int, ...], int], spare: int) -> None:
+def test_replicas_fill_every_slot_and_leave_no_expert_out(
+    load: tuple[tuple[int, ...], int], spare: int
+) -> None:
     counts, ep = load
     found = expert_placement.replicated(counts, ep, spare)
     assert len(found.slots) == len(counts) + spare * ep
@@ -69,12 +77,17 @@ def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
         assert copies.receive == tuple(
             expert_placement.copies_of(slots, ep, other, spare).send[rank] for other in range(ep)
         )
-    for rank in range(ep):  # what comes is in the order of owners, and fills the slots as they stand
+    for rank in range(
+        ep
+    ):  # what comes is in the order of owners, and fills the slots as they stand
         receive = expert_placement.copies_of(slots, ep, rank, spare).receive
         assert [next(sent[other]) for other in range(ep) for _ in range(receive[other])] == list(
             expert_placement.of_rank(slots, ep, rank)[own:]
         )
-    sources = [data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts))) for _ in range(ep)]
+    sources = [
+        data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts)))
+        for _ in range(ep)
+    ]
     rows = routing.slot_rows(sources, slots)
     for expert in range(len(counts)):
         of_expert = [count for slot, count in zip(slots, rows, strict=True) if slot == expert]
@@ -91,7 +104,9 @@ def test_one_flooded_expert_is_beyond_packing_and_shared_by_replicas() -> None:
 
 def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain() -> None:
     work = replace(WORK, routing=Routing.MEASURED)
-    blocks, even = (parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced"))
+    blocks, even = (
+        parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced")
+    )
     assert routing.expected_load(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
     replicas = replace(even, spare=2)
     assert routing.expected_load(MODEL, work, replicas) < routing.expected_load(MODEL, work, even)

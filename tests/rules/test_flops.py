@@ -41,10 +41,13 @@ def test_full_scores_would_add_what_the_convention_trap_says() -> None:
     assert scores / causal == pytest.approx(0.128, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen2-57B-A14B", "gpt-oss-20b", "Qwen3-8B", "GPT3-175B"])
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V3", "Qwen2-57B-A14B", "gpt-oss-20b", "Qwen3-8B", "GPT3-175B"]
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_rank_shares_add_up(name: str, tp: int) -> None:
-    """TP ranks, two pipeline halves and two halves of the tokens together do the work of the whole model."""
+    """TP ranks, two pipeline halves and two halves of the tokens together do the work of the whole
+    model."""
     model, seq, etp = catalogue.model(name), 2048, 2 if tp > 1 else 1
     layout = Layout(world_size=tp, tp=tp, sp=tp > 1, etp=etp)
     half = model.layers // 2
@@ -61,7 +64,9 @@ def test_rank_shares_add_up(name: str, tp: int) -> None:
             head=last,
             mtp=depths,
         )
-        total += 2 * tp * flops.total_model_flops(flops.flop_rows(model, layout, share, seq_len=seq))
+        total += (
+            2 * tp * flops.total_model_flops(flops.flop_rows(model, layout, share, seq_len=seq))
+        )
     assert total == pytest.approx(flops.model_flops_per_token(model, seq) * seq, rel=1e-9)
 
 
@@ -96,21 +101,31 @@ def test_forward_is_a_third() -> None:
 
 
 def test_window_saves_what_it_does_not_attend() -> None:
-    """The first queries attend fewer than a window has, each itself by half; a long enough one is none."""
+    """The first queries attend fewer than a window has, each itself by half; a long enough one is
+    none."""
     model = catalogue.model("gpt-oss-20b")
     seq, window, heads = 1024, 128, 64
     windowed = flops.attention_flops(model, 0, seq, seq)
-    assert windowed == heads * (64 + 64) * sum(2 * min(query + 1, window) - 1 for query in range(seq))
+    assert windowed == heads * (64 + 64) * sum(
+        2 * min(query + 1, window) - 1 for query in range(seq)
+    )
     assert flops.attention_flops(model, 1, seq, seq) == 2 * heads * (64 + 64) * seq * seq // 2
-    assert flops.attention_flops(model, 0, window, window) == flops.attention_flops(model, 1, window, window)
+    assert flops.attention_flops(model, 0, window, window) == flops.attention_flops(
+        model, 1, window, window
+    )
 
 
 def test_documents_take_from_attention_alone() -> None:
-    """A share of the pairs is that share of the scores; a window that sees less than the documents stays."""
+    """A share of the pairs is that share of the scores; a window that sees less than the documents
+    stays."""
     seq, scores = 4096, 6 * 8192 * 4096 * 94
-    causal, bounded = (flops.model_flops_per_token(QWEN, seq, attended_share=share) for share in (1.0, 0.25))
+    causal, bounded = (
+        flops.model_flops_per_token(QWEN, seq, attended_share=share) for share in (1.0, 0.25)
+    )
     assert causal - bounded == 0.75 * scores
     windowed = catalogue.model("gpt-oss-20b")
     halves = windowed.layers // 2 * 3 * 64 * (64 + 64) * seq
-    less = flops.model_flops_per_token(windowed, seq) - flops.model_flops_per_token(windowed, seq, attended_share=0.5)
+    less = flops.model_flops_per_token(windowed, seq) - flops.model_flops_per_token(
+        windowed, seq, attended_share=0.5
+    )
     assert less == halves * 0.5

@@ -70,7 +70,10 @@ def test_nodes_cut_the_expert_axis() -> None:
     assert group_ranks(layout, "ep_near", 11) == (9, 11, 13, 15)
     assert group_ranks(layout, "ep_far", 11) == (3, 11)
     alone = Layout(world_size=16, etp=2, ep=8)
-    assert (group_size(alone, "ep_far"), group_ranks(alone, "ep_near", 3)) == (1, group_ranks(alone, "ep", 3))
+    assert (group_size(alone, "ep_far"), group_ranks(alone, "ep_near", 3)) == (
+        1,
+        group_ranks(alone, "ep", 3),
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,8 +89,11 @@ def test_nodes_cut_the_expert_axis() -> None:
         (4, 8, 4, 0),
     ],
 )
-def test_a_fabric_gives_the_nodes_of_the_expert_axis(domain: int, etp: int, ep: int, node: int) -> None:
-    """As many ranks as lie in one fast domain, wherever the group starts; none where the group spans no two."""
+def test_a_fabric_gives_the_nodes_of_the_expert_axis(
+    domain: int, etp: int, ep: int, node: int
+) -> None:
+    """As many ranks as lie in one fast domain, wherever the group starts; none where the group
+    spans no two."""
     layout = Layout(world_size=etp * ep, etp=etp, ep=ep, dispatcher=Dispatcher.DEDUP)
     assert on_fabric(layout, domain).ep_node == node
     named = replace(layout, ep_node=2)

@@ -8,15 +8,34 @@ from model_shapes import dense_model, moe_model, qwen3_235b
 from moewright.rules.grid import min_world
 from moewright.rules.legality import divisors, illegal, micro_batches, nearest
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CpComm,
+    Dispatcher,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
 JOB = Workload(seq_len=4096, global_batch=2048)
-H800_256 = {"world_size": 256, "tp": 2, "sp": True, "ep": 8, "pp": 32, "vpp": 3, "schedule": Schedule.INTERLEAVED}
+H800_256 = {
+    "world_size": 256,
+    "tp": 2,
+    "sp": True,
+    "ep": 8,
+    "pp": 32,
+    "vpp": 3,
+    "schedule": Schedule.INTERLEAVED,
+}
 
 
-def broken(layout: Layout, *, model: ModelSpec | None = None, workload: Workload = JOB) -> tuple[Reason, ...]:
+def broken(
+    layout: Layout, *, model: ModelSpec | None = None, workload: Workload = JOB
+) -> tuple[Reason, ...]:
     return illegal(model or moe_model(), workload, layout)
 
 
@@ -71,9 +90,10 @@ def test_the_fewest_ranks_are_enough_and_one_stage_less_is_not() -> None:
     assert world == 24
     workload = Workload(seq_len=4104, global_batch=240)
     assert broken(Layout(world_size=world, sp=True, **degrees), workload=workload) == ()
-    assert [reason.field for reason in broken(Layout(world_size=8, sp=True, **degrees), workload=workload)] == [
-        "layout.cp"
-    ]
+    assert [
+        reason.field
+        for reason in broken(Layout(world_size=8, sp=True, **degrees), workload=workload)
+    ] == ["layout.cp"]
 
 
 def test_folding_lets_experts_use_every_rank_of_a_stage() -> None:
@@ -97,7 +117,9 @@ def test_cutting_sequences() -> None:
     workload = Workload(seq_len=4100, global_batch=64)
     reason = only(Layout(world_size=8, cp=4), workload=workload)
     assert (reason.field, reason.nearest) == ("layout.cp", "2, or seq_len 4096 or 4104")
-    reason = only(Layout(world_size=8, tp=8, sp=True), model=moe_model(kv_heads=8), workload=workload)
+    reason = only(
+        Layout(world_size=8, tp=8, sp=True), model=moe_model(kv_heads=8), workload=workload
+    )
     assert (reason.field, reason.nearest) == ("layout.tp", "4, or seq_len 4096 or 4104")
     reason = only(Layout(world_size=2, sp=True))
     assert (reason.field, reason.nearest) == ("layout.sp", "false")
@@ -110,7 +132,11 @@ def test_experts_divide() -> None:
     reason = only(Layout(world_size=32, ep=32), model=moe_model(experts=48))
     assert (reason.field, reason.value, reason.nearest) == ("layout.ep", "32", "16")
     assert str(reason) == "layout.ep=32: must divide the 48 experts; nearest legal value: 16"
-    reason = only(Layout(world_size=96, ep=6), model=moe_model(experts=64), workload=replace(JOB, global_batch=96))
+    reason = only(
+        Layout(world_size=96, ep=6),
+        model=moe_model(experts=64),
+        workload=replace(JOB, global_batch=96),
+    )
     assert reason.nearest == "4 or 8"
 
 
@@ -147,16 +173,33 @@ def test_the_world_divides_by_both_grids(layout: Layout, field: str, near: str) 
 @pytest.mark.parametrize(
     ("model", "layout", "says", "near"),
     [
-        (moe_model(heads=12, kv_heads=4), Layout(world_size=8, tp=8, sp=True), "12 attention heads", "4"),
+        (
+            moe_model(heads=12, kv_heads=4),
+            Layout(world_size=8, tp=8, sp=True),
+            "12 attention heads",
+            "4",
+        ),
         (moe_model(heads=12, kv_heads=4), Layout(world_size=6, tp=6, sp=True), "4 kv heads", "2"),
-        (moe_model(shared=36), Layout(world_size=8, tp=8, sp=True), "shared experts' ffn width 36", "4"),
-        (replace(dense_model(), dense_ffn_size=36), Layout(world_size=8, tp=8, sp=True), "dense ffn width 36", "4"),
+        (
+            moe_model(shared=36),
+            Layout(world_size=8, tp=8, sp=True),
+            "shared experts' ffn width 36",
+            "4",
+        ),
+        (
+            replace(dense_model(), dense_ffn_size=36),
+            Layout(world_size=8, tp=8, sp=True),
+            "dense ffn width 36",
+            "4",
+        ),
         (moe_model(ffn=36), Layout(world_size=8, etp=8), "expert ffn width 36", "4"),
     ],
 )
 def test_dims_divide(model: ModelSpec, layout: Layout, says: str, near: str) -> None:
     found = [
-        reason for reason in broken(layout, model=model, workload=replace(JOB, global_batch=24)) if says in reason.rule
+        reason
+        for reason in broken(layout, model=model, workload=replace(JOB, global_batch=24))
+        if says in reason.rule
     ]
     assert [reason.nearest for reason in found] == [near]
 
@@ -181,20 +224,30 @@ def test_the_batch_divides() -> None:
     ("change", "rule", "near"),
     [
         ({"shard": 4}, "zero=1 cuts no weights: shard goes with zero=3", "0"),
-        ({"zero": 3, "shard": 3}, "must divide the 8 ranks of dp * cp, and be more than 1", "2 or 4"),
+        (
+            {"zero": 3, "shard": 3},
+            "must divide the 8 ranks of dp * cp, and be more than 1",
+            "2 or 4",
+        ),
         ({"zero": 3, "shard": 1}, "must divide the 8 ranks of dp * cp, and be more than 1", "2"),
     ],
 )
-def test_hybrid_sharding_goes_with_whole_blocks(change: dict[str, Any], rule: str, near: str) -> None:
+def test_hybrid_sharding_goes_with_whole_blocks(
+    change: dict[str, Any], rule: str, near: str
+) -> None:
     reason = only(Layout(world_size=8, **change))
     assert (reason.field, reason.rule, reason.nearest) == ("layout.shard", rule, near)
 
 
 def test_a_block_of_hybrid_sharding_holds_experts_whole() -> None:
-    reason = only(Layout(world_size=12, zero=3, shard=6, ep=4), workload=replace(JOB, global_batch=24))
+    reason = only(
+        Layout(world_size=12, zero=3, shard=6, ep=4), workload=replace(JOB, global_batch=24)
+    )
     assert reason.rule == "tp * shard = 6 ranks must be a multiple of etp * ep = 4, or fewer"
     assert reason.nearest == "4 or 12"
-    assert not broken(Layout(world_size=12, zero=3, shard=3, ep=4), workload=replace(JOB, global_batch=24))
+    assert not broken(
+        Layout(world_size=12, zero=3, shard=3, ep=4), workload=replace(JOB, global_batch=24)
+    )
 
 
 # Numbers that are none
@@ -244,7 +297,10 @@ def test_numbers_of_the_workload_are_sane(change: dict[str, int], field: str, ne
 def test_absurd_degrees_are_refused_fast(name: str) -> None:
     start = time.perf_counter()
     layout = Layout(**{"world_size": 2**20, name: 10**9})
-    assert any(reason.field in (f"layout.{name}", "layout.schedule") for reason in broken(layout, model=qwen3_235b()))
+    assert any(
+        reason.field in (f"layout.{name}", "layout.schedule")
+        for reason in broken(layout, model=qwen3_235b())
+    )
     assert time.perf_counter() - start < 0.5
 
 
@@ -263,7 +319,9 @@ def test_absurd_degrees_are_refused_fast(name: str) -> None:
         ({"graphs": (Graphs.ATTN, Graphs.MOE_ROUTER)}, "layout.graphs", "attn"),
     ],
 )
-def test_a_dense_model_has_no_use_for_expert_settings(change: dict[str, Any], field: str, near: str) -> None:
+def test_a_dense_model_has_no_use_for_expert_settings(
+    change: dict[str, Any], field: str, near: str
+) -> None:
     reason = only(Layout(**{"world_size": 2, **change}), model=dense_model())
     assert (reason.field, reason.nearest) == (field, near)
 
@@ -275,38 +333,80 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
     ("change", "says", "near"),
     [
         ({"recompute": (Recompute.FULL, Recompute.MOE_ACT)}, "full replays every module", "full"),
-        ({"recompute": (Recompute.FULL, Recompute.LOSS, Recompute.MOE)}, "full replays every module", "full+loss"),
+        (
+            {"recompute": (Recompute.FULL, Recompute.LOSS, Recompute.MOE)},
+            "full replays every module",
+            "full+loss",
+        ),
         ({"recompute": (Recompute.MLP,)}, "mlp needs a layer with a dense MLP", "none"),
-        ({"recompute": (Recompute.LAYERNORM, Recompute.SHARED_EXPERTS)}, "needs a shared expert", "layernorm"),
+        (
+            {"recompute": (Recompute.LAYERNORM, Recompute.SHARED_EXPERTS)},
+            "needs a shared expert",
+            "layernorm",
+        ),
         ({"recompute": (Recompute.MLA_UP_PROJ,)}, "needs multi-latent attention", "none"),
-        ({"recompute": (Recompute.MOE,), "offload": (Offload.MOE_ACT, Offload.OPTIMIZER)}, "recomputed", "optimizer"),
-        ({"recompute": (Recompute.FULL,), "offload": (Offload.CORE_ATTN,)}, "keeps no activation", "none"),
+        (
+            {"recompute": (Recompute.MOE,), "offload": (Offload.MOE_ACT, Offload.OPTIMIZER)},
+            "recomputed",
+            "optimizer",
+        ),
+        (
+            {"recompute": (Recompute.FULL,), "offload": (Offload.CORE_ATTN,)},
+            "keeps no activation",
+            "none",
+        ),
         ({"offload": (Offload.ATTN_PROJ,)}, "only together with core_attn", "none"),
         ({"overlap": (Overlap.PARAM,)}, "param needs grad", "none"),
-        ({"overlap": (Overlap.GRAD, Overlap.PARAM), "zero": 0}, "zero=0 gathers no parameters", "grad"),
+        (
+            {"overlap": (Overlap.GRAD, Overlap.PARAM), "zero": 0},
+            "zero=0 gathers no parameters",
+            "grad",
+        ),
         ({"overlap": (Overlap.TP,)}, "needs tp > 1", "none"),
         ({"overlap": (Overlap.P2P,), "pp": 2}, "needs pp > 1 with vpp > 1", "none"),
         ({**EP_OVERLAP, "ep": 1}, "ep needs ep > 1", "none"),
-        ({**EP_OVERLAP, "dispatcher": Dispatcher.ALL_GATHER}, "needs an all-to-all dispatcher", "none"),
+        (
+            {**EP_OVERLAP, "dispatcher": Dispatcher.ALL_GATHER},
+            "needs an all-to-all dispatcher",
+            "none",
+        ),
         ({**EP_OVERLAP, "ep": 2, "pp": 2}, "needs vpp > 1", "none"),
         ({**EP_OVERLAP, "recompute": (Recompute.FULL,)}, "recompute=full", "none"),
         ({**EP_OVERLAP, "recompute": (Recompute.MOE,)}, "recompute=moe", "none"),
         ({"graphs": (Graphs.FULL, Graphs.ATTN), "capacity": 1.0}, "stands alone", "full"),
         ({"graphs": (Graphs.MOE_PREPROCESS,)}, "needs moe_router", "none"),
-        ({"graphs": (Graphs.ATTN,), "recompute": (Recompute.FULL,)}, "only with graphs=full", "none"),
-        ({"graphs": (Graphs.ATTN, Graphs.MOE_ROUTER), "recompute": (Recompute.MOE,)}, "half inside", "attn"),
+        (
+            {"graphs": (Graphs.ATTN,), "recompute": (Recompute.FULL,)},
+            "only with graphs=full",
+            "none",
+        ),
+        (
+            {"graphs": (Graphs.ATTN, Graphs.MOE_ROUTER), "recompute": (Recompute.MOE,)},
+            "half inside",
+            "attn",
+        ),
         ({"graphs": (Graphs.FULL,)}, "static shapes", "none"),
         ({"dispatcher": Dispatcher.DEEPEP}, r"needs etp * ep > 1", "alltoall"),
         ({"dispatcher": Dispatcher.DEDUP}, r"needs etp * ep > 1", "alltoall"),
         ({"ep": 4, "ep_node": 2}, "goes with dispatcher=dedup or hybridep", "0"),
-        ({"ep": 4, "ep_node": 4, "dispatcher": Dispatcher.DEDUP}, "into several nodes of several ranks", "2"),
-        ({"ep": 2, "ep_node": 1, "dispatcher": Dispatcher.DEDUP}, "into several nodes of several ranks", "0"),
+        (
+            {"ep": 4, "ep_node": 4, "dispatcher": Dispatcher.DEDUP},
+            "into several nodes of several ranks",
+            "2",
+        ),
+        (
+            {"ep": 2, "ep_node": 1, "dispatcher": Dispatcher.DEDUP},
+            "into several nodes of several ranks",
+            "0",
+        ),
         ({"cp_comm": CpComm.A2A}, "needs cp > 1", "p2p"),
         ({"cp": 3, "world_size": 3, "cp_comm": CpComm.A2A}, "must divide the 8 heads", "p2p"),
     ],
 )
 def test_exclusions(change: dict[str, Any], says: str, near: str) -> None:
-    reason = only(Layout(**{"world_size": 4, **change}), workload=Workload(seq_len=96, global_batch=96))
+    reason = only(
+        Layout(**{"world_size": 4, **change}), workload=Workload(seq_len=96, global_batch=96)
+    )
     assert says in reason.rule
     assert reason.nearest == near
 
@@ -321,7 +421,10 @@ def test_exclusions(change: dict[str, Any], says: str, near: str) -> None:
         {"overlap": (Overlap.GRAD, Overlap.PARAM)},
         {**EP_OVERLAP, "dispatcher": Dispatcher.HYBRIDEP, "graphs": (Graphs.FULL,)},
         {"graphs": (Graphs.FULL,), "recompute": (Recompute.FULL,), "capacity": 1.0},
-        {"graphs": (Graphs.ATTN, Graphs.MOE_PREPROCESS, Graphs.MOE_ROUTER), "recompute": (Recompute.MOE_ACT,)},
+        {
+            "graphs": (Graphs.ATTN, Graphs.MOE_PREPROCESS, Graphs.MOE_ROUTER),
+            "recompute": (Recompute.MOE_ACT,),
+        },
         {"ep": 4, "dispatcher": Dispatcher.DEEPEP, "capacity": 1.0},
         {"cp": 4, "cp_comm": CpComm.A2A},
         {"zero": 3, "ep": 4},

@@ -1,4 +1,5 @@
-"""Messages between pipeline ranks: each is asked for and made once, in one order on both sides, and nobody hangs."""
+"""Messages between pipeline ranks: each is asked for and made once, in one order on both sides, and
+nobody hangs."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ Message = tuple[Kind, int, int]
 
 
 def walk(layout: Layout, stops: list[tuple[Stop, ...]]) -> tuple[int, int]:
-    """Run the itineraries rank by rank as far as each goes, over and over, messages in order of sending.
+    """Run the itineraries rank by rank as far as each goes, over and over, messages in order of
+    sending.
 
-    Checks that every message meets the row that asks for it, and that what is said to be taken has been used. Returns
-    the most messages a rank had asked for ahead of need, and the most results that it still held.
+    Checks that every message meets the row that asks for it, and that what is said to be taken has
+    been used. Returns the most messages a rank had asked for ahead of need, and the most results
+    that it still held.
     """
     at, seen = [0] * layout.pp, [-1] * layout.pp
     sent: dict[tuple[int, int], list[Message]] = {}
@@ -73,7 +76,10 @@ def test_no_table_deadlocks_and_messages_meet_their_rows(pp: int, most: int) -> 
     for layout, m in tables(pp, most):
         table = timetable(layout, m)
         asked, held = walk(layout, [itinerary(layout, table, rank) for rank in range(pp)])
-        assert max(asked, held) <= max(in_flight(layout, m, rank) for rank in range(pp)), (layout, m)
+        assert max(asked, held) <= max(in_flight(layout, m, rank) for rank in range(pp)), (
+            layout,
+            m,
+        )
         forwards = [[row for row in rows if row.kind is Kind.F] for rows in table]
         walk(layout, [itinerary(layout, forwards, rank) for rank in range(pp)])
         count += 1

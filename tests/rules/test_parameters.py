@@ -44,7 +44,12 @@ MODEL = ModelSpec(
     attention=GQA,
     dense_ffn_size=128,
     moe=MoeSpec(
-        experts=16, ffn_size=32, router=RouterSpec(top_k=4), shared_ffn_size=48, shared_gate=True, expert_bias=True
+        experts=16,
+        ffn_size=32,
+        router=RouterSpec(top_k=4),
+        shared_ffn_size=48,
+        shared_gate=True,
+        expert_bias=True,
     ),
     moe_layers=(False, True, True, True),
 )
@@ -84,12 +89,20 @@ def test_names_and_shapes_of_a_moe_layer() -> None:
         "moe.shared.down.weight": (64, 48),
         "moe.shared.gate.weight": (1, 64),
     }
-    got = {name.removeprefix("layers.1."): s for name, s in shapes(model).items() if name.startswith("layers.1.")}
+    got = {
+        name.removeprefix("layers.1."): s
+        for name, s in shapes(model).items()
+        if name.startswith("layers.1.")
+    }
     assert list(got.items()) == list(expected.items())
 
 
 def test_names_and_shapes_of_latent_attention() -> None:
-    got = {k.removeprefix("layers.0."): v for k, v in shapes(replace(MODEL, attention=MLA)).items() if "layers.0." in k}
+    got = {
+        k.removeprefix("layers.0."): v
+        for k, v in shapes(replace(MODEL, attention=MLA)).items()
+        if "layers.0." in k
+    }
     assert got == {
         "input_norm.weight": (64,),
         "attention.q_down.weight": (32, 64),
@@ -165,7 +178,8 @@ def test_decay_is_for_matrices() -> None:
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
 def test_shards_of_a_grid_add_up(attention: AttentionSpec) -> None:
-    """Over tp (dense) or etp x ep (experts), shards hold a matrix once, and a replicated tensor on every rank."""
+    """Over tp (dense) or etp x ep (experts), shards hold a matrix once, and a replicated tensor on
+    every rank."""
     model = replace(MODEL, attention=attention, mtp_layers=1)
     layout = Layout(world_size=8, tp=4, sp=True, ep=4, etp=2)
     for param in parameters.parameters(model):
@@ -173,7 +187,9 @@ def test_shards_of_a_grid_add_up(attention: AttentionSpec) -> None:
         ways = prod({"tp": 4, "ep": 4, "etp": 2}[axis] for axis, _ in param.shard)
         assert local * ways == param.numel, param.name
         assert {axis for axis, _ in param.shard} <= ({"ep", "etp"} if param.expert else {"tp"})
-    gate_up = next(p for p in parameters.parameters(model) if p.name == "layers.1.moe.experts.gate_up.weight")
+    gate_up = next(
+        p for p in parameters.parameters(model) if p.name == "layers.1.moe.experts.gate_up.weight"
+    )
     assert shards.local_shape(gate_up, layout) == (4, 2, 16, 64)
 
 
@@ -197,15 +213,20 @@ def test_shared_embeddings_stand_where_they_are_used() -> None:
     assert [shards.held_by(embedding, layout, MODEL, rank) for rank in range(2)] == [True, False]
     with_mtp = replace(MODEL, mtp_layers=2)
     first = [p for p in parameters.parameters(with_mtp) if p.layer > MODEL.layers]
-    assert all(shards.held_by(p, layout, with_mtp, 1) and not shards.held_by(p, layout, with_mtp, 0) for p in first)
+    assert all(
+        shards.held_by(p, layout, with_mtp, 1) and not shards.held_by(p, layout, with_mtp, 0)
+        for p in first
+    )
     assert shards.held_by(embedding, layout, with_mtp, 1)
 
 
 @pytest.mark.parametrize(
-    "text", ["tp2,ep8,pp32", "tp2,ep8,pp8", "tp4,ep8,pp8", "tp2,ep32,pp8", "ep8,pp32", "ep8,etp2,pp8"]
+    "text",
+    ["tp2,ep8,pp32", "tp2,ep8,pp8", "tp4,ep8,pp8", "tp2,ep32,pp8", "ep8,pp32", "ep8,etp2,pp8"],
 )
 def test_optimizer_state_per_device_does_not_depend_on_the_layout(text: str) -> None:
-    """docs/formulas.md 2: 12 bytes a parameter over all devices, but for what TP ranks hold in common (below 0.2 %)."""
+    """docs/formulas.md 2: 12 bytes a parameter over all devices, but for what TP ranks hold in
+    common (below 0.2 %)."""
     model = catalogue.model("Qwen3-235B-A22B")
     layout = parse_layout(text, world_size=256)
     held = 0.0

@@ -48,7 +48,8 @@ def test_experts_are_the_largest_share() -> None:
 def test_deepseek_v3_published_breakdown() -> None:
     """arXiv 2603.07685: 60 layer-micro-batches on a rank of PP4 VPP4 EP64.
 
-    It prints 131 GiB with the older permutation, which keeps 26.3 GiB more, and 30.4 GiB freed by the up-projections.
+    It prints 131 GiB with the older permutation, which keeps 26.3 GiB more, and 30.4 GiB freed by
+    the up-projections.
     """
     model = catalogue.model("DeepSeek-V3")
     layout = Layout(world_size=256, pp=4, vpp=4, ep=64)
@@ -97,7 +98,15 @@ def test_fp32_doubles_the_activations_and_not_the_statistics() -> None:
         recompute.saved_by_layer(QWEN, wide, layout, 0, load=1.0),
         strict=True,
     )
-    wider = {"layer_input", "input_norm_out", "qk_norm_in", "qkv", "attention_out", "residual", "post_norm_out"}
+    wider = {
+        "layer_input",
+        "input_norm_out",
+        "qk_norm_in",
+        "qkv",
+        "attention_out",
+        "residual",
+        "post_norm_out",
+    }
     wider |= {"permuted", "fc1", "activation"}
     for narrow, full in pairs:
         assert full.bytes == narrow.bytes * (2 if narrow.name in wider else 1), narrow.name
@@ -111,10 +120,14 @@ def test_dense_and_shared_layers() -> None:
     assert dense["post_norm_out"].module is Module.DENSE_MLP
     assert Recompute.MLP in dense["fc1"].freed_by
     shared = [
-        r for r in recompute.saved_by_layer(v3, WORKLOAD, layout, 5, load=1.0) if r.module is Module.SHARED_EXPERTS
+        r
+        for r in recompute.saved_by_layer(v3, WORKLOAD, layout, 5, load=1.0)
+        if r.module is Module.SHARED_EXPERTS
     ]
     assert sum(row.bytes for row in shared) == 6 * 4096 * 2048
-    gated = recompute.saved_by_layer(catalogue.model("Qwen2-57B-A14B"), WORKLOAD, layout, 5, load=1.0)
+    gated = recompute.saved_by_layer(
+        catalogue.model("Qwen2-57B-A14B"), WORKLOAD, layout, 5, load=1.0
+    )
     assert sum(r.bytes for r in gated if r.name == "gated") == 2 * 4096 * (3584 + 1)
 
 
@@ -130,13 +143,19 @@ def test_mtp_depth_is_a_layer_and_its_inputs() -> None:
 
 def test_full_keeps_only_the_layer_input_and_the_choice() -> None:
     for name in ("DeepSeek-V3", "Qwen3-8B", "gpt-oss-20b", "Qwen2-57B-A14B"):
-        rows = recompute.saved_by_layer(catalogue.model(name), WORKLOAD, Layout(world_size=8, ep=8), 3, load=1.0)
+        rows = recompute.saved_by_layer(
+            catalogue.model(name), WORKLOAD, Layout(world_size=8, ep=8), 3, load=1.0
+        )
         choice = ["chosen"] if any(row.module is Module.ROUTER for row in rows) else []
-        assert [row.name for row in recompute.kept(rows, (Recompute.FULL,))] == ["layer_input", *choice]
+        assert [row.name for row in recompute.kept(rows, (Recompute.FULL,))] == [
+            "layer_input",
+            *choice,
+        ]
 
 
 def test_axes_divide_the_activations_or_leave_them() -> None:
-    """docs/formulas.md 5: balanced EP leaves a layer's activations as they are; TP with SP and CP divide them."""
+    """docs/formulas.md 5: balanced EP leaves a layer's activations as they are; TP with SP and CP
+    divide them."""
 
     def total(**degrees: int) -> int:
         layout = Layout(world_size=64, sp=degrees.get("tp", 1) > 1, **degrees)
@@ -155,7 +174,9 @@ def test_auxiliary_losses_keep_their_inputs() -> None:
     layout = Layout(world_size=8, ep=8)
     plain = recompute.saved_by_layer(QWEN, WORKLOAD, layout, 0, load=1.0)
     losses = Workload(seq_len=4096, global_batch=8, loss=LossSpec(aux_coeff=0.01, z_coeff=0.001))
-    extra = {row.name: row.bytes for row in recompute.saved_by_layer(QWEN, losses, layout, 0, load=1.0)}
+    extra = {
+        row.name: row.bytes for row in recompute.saved_by_layer(QWEN, losses, layout, 0, load=1.0)
+    }
     for row in plain:
         assert extra.pop(row.name) == row.bytes
     assert extra == {"load_share": 4 * 128, "logits": 4 * 4096 * 128, "log_sums": 4 * 4096}

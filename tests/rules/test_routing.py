@@ -40,7 +40,8 @@ def test_capacity_rounds_up_exactly() -> None:
 
 
 def test_rows_of_a_rank() -> None:
-    """docs/formulas.md 6: lambda x T k, T being the rank's own sequence part; ETP ranks share a group's rows."""
+    """docs/formulas.md 6: lambda x T k, T being the rank's own sequence part; ETP ranks share a
+    group's rows."""
     layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
     assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.0) == 2048 * 8
     assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.5) == 2048 * 12
@@ -65,7 +66,10 @@ def test_expected_load_is_what_the_workload_says() -> None:
     assert load() == 1.0
     assert load(routing=Routing.LEARNED, load_factor=1.7) == 1.7
     assert load(routing=Routing.SKEWED, load_skew=0.0) == 1.0
-    even, hot = (1,) * 128, (2,) * 16 + (1,) * 112  # the first of eight ranks gets twice what the others do
+    even, hot = (
+        (1,) * 128,
+        (2,) * 16 + (1,) * 112,
+    )  # the first of eight ranks gets twice what the others do
     measured = load(routing=Routing.MEASURED, load_histogram=(even, hot))
     assert measured == pytest.approx((1.0 + 2 * 128 / 144) / 2)
 
@@ -78,14 +82,17 @@ def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
     hottest = []
     for _ in range(1000):
         weights = [draw.lognormvariate(0, sigma) for _ in range(128)]
-        hottest.append(expert_placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep))
+        hottest.append(
+            expert_placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep)
+        )
     expected = routing.skewed_load(128, ep, 8, skew)
     assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, 5.0])
 def test_a_capacity_cuts_skewed_loads_expert_by_expert(capacity: float) -> None:
-    """Over the balanced load that it keeps; drawn loads of 1000 layers are within 0.02 of their expectation."""
+    """Over the balanced load that it keeps; drawn loads of 1000 layers are within 0.02 of their
+    expectation."""
     draw, sigma, ep = random.Random(7), sqrt(log(1 + 2.0**2)), 8
     hottest = []
     for _ in range(1000):
@@ -104,7 +111,9 @@ def test_no_rank_gets_more_than_every_token_on_each_of_its_experts() -> None:
 
 
 def test_a_histogram_must_be_of_the_model() -> None:
-    work = Workload(seq_len=1, global_batch=1, routing=Routing.MEASURED, load_histogram=((1,) * 128,))
+    work = Workload(
+        seq_len=1, global_batch=1, routing=Routing.MEASURED, load_histogram=((1,) * 128,)
+    )
     (reason,) = routing.load_reasons(QWEN, work, Layout(world_size=1))
     assert "layers with experts" in str(reason)
     rows = ((1,) * 127,) * QWEN.moe_layer_count
@@ -166,7 +175,9 @@ def test_load_stays_in_bounds(counts: list[int]) -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 64), st.integers(1, 512), st.floats(0.01, 10))
-def test_capacity_never_exceeds_tokens_nor_falls_short(tokens: int, top_k: int, experts: int, factor: float) -> None:
+def test_capacity_never_exceeds_tokens_nor_falls_short(
+    tokens: int, top_k: int, experts: int, factor: float
+) -> None:
     rows = routing.capacity_rows(tokens, top_k, experts, factor)
     assert 0 < rows <= tokens
     assert rows == tokens or rows >= tokens * top_k / experts * factor * (1 - 1e-12)

@@ -1,4 +1,5 @@
-"""What the engine does not run, or not for a model, is refused with the field, the rule and what would do."""
+"""What the engine does not run, or not for a model, is refused with the field, the rule and what
+would do."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
     """16 / 4 columns are 16 bytes in fp32 and 8 in bf16."""
     found = said("etp4", precision=precision)
     assert bool(found) is refused
-    assert all("layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8" in reason for reason in found)
+    assert all(
+        "layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8" in reason
+        for reason in found
+    )
 
 
 def test_what_is_not_built_is_refused() -> None:
@@ -70,7 +74,9 @@ def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
     assert "spare=1" in reason.rule
 
 
-@pytest.mark.parametrize(("kind", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep_cpp")])
+@pytest.mark.parametrize(
+    ("kind", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep_cpp")]
+)
 def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,9 +88,13 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
     assert said(f"ep4,dispatcher={kind}") == [
         f"train.precision=fp32: moves bf16 rows with dispatcher={kind}; nearest legal value: bf16"
     ]
-    assert "dispatches whole experts" in said(f"ep4,etp2,dispatcher={kind}", precision=Dtype.BF16)[0]
+    assert (
+        "dispatches whole experts" in said(f"ep4,etp2,dispatcher={kind}", precision=Dtype.BF16)[0]
+    )
     monkeypatch.delitem(sys.modules, package)
-    assert f"needs the package {package} " in said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
+    assert (
+        f"needs the package {package} " in said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
+    )
 
 
 def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:

@@ -1,6 +1,13 @@
 import pytest
 
-from moewright.rules.schedule import Kind, Row, bubble_fraction, in_flight, schedule_reasons, timetable
+from moewright.rules.schedule import (
+    Kind,
+    Row,
+    bubble_fraction,
+    in_flight,
+    schedule_reasons,
+    timetable,
+)
 from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap, Schedule
@@ -8,7 +15,9 @@ from moewright.spec.layout import Layout, Overlap, Schedule
 
 def layout(*, pp: int, vpp: int = 1, group: int = 0, overlap: tuple[Overlap, ...] = ()) -> Layout:
     schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
-    return Layout(world_size=pp, pp=pp, vpp=vpp, vpp_group=group, schedule=schedule, overlap=overlap)
+    return Layout(
+        world_size=pp, pp=pp, vpp=vpp, vpp_group=group, schedule=schedule, overlap=overlap
+    )
 
 
 def text(rows: tuple[Row, ...]) -> str:
@@ -60,7 +69,9 @@ def test_bubbles_of_the_catalogue(pp: int, micro_batches: int, vpp: int, percent
     assert round(100 * bubble_fraction(layout(pp=pp, vpp=vpp), micro_batches), 2) == percent
 
 
-@pytest.mark.parametrize(("pp", "vpp", "m"), [(4, 1, 8), (4, 1, 2), (4, 2, 8), (3, 3, 6), (2, 4, 2), (8, 4, 16)])
+@pytest.mark.parametrize(
+    ("pp", "vpp", "m"), [(4, 1, 8), (4, 1, 2), (4, 2, 8), (3, 3, 6), (2, 4, 2), (8, 4, 16)]
+)
 def test_the_closed_form_is_the_bubble_of_the_table(pp: int, vpp: int, m: int) -> None:
     chosen = layout(pp=pp, vpp=vpp)
     span = makespan_s(chosen, timetable(chosen, m))
@@ -134,8 +145,18 @@ def test_a_table_that_waits_for_itself_is_found() -> None:
         (Layout(world_size=4, schedule=Schedule.ZB_H1), 4, "layout.schedule", "1f1b"),
         (Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.ZB_H1), 4, "layout.vpp", "1"),
         (Layout(world_size=4, pp=4, schedule=Schedule.ZBV), 4, "layout.vpp", "2"),
-        (Layout(world_size=4, pp=4, vpp=2, vpp_group=4, schedule=Schedule.ZBV), 4, "layout.vpp_group", "0"),
-        (Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.DUALPIPEV), 7, "workload.global_batch", "8"),
+        (
+            Layout(world_size=4, pp=4, vpp=2, vpp_group=4, schedule=Schedule.ZBV),
+            4,
+            "layout.vpp_group",
+            "0",
+        ),
+        (
+            Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.DUALPIPEV),
+            7,
+            "workload.global_batch",
+            "8",
+        ),
     ],
 )
 def test_there_is_no_table(chosen: Layout, m: int, field: str, nearest: str) -> None:

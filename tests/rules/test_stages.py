@@ -1,7 +1,14 @@
 import pytest
 
 from model_shapes import moe_model, qwen3_235b
-from moewright.rules.stages import Split, chunks, layout_string, parse_stages, stage_reasons, vpp_choices
+from moewright.rules.stages import (
+    Split,
+    chunks,
+    layout_string,
+    parse_stages,
+    stage_reasons,
+    vpp_choices,
+)
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Schedule
 
@@ -36,7 +43,11 @@ def test_94_layers_run_where_embedding_and_loss_are_counted() -> None:
     assert [len(c.layers) for c in by_eight] == [11, 12, 12, 12, 12, 12, 12, 11]
     by_ninety_six = chunks(qwen3_235b(), layout(pp=32, vpp=3))
     assert [len(c.layers) for c in by_ninety_six] == [0] + [1] * 94 + [0]
-    assert (by_ninety_six[-1].pp_rank, by_ninety_six[-1].vpp_rank, by_ninety_six[-1].loss) == (31, 2, True)
+    assert (by_ninety_six[-1].pp_rank, by_ninety_six[-1].vpp_rank, by_ninety_six[-1].loss) == (
+        31,
+        2,
+        True,
+    )
 
 
 def test_a_layout_string_with_repeats() -> None:
@@ -49,8 +60,18 @@ def test_a_layout_string_with_repeats() -> None:
     assert sum(len(c.layers) for c in result) == 61
     assert sum(c.mtp for c in result) == 1
     only_mtp = next(c for c in result if c.mtp)
-    assert (only_mtp.pp_rank, only_mtp.vpp_rank, only_mtp.layers, only_mtp.loss) == (14, 1, (), False)
-    assert (result[-1].pp_rank, result[-1].vpp_rank, result[-1].layers, result[-1].loss) == (15, 1, (), True)
+    assert (only_mtp.pp_rank, only_mtp.vpp_rank, only_mtp.layers, only_mtp.loss) == (
+        14,
+        1,
+        (),
+        False,
+    )
+    assert (result[-1].pp_rank, result[-1].vpp_rank, result[-1].layers, result[-1].loss) == (
+        15,
+        1,
+        (),
+        True,
+    )
     assert result[1].layers == (3, 4)
 
 
@@ -105,7 +126,9 @@ def test_bad_grammar(text: str, says: str) -> None:
         ("Etttttttt|m||L", 1, "last chunk of its pipeline rank"),
     ],
 )
-def test_bad_layout_strings_name_the_rule_and_a_string_that_works(text: str, mtp: int, says: str) -> None:
+def test_bad_layout_strings_name_the_rule_and_a_string_that_works(
+    text: str, mtp: int, says: str
+) -> None:
     model = moe_model(layers=8, mtp=mtp)
     reasons = stage_reasons(model, layout(pp=2, vpp=2, stages=text))
     found = [reason for reason in reasons if says in reason.rule]

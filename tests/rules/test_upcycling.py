@@ -19,7 +19,9 @@ def test_a_model_keeps_all_but_its_mlps() -> None:
     assert (model.moe.experts, model.moe.ffn_size, model.moe.router.top_k) == (12, 16, 3)
     assert model.moe_layers == (False, True, True)
     assert (model.family, model.dense_ffn_size) == ("qwen3_moe", 48)
-    mine, theirs = ({param.name: param.shape for param in parameters(each)} for each in (model, DENSE))
+    mine, theirs = (
+        {param.name: param.shape for param in parameters(each)} for each in (model, DENSE)
+    )
     assert {name for name in mine if mine[name] == theirs.get(name)} == {
         name for name in theirs if ".mlp." not in name or name.startswith("layers.0.")
     }
@@ -39,10 +41,16 @@ def test_a_pattern_of_layers() -> None:
     [
         (Upcycling(experts=8, top_k=2), 1, 1),
         (Upcycling(experts=8, top_k=4, granularity=4), 1, 4),
-        (Upcycling(experts=8, top_k=4, granularity=4, scaling=Scaling.PUBLISHED), 4 ** (1 / 3), 4 ** (1 / 3)),
+        (
+            Upcycling(experts=8, top_k=4, granularity=4, scaling=Scaling.PUBLISHED),
+            4 ** (1 / 3),
+            4 ** (1 / 3),
+        ),
         # R G^2 / k with R = E / G = 2 copies
         (
-            Upcycling(experts=8, top_k=2, granularity=4, scaling=Scaling.PUBLISHED, weighing=Weighing.ALL),
+            Upcycling(
+                experts=8, top_k=2, granularity=4, scaling=Scaling.PUBLISHED, weighing=Weighing.ALL
+            ),
             16 ** (1 / 3),
             16 ** (1 / 3),
         ),
@@ -56,20 +64,52 @@ def test_factors(choice: Upcycling, up: float, down: float) -> None:
     ("dense", "choice", "said"),
     [
         (tiny_jobs.MODEL, Upcycling(experts=8, top_k=2), "model=tiny-moe: has 8 experts already"),
-        (replace(DENSE, family="gpt2"), Upcycling(experts=8, top_k=2), "model=gpt2: is of a family without"),
-        (replace(DENSE, mlp_bias=True), Upcycling(experts=8, top_k=2), "model.mlp_bias=true: biases"),
-        (DENSE, Upcycling(experts=0, top_k=2), "experts=0: must be at least 1; nearest legal value: 1"),
+        (
+            replace(DENSE, family="gpt2"),
+            Upcycling(experts=8, top_k=2),
+            "model=gpt2: is of a family without",
+        ),
+        (
+            replace(DENSE, mlp_bias=True),
+            Upcycling(experts=8, top_k=2),
+            "model.mlp_bias=true: biases",
+        ),
+        (
+            DENSE,
+            Upcycling(experts=0, top_k=2),
+            "experts=0: must be at least 1; nearest legal value: 1",
+        ),
         (DENSE, Upcycling(experts=8, top_k=0), "top_k=0: must be at least 1"),
         (
             DENSE,
             Upcycling(experts=10, top_k=5, granularity=5),
             "granularity=5: must divide the MLP's width 48; .* 4 or 6",
         ),
-        (DENSE, Upcycling(experts=10, top_k=4, granularity=4), "experts=10: must be a multiple of granularity 4.* 8"),
-        (DENSE, Upcycling(experts=8, top_k=3, granularity=4), "top_k=3: must be a multiple of granularity 4.* 4"),
-        (DENSE, Upcycling(experts=2, top_k=3), "top_k=3: must be at most experts 2; nearest legal value: 2"),
-        (DENSE, Upcycling(experts=2, top_k=1, dense_first=3), "dense_first=3: leaves none of the 3 layers"),
-        (DENSE, Upcycling(experts=2, top_k=1, weighing=Weighing.ALL), "router=pre-softmax: .* post-softmax"),
+        (
+            DENSE,
+            Upcycling(experts=10, top_k=4, granularity=4),
+            "experts=10: must be a multiple of granularity 4.* 8",
+        ),
+        (
+            DENSE,
+            Upcycling(experts=8, top_k=3, granularity=4),
+            "top_k=3: must be a multiple of granularity 4.* 4",
+        ),
+        (
+            DENSE,
+            Upcycling(experts=2, top_k=3),
+            "top_k=3: must be at most experts 2; nearest legal value: 2",
+        ),
+        (
+            DENSE,
+            Upcycling(experts=2, top_k=1, dense_first=3),
+            "dense_first=3: leaves none of the 3 layers",
+        ),
+        (
+            DENSE,
+            Upcycling(experts=2, top_k=1, weighing=Weighing.ALL),
+            "router=pre-softmax: .* post-softmax",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(dense: ModelSpec, choice: Upcycling, said: str) -> None:

@@ -18,7 +18,9 @@ def layout(schedule: Schedule, pp: int) -> Layout:
     return Layout(world_size=pp, pp=pp, vpp=CHUNKS[schedule], schedule=schedule)
 
 
-def idle_s(chosen: Layout, m: int, *, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> float:
+def idle_s(
+    chosen: Layout, m: int, *, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0
+) -> float:
     """Seconds of the step in which a rank does nothing, every chunk alike."""
     one = StageSeconds(forward=forward, input_backward=backward, weight_backward=weight)
     ended = ends_s(chosen, timetable(chosen, m), [one] * (chosen.pp * chosen.vpp))
@@ -28,7 +30,9 @@ def idle_s(chosen: Layout, m: int, *, forward: float = 1.0, backward: float = 1.
 @pytest.mark.parametrize("schedule", [Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV])
 @pytest.mark.parametrize("pp", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("m", [1, 2, 5, 8, 16, 21])
-def test_every_row_comes_once_and_nobody_waits_for_ever(schedule: Schedule, pp: int, m: int) -> None:
+def test_every_row_comes_once_and_nobody_waits_for_ever(
+    schedule: Schedule, pp: int, m: int
+) -> None:
     chosen = layout(schedule, pp)
     if schedule is Schedule.DUALPIPEV and m < 2 * pp:
         m += 2 * pp
@@ -42,8 +46,12 @@ def test_every_row_comes_once_and_nobody_waits_for_ever(schedule: Schedule, pp: 
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
-@pytest.mark.parametrize(("forward", "backward", "weight"), [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.5)])
-def test_zb_h1_leaves_forward_and_backward_less_weight(pp: int, forward: float, backward: float, weight: float) -> None:
+@pytest.mark.parametrize(
+    ("forward", "backward", "weight"), [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.5)]
+)
+def test_zb_h1_leaves_forward_and_backward_less_weight(
+    pp: int, forward: float, backward: float, weight: float
+) -> None:
     """arXiv 2401.10241, table 2: (p - 1)(F + B - W), where 1F1B idles (p - 1)(F + B + W)."""
     seconds = {"forward": forward, "backward": backward, "weight": weight}
     assert idle_s(layout(Schedule.ZB_H1, pp), 3 * pp, **seconds) == pytest.approx(
@@ -57,7 +65,8 @@ def test_zb_h1_leaves_forward_and_backward_less_weight(pp: int, forward: float, 
 @pytest.mark.parametrize("schedule", [Schedule.ZBV, Schedule.DUALPIPEV])
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_a_v_leaves_its_fill(schedule: Schedule, pp: int) -> None:
-    """arXiv 2405.15362: with F = B = W only the fill remains, one forward of half a stage a rank."""
+    """arXiv 2405.15362: with F = B = W only the fill remains, one forward of half a stage a
+    rank."""
     assert idle_s(layout(schedule, pp), 4 * pp) == pp - 1
 
 
@@ -74,16 +83,33 @@ def test_a_rank_of_zbv_never_waits_once_it_has_begun(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_what_the_ranks_hold(pp: int) -> None:
-    """Every rank of ZB-H1 and ZBV what the first of 1F1B holds (pp stages); DualPipeV half a stage more."""
+    """Every rank of ZB-H1 and ZBV what the first of 1F1B holds (pp stages); DualPipeV half a stage
+    more."""
     m = 4 * pp
     assert {in_flight(layout(Schedule.ZB_H1, pp), m, rank) for rank in range(pp)} == {pp}
     assert {in_flight(layout(Schedule.ZBV, pp), m, rank) for rank in range(pp)} == {2 * pp}
-    assert {in_flight(layout(Schedule.DUALPIPEV, pp), m, rank) for rank in range(pp)} == {2 * pp + 1}
+    assert {in_flight(layout(Schedule.DUALPIPEV, pp), m, rank) for rank in range(pp)} == {
+        2 * pp + 1
+    }
 
 
 def test_a_v_comes_back_to_the_first_rank() -> None:
     chosen = layout(Schedule.ZBV, 3)
-    assert [seat_of(chosen, stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [seat_of(chosen, stage) for stage in range(6)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (1, 1),
+        (0, 1),
+    ]
     assert [stage_of(chosen, *seat_of(chosen, stage)) for stage in range(6)] == list(range(6))
     around = Layout(world_size=3, pp=3, vpp=2, schedule=Schedule.INTERLEAVED)
-    assert [seat_of(around, stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [seat_of(around, stage) for stage in range(6)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]

@@ -1,8 +1,10 @@
-"""The orders of priority that practitioners follow come out of prices, and where they do not the plan says why.
+"""The orders of priority that practitioners follow come out of prices, and where they do not the
+plan says why.
 
-Phases and pitfalls of published MoE tuning guides: fit with the least model parallelism, recompute little before much,
-keep tensor and expert parallelism inside the fast domain, experts by EP before ETP, context parallelism only for long
-sequences, graphs with selective recompute; and what a measured table of Qwen3-235B on 256 H800 departs in.
+Phases and pitfalls of published MoE tuning guides: fit with the least model parallelism, recompute
+little before much, keep tensor and expert parallelism inside the fast domain, experts by EP before
+ETP, context parallelism only for long sequences, graphs with selective recompute; and what a
+measured table of Qwen3-235B on 256 H800 departs in.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from moewright.spec.layout import Graphs, Overlap, Recompute
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
 
-# What the runs of the table could use: a plain all-to-all, no graphs, no overlapped experts, no offload.
+# What the runs of the table could use: a plain all-to-all, no graphs, no overlapped experts, no
+# offload.
 PLAIN = "dispatcher=alltoall,graphs=none,overlap=none,offload=none,zero1"
 
 
-def _search(model: str, on: str, fixed: str = "", *, batch: int, seq_len: int = 4096, top: int = 1) -> Ranked:
+def _search(
+    model: str, on: str, fixed: str = "", *, batch: int, seq_len: int = 4096, top: int = 1
+) -> Ranked:
     workload = Workload(seq_len=seq_len, global_batch=batch)
     return search(catalogue.model(model), workload, catalogue.hardware(on), fixed=fixed, top=top)
 
@@ -61,12 +66,15 @@ def test_selective_recompute_comes_before_full_and_goes_with_graphs(large: Plan)
 
 
 def test_overlapped_experts_turn_the_ranking() -> None:
-    """Experts over 32 ranks, even without duplicates, beat 8 only where their communication is hidden."""
+    """Experts over 32 ranks, even without duplicates, beat 8 only where their communication is
+    hidden."""
     pins = "tp2,cp1,etp1,mbs1,zero1,graphs=none,recompute=select"
     few, many = "pp32,vpp3,ep8,dispatcher=alltoall", "pp8,vpp4,ep32,dispatcher=deepep"
 
     def step_s(shape: str, overlap: str) -> float:
-        return _best("Qwen3-235B-A22B", "256xH800", f"{pins},{shape},overlap={overlap}", batch=2048).estimate.step_s
+        return _best(
+            "Qwen3-235B-A22B", "256xH800", f"{pins},{shape},overlap={overlap}", batch=2048
+        ).estimate.step_s
 
     assert step_s(few, "none") < step_s(many, "none")
     assert step_s(many, "ep") < step_s(few, "none")
@@ -81,10 +89,13 @@ def test_context_parallelism_comes_with_long_sequences() -> None:
 
 
 def test_dropping_tensor_parallelism_for_full_recompute_can_win() -> None:
-    """Against the usual order, and as measured: one rank a layer with everything recomputed at a larger micro-batch
-    beats tensor parallelism with selective recompute, and the plan tells which parts of the step make the difference.
+    """Against the usual order, and as measured: one rank a layer with everything recomputed at a
+    larger micro-batch beats tensor parallelism with selective recompute, and the plan tells which
+    parts of the step make the difference.
     """
-    ranked = _search("Qwen3-235B-A22B", "256xH800", f"{PLAIN},ep8,etp1,cp1,pp32,vpp3", batch=4096, top=1)
+    ranked = _search(
+        "Qwen3-235B-A22B", "256xH800", f"{PLAIN},ep8,etp1,cp1,pp32,vpp3", batch=4096, top=1
+    )
     best = ranked.plans[0].layout
     assert best.tp == 1
     assert best.recompute == (Recompute.FULL,)
@@ -99,19 +110,27 @@ def test_dropping_tensor_parallelism_for_full_recompute_can_win() -> None:
 
 
 def test_sums_are_overlapped_where_they_show() -> None:
-    """Overlapped gradient sums cost host time every micro-batch: with many of them a step is not faster for it."""
+    """Overlapped gradient sums cost host time every micro-batch: with many of them a step is not
+    faster for it."""
     pins = "tp2,cp1,etp1,ep8,pp8,vpp1,mbs1,zero1,dispatcher=alltoall,graphs=none,recompute=select"
     many = _search("Qwen3-235B-A22B", "256xH800", f"{pins},overlap=none", batch=2048).plans[0]
-    overlapped = _search("Qwen3-235B-A22B", "256xH800", f"{pins},overlap=grad+param", batch=2048).plans[0]
+    overlapped = _search(
+        "Qwen3-235B-A22B", "256xH800", f"{pins},overlap=grad+param", batch=2048
+    ).plans[0]
     assert overlapped.estimate.step_s > many.estimate.step_s
     few = _best("OLMoE-1B-7B-0924", "64xH100", "tp1,cp1,pp1,etp1,ep8,mbs4", batch=256)
     assert Overlap.GRAD in few.layout.overlap
 
 
 def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
-    """One sentence a departure, with a layout that keeps to the habit, how much slower it is and where."""
+    """One sentence a departure, with a layout that keeps to the habit, how much slower it is and
+    where."""
     ranked = _search("Qwen3-30B-A3B", "16xH100", "zero1", batch=256)
-    best, workload, hardware = ranked.plans[0], Workload(seq_len=4096, global_batch=256), catalogue.hardware("16xH100")
+    best, workload, hardware = (
+        ranked.plans[0],
+        Workload(seq_len=4096, global_batch=256),
+        catalogue.hardware("16xH100"),
+    )
     space = space_of(best.model, workload, hardware, "zero1")
     told = [line for line in ranked.why if line.startswith("Departs from the usual")]
     departures = heuristics.departed(best.layout, space)

@@ -1,4 +1,5 @@
-"""Scores of a search against full estimates: the same seconds and the same bytes, whatever the layout."""
+"""Scores of a search against full estimates: the same seconds and the same bytes, whatever the
+layout."""
 
 from __future__ import annotations
 
@@ -27,16 +28,29 @@ CASES = (
     ("Qwen3-30B-A3B", "32xH100", Workload(seq_len=4096, global_batch=256), ""),
     ("Qwen3-30B-A3B", "64xH100", Workload(seq_len=16384, global_batch=128), "cp4"),
     ("Qwen3-235B-A22B", "256xH800", Workload(seq_len=4096, global_batch=2048), ""),
-    ("DeepSeek-V3", "1024xH800", Workload(seq_len=4096, global_batch=8192, precision=Dtype.FP8), ""),
+    (
+        "DeepSeek-V3",
+        "1024xH800",
+        Workload(seq_len=4096, global_batch=8192, precision=Dtype.FP8),
+        "",
+    ),
     ("Mixtral-8x7B-v0.1", "64xA100", Workload(seq_len=4096, global_batch=256), "zero3"),
     ("Qwen3-8B", "16xH100", Workload(seq_len=4096, global_batch=256), ""),
-    ("Qwen3-235B-A22B", "256xH800", Workload(seq_len=4096, global_batch=2048), "offload=optimizer+core_attn"),
+    (
+        "Qwen3-235B-A22B",
+        "256xH800",
+        Workload(seq_len=4096, global_batch=2048),
+        "offload=optimizer+core_attn",
+    ),
     ("Qwen3-8B", "16xH100", Workload(seq_len=16384, global_batch=256), "recompute=loss+layernorm"),
 )
 
 
-def _drawn(model: str, on: str, workload: Workload, fixed: str, *, count: int) -> list[tuple[Layout, float, float]]:
-    """Random scored layouts of a case with their seconds and bytes, as many with uneven stages as without."""
+def _drawn(
+    model: str, on: str, workload: Workload, fixed: str, *, count: int
+) -> list[tuple[Layout, float, float]]:
+    """Random scored layouts of a case with their seconds and bytes, as many with uneven stages as
+    without."""
     spec, hardware, draw = catalogue.model(model), catalogue.hardware(on), random.Random(7)
     space = space_of(spec, workload, hardware, fixed)
     scout = Scout(space)
@@ -68,16 +82,23 @@ def test_scores_are_what_estimates_say(model: str, on: str, workload: Workload, 
 
 
 def _by_totals(full: Estimate, layout: Layout) -> float:
-    """A full estimate's step with the bubble that a search takes: by the totals of the ranks, not by their chunks."""
+    """A full estimate's step with the bubble that a search takes: by the totals of the ranks, not
+    by their chunks."""
     shares = {share.part: share.seconds for share in full.shares}
     count, work = full.micro_batches, (Phase.FORWARD, Phase.BACKWARD)
-    totals = [sum(row.seconds for row in ledger.time if row.phase in work) / count for ledger in full.ledgers]
-    still = closed_s(max(totals), sum(totals), pp=layout.pp, vpp=layout.vpp, micro_batches=count, transfer_s=0.0)
+    totals = [
+        sum(row.seconds for row in ledger.time if row.phase in work) / count
+        for ledger in full.ledgers
+    ]
+    still = closed_s(
+        max(totals), sum(totals), pp=layout.pp, vpp=layout.vpp, micro_batches=count, transfer_s=0.0
+    )
     return full.step_s - shares.get(TimePart.BUBBLE, 0.0) + float(still) - count * max(totals)
 
 
 def test_what_pricing_settles_is_the_fastest_way() -> None:
-    """Of one cut, no dispatcher, exchange of context or overlap beats those that the scores chose."""
+    """Of one cut, no dispatcher, exchange of context or overlap beats those that the scores
+    chose."""
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("64xH100")
     workload = Workload(seq_len=16384, global_batch=128)
     text = "tp2,cp2,pp2,vpp2,ep8,etp1,mbs1,layout='Et*12|(t*12|)*2t*12L'"
@@ -97,7 +118,9 @@ def test_what_pricing_settles_is_the_fastest_way() -> None:
 
 
 @pytest.mark.parametrize(("model", "on", "workload", "fixed"), CASES)
-def test_no_price_is_below_the_floor_of_its_group(model: str, on: str, workload: Workload, fixed: str) -> None:
+def test_no_price_is_below_the_floor_of_its_group(
+    model: str, on: str, workload: Workload, fixed: str
+) -> None:
     """A floor takes no price of the pipelines; where it is high enough none is made."""
     hardware, draw = catalogue.hardware(on), random.Random(3)
     space = space_of(catalogue.model(model), workload, hardware, fixed)
@@ -116,7 +139,9 @@ def test_a_forward_of_one_micro_batch_runs_beside_nothing() -> None:
     text = "tp1,cp1,pp1,ep32,etp1,mbs1,overlap=ep"
     workload = Workload(seq_len=4096, global_batch=64)
     for layout, _, peak_bytes in _drawn("Qwen3-30B-A3B", "64xH100", workload, text, count=2):
-        assert peak_bytes == pytest.approx(estimate(model, workload, hardware, layout).peak_bytes, rel=BYTES)
+        assert peak_bytes == pytest.approx(
+            estimate(model, workload, hardware, layout).peak_bytes, rel=BYTES
+        )
 
 
 def test_bounds_lose_nothing_that_is_faster() -> None:

@@ -1,4 +1,5 @@
-"""The search: only legal layouts, the best of them first, pinned keys kept, rejections counted and explained."""
+"""The search: only legal layouts, the best of them first, pinned keys kept, rejections counted and
+explained."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def hardware() -> Hardware:
 def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: Hardware) -> None:
     """Try everything in a small corner, without any of the search's shortcuts."""
     best = None
-    for pp, vpp, ep, mbs, recompute in product((1, 2, 4), (1, 2), (2, 8, 16), (1, 2), ("none", "select", "full")):
+    for pp, vpp, ep, mbs, recompute in product(
+        (1, 2, 4), (1, 2), (2, 8, 16), (1, 2), ("none", "select", "full")
+    ):
         schedule = "interleaved" if vpp > 1 else "1f1b"
         text = f"tp1,cp1,etp1,pp{pp},vpp{vpp},ep{ep},mbs{mbs},recompute={recompute},schedule={schedule}"
         layout = parse_layout(text, world_size=16)
@@ -56,7 +59,9 @@ def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Har
     assert len(ranked.plans) == 5
     firm = [plan.estimate.step_s for plan in ranked.plans if plan.estimate.verdict is Verdict.FITS]
     assert firm == sorted(firm)
-    assert all(plan.layout.ep == 8 and plan.estimate.verdict is not Verdict.OOM for plan in ranked.plans)
+    assert all(
+        plan.layout.ep == 8 and plan.estimate.verdict is not Verdict.OOM for plan in ranked.plans
+    )
     assert len({plan.fingerprint for plan in ranked.plans}) == 5
     assert dict(ranked.rejected)[DOES_NOT_FIT] > 0
     assert layout_text(ranked.plans[0].layout) in ranked.why[0]
@@ -102,7 +107,9 @@ def test_layers_that_split_evenly_nowhere_get_a_layout_string() -> None:
     assert {(pipe.pp, bool(pipe.stages)) for pipe in pipes} >= {(2, True), (4, True), (8, True)}
     for pipe in pipes:
         layout = Layout(world_size=64, ep=8, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
-        assert not [r for r in illegal(deepseek, WORK, layout) if r.field in ("layout.stages", "layout.pp")]
+        assert not [
+            r for r in illegal(deepseek, WORK, layout) if r.field in ("layout.stages", "layout.pp")
+        ]
 
 
 def test_dense_models_and_cpus_have_no_dispatcher_choice(hardware: Hardware) -> None:
@@ -129,16 +136,26 @@ def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
 
 
 def test_full_recompute_is_left_out_where_less_fits(model: ModelSpec) -> None:
-    """A layout that fits with room makes its heavier recomputes pointless; they count as slower, not as lost."""
+    """A layout that fits with room makes its heavier recomputes pointless; they count as slower,
+    not as lost."""
     roomy = catalogue.hardware("64xH100")
-    ranked = search(model, WORK, roomy, fixed="tp1,cp1,pp4,vpp1,ep16,etp1,mbs1,dispatcher=alltoall", top=5)
+    ranked = search(
+        model, WORK, roomy, fixed="tp1,cp1,pp4,vpp1,ep16,etp1,mbs1,dispatcher=alltoall", top=5
+    )
     assert {plan.layout.recompute for plan in ranked.plans} == {()}
     assert dict(ranked.rejected)[SLOWER] == ranked.scored - len(ranked.plans)
-    fullest = search(model, WORK, catalogue.hardware("16xH100"), fixed="tp1,cp1,pp1,ep8,etp1,mbs8", top=8).plans
+    fullest = search(
+        model, WORK, catalogue.hardware("16xH100"), fixed="tp1,cp1,pp1,ep8,etp1,mbs8", top=8
+    ).plans
     assert (Recompute.FULL,) in {plan.layout.recompute for plan in fullest}
 
 
-def test_plans_differ_in_degrees_where_there_are_so_many(model: ModelSpec, hardware: Hardware) -> None:
+def test_plans_differ_in_degrees_where_there_are_so_many(
+    model: ModelSpec, hardware: Hardware
+) -> None:
     plans = search(model, WORK, hardware, top=6).plans
-    degrees = {(p.layout.tp, p.layout.cp, p.layout.pp, p.layout.ep, p.layout.etp, p.layout.mbs) for p in plans}
+    degrees = {
+        (p.layout.tp, p.layout.cp, p.layout.pp, p.layout.ep, p.layout.etp, p.layout.mbs)
+        for p in plans
+    }
     assert len(degrees) == 6

@@ -38,7 +38,9 @@ def test_gains_are_what_a_changed_machine_brings() -> None:
         "a network 2 x as fast": _changed(hardware, network=NETWORK_TIMES),
     }
     for change, machine in changes.items():
-        after = min(one.step_s for one in search(model, WORK, machine, fixed=PINS, top=1).near if one.firm)
+        after = min(
+            one.step_s for one in search(model, WORK, machine, fixed=PINS, top=1).near if one.firm
+        )
         told = found[change].step_s if change in found else before
         assert told == pytest.approx(after, rel=3e-3), change
     assert any(gain.step_s < before for gain in found.values())

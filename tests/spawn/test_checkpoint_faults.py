@@ -1,4 +1,5 @@
-"""What happens to a run whose saves are killed, fail or are damaged, with training waiting for them or not."""
+"""What happens to a run whose saves are killed, fail or are damaged, with training waiting for them
+or not."""
 
 from __future__ import annotations
 
@@ -49,11 +50,15 @@ def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
-def test_saves_beside_training_store_what_saves_in_line_do(data: DataSpec, uninterrupted: Path, tmp_path: Path) -> None:
+def test_saves_beside_training_store_what_saves_in_line_do(
+    data: DataSpec, uninterrupted: Path, tmp_path: Path
+) -> None:
     """Every checkpoint of twelve, while the next steps change the state under it."""
     assert run(make_plan(data, SaveMode.ASYNC, keep=12), tmp_path) is Exit.DONE
     assert losses(tmp_path) == losses(uninterrupted)
-    pairs = zip(committed(tmp_path / "checkpoints"), committed(uninterrupted / "checkpoints"), strict=True)
+    pairs = zip(
+        committed(tmp_path / "checkpoints"), committed(uninterrupted / "checkpoints"), strict=True
+    )
     before = None
     for ours, theirs in pairs:
         assert ours.name == theirs.name
@@ -64,7 +69,8 @@ def test_saves_beside_training_store_what_saves_in_line_do(data: DataSpec, unint
 
 
 def kill_and_resume(plan: Plan, run_dir: Path, kills: int, dice: random.Random) -> None:
-    """Kill the whole job `kills` times, each a moment after it has committed something new; then let it finish."""
+    """Kill the whole job `kills` times, each a moment after it has committed something new; then
+    let it finish."""
     checkpoints, done = run_dir / "checkpoints", -1
     for kill in range(kills):
         process = start(plan, run_dir, run_dir.with_suffix(f".{kill}.log"))
@@ -119,7 +125,11 @@ def test_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", list(SaveMode))
 def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
-    mode: SaveMode, data: DataSpec, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: SaveMode,
+    data: DataSpec,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 has no room for its part of the fourth checkpoint: nobody commits it."""
     plan, write = make_plan(data, mode), commit.write_payload
@@ -135,12 +145,17 @@ def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
         with pytest.raises(BadInput, match="checkpoints: no room: a checkpoint needs"):
             run(plan, tmp_path)
     assert 4 <= len(losses(tmp_path)) < 12
-    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step-00000002", "step-00000003"]
+    assert [path.name for path in committed(tmp_path / "checkpoints")] == [
+        "step-00000002",
+        "step-00000003",
+    ]
     assert run(plan, tmp_path) is Exit.DONE
     assert losses(tmp_path) == losses(uninterrupted)
 
 
-def test_a_flipped_byte_is_refused_by_the_name_of_its_file(data: DataSpec, uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_refused_by_the_name_of_its_file(
+    data: DataSpec, uninterrupted: Path, tmp_path: Path
+) -> None:
     plan = make_plan(data, SaveMode.SYNC, steps=14)
     optimizer = replace(plan.workload.optimizer, decay_steps=12)
     plan = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
@@ -155,7 +170,9 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(data: DataSpec, unint
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1 if path.name == name else 0
             (copy / path.name).write_bytes(content)
-        with pytest.raises(BadInput, match=f"{newest.name}/{name}: .*nearest legal value: an older checkpoint"):
+        with pytest.raises(
+            BadInput, match=f"{newest.name}/{name}: .*nearest legal value: an older checkpoint"
+        ):
             run(plan, tmp_path / str(number))
 
 
@@ -184,7 +201,9 @@ def test_what_decides_the_next_update_must_be_the_same(
         "model.moe.ffn_size": replace(plan, model=wider(plan.model)),
         "data.fingerprint": replace(
             plan,
-            workload=replace(work, data=tiny_jobs.corpus(tmp_path / "other", words=50)) if "data" in field else work,
+            workload=replace(work, data=tiny_jobs.corpus(tmp_path / "other", words=50))
+            if "data" in field
+            else work,
         ),
         "train.precision": replace(plan, workload=replace(work, precision=Dtype.BF16)),
         "train.decay_steps": replace(plan, workload=replace(work, steps=20)),
@@ -198,5 +217,7 @@ def test_what_decides_the_next_update_must_be_the_same(
     newest = latest(uninterrupted / "checkpoints")
     assert newest is not None
     (run_dir / "checkpoints" / newest.name).symlink_to(newest)
-    with pytest.raises(BadInput, match=f"resume: {field} is {was}.* in the checkpoint and {now}.* in the job"):
+    with pytest.raises(
+        BadInput, match=f"resume: {field} is {was}.* in the checkpoint and {now}.* in the job"
+    ):
         run(changed, run_dir)

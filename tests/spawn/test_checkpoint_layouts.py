@@ -1,7 +1,8 @@
-"""A run that moves from any layout to any other: what is loaded is what was saved, and the curve goes on.
+"""A run that moves from any layout to any other: what is loaded is what was saved, and the curve
+goes on.
 
-Every source trains six steps and is saved after the third; every target takes that checkpoint up. `make test` takes a
-few pairs, others with every change of the source; `make verify-layouts` all.
+Every source trains six steps and is saved after the third; every target takes that checkpoint up.
+`make test` takes a few pairs, others with every change of the source; `make verify-layouts` all.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "4x ep2,zero3,mbs2",
             "4x cp2,etp2,ep2,zero0,mbs2",
         ),
-        "mtp": ("1x mbs2", "4x tp2,ep2,mbs2", "4x tp2,cp2,ep4,zero3,mbs2", "4x pp2,ep2,mbs2,layout='Et|tttmL'"),
+        "mtp": (
+            "1x mbs2",
+            "4x tp2,ep2,mbs2",
+            "4x tp2,cp2,ep4,zero3,mbs2",
+            "4x pp2,ep2,mbs2,layout='Et|tttmL'",
+        ),
         "fp16": ("2x ep2,mbs2", "2x pp2,mbs2,layout='Ettt|tL'"),
     }
 )
@@ -95,7 +101,10 @@ PAIRS = tuple(
 
 def cases() -> list[object]:
     often = {pair.id for pair in rotated(PAIRS, _OFTEN)}
-    return [pytest.param(pair, id=pair.id, marks=() if pair.id in often else (pytest.mark.sweep,)) for pair in PAIRS]
+    return [
+        pytest.param(pair, id=pair.id, marks=() if pair.id in often else (pytest.mark.sweep,))
+        for pair in PAIRS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +113,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def uninterrupted(
+    data: DataSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
     """Runs of all steps with a checkpoint halfway, each made once."""
     made: dict[tuple[str, str], Path] = {}
 
@@ -120,13 +131,18 @@ def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> C
 def job(data: DataSpec, group: str, layout: str) -> Plan:
     """Several gradient buckets; in fp16 a scale that doubles within the steps before the save."""
     loss = LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001, mtp_coeff=0.3)
-    work = tiny_jobs.workload(data, steps=STEPS, loss=loss, router=RouterTraining(bias_update_rate=0.02))
+    work = tiny_jobs.workload(
+        data, steps=STEPS, loss=loss, router=RouterTraining(bias_update_rate=0.02)
+    )
     if group == "fp16":
         scaling = ScalingSpec(initial_loss_scale=256.0, loss_scale_window=2)
         work = replace(work, precision=Dtype.FP16, scaling=scaling)
     optimizer = replace(work.optimizer, bucket_elements=4000)
     work = replace(
-        work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=SAVED, keep=9), eval_batches=1
+        work,
+        optimizer=optimizer,
+        checkpoint=replace(work.checkpoint, every_steps=SAVED, keep=9),
+        eval_batches=1,
     )
     world, text = layout.split("x ")
     return tiny_jobs.plan(work, text, world_size=int(world), model=MODELS[group])
@@ -143,7 +159,9 @@ def curve(run_dir: Path) -> list[tuple[float, float, float]]:
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+        ), name
 
 
 @pytest.mark.parametrize("pair", cases())
@@ -158,7 +176,9 @@ def test_a_run_moves(
     middle, end = (f"checkpoints/step-{step:08d}" for step in (SAVED, STEPS))
     shutil.copytree(whole / middle, tmp_path / middle)
 
-    def restore_and_save(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
+    def restore_and_save(
+        job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+    ) -> int:
         """What the ranks hold once they have loaded, saved again."""
         done = restore(job, run_dir, identity, comm)
         save(run_dir / "loaded", step=done, pieces=job.pieces(), extra={}, keep=1, comm=comm)
@@ -179,7 +199,9 @@ def test_a_run_moves(
         return
     for ours, theirs in zip(curve(tmp_path), curve(whole), strict=True):
         assert ours[:2] == pytest.approx(theirs[:2], rel=1e-5)
-        assert ours[2] == pytest.approx(theirs[2], rel=1e-4)  # AdamW divides small gradients by themselves
+        assert ours[2] == pytest.approx(
+            theirs[2], rel=1e-4
+        )  # AdamW divides small gradients by themselves
 
 
 def test_the_pairs_cover_what_can_be_cut() -> None:

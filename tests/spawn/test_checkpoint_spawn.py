@@ -1,4 +1,5 @@
-"""Checkpoints over real processes and gloo: resharding between world sizes, and kills in the middle of a save."""
+"""Checkpoints over real processes and gloo: resharding between world sizes, and kills in the middle
+of a save."""
 
 import os
 import signal
@@ -29,7 +30,9 @@ def meet(context: RankContext) -> Coordinator:
     return Coordinator(rank=context.rank, world=context.world, gather=collectives.gather_json)
 
 
-def save_worker(context: RankContext, *, directory: Path, layout: str, step: int, killed: int = -1) -> Outcome:
+def save_worker(
+    context: RankContext, *, directory: Path, layout: str, step: int, killed: int = -1
+) -> Outcome:
     """Save one step; rank `killed` dies when its file is written but not yet on disk."""
     comm = meet(context)
     pieces = pieces_of(full_state(step), layout, comm.rank, comm.world)
@@ -54,9 +57,16 @@ def load_worker(context: RankContext, *, directory: Path, layout: str, step: int
 
 @pytest.mark.parametrize(
     ("source", "before", "target", "after"),
-    [("rows", 2, "columns", 4), ("flat", 4, "rows", 2), ("replicated", 2, "flat", 4), ("columns", 4, "replicated", 1)],
+    [
+        ("rows", 2, "columns", 4),
+        ("flat", 4, "rows", 2),
+        ("replicated", 2, "flat", 4),
+        ("columns", 4, "replicated", 1),
+    ],
 )
-def test_state_moves_between_world_sizes(tmp_path: Path, source: str, before: int, target: str, after: int) -> None:
+def test_state_moves_between_world_sizes(
+    tmp_path: Path, source: str, before: int, target: str, after: int
+) -> None:
     directory = tmp_path / "checkpoints"
     saver = partial(save_worker, directory=directory, layout=source, step=7)
     assert launch(saver, nproc=before, run_dir=tmp_path) == Exit.DONE
@@ -71,7 +81,9 @@ def test_a_rank_killed_in_its_file_commits_nothing(
     directory = tmp_path / "checkpoints"
     saver = partial(save_worker, directory=directory, layout="rows")
     assert launch(partial(saver, step=1), nproc=2, run_dir=tmp_path) == Exit.DONE
-    assert launch(partial(saver, step=2, killed=killed), nproc=2, run_dir=tmp_path) == Exit.RANK_FAILED
+    assert (
+        launch(partial(saver, step=2, killed=killed), nproc=2, run_dir=tmp_path) == Exit.RANK_FAILED
+    )
     assert f"rank {killed} was killed by SIGKILL" in capfd.readouterr().err
     assert [path.name for path in committed(directory)] == ["step-00000001"]
     assert (directory / ".saving-step-00000002").exists()
@@ -99,7 +111,8 @@ def loads(directory: Path) -> int:
 
 
 def killed_save(directory: Path, step: int, events: int, mode: SaveMode) -> bool:
-    """Save in a process that dies before its `events`-th access to the file system; False when it had fewer."""
+    """Save in a process that dies before its `events`-th access to the file system; False when it
+    had fewer."""
     child = os.fork()
     if child == 0:
         left = events
@@ -117,8 +130,11 @@ def killed_save(directory: Path, step: int, events: int, mode: SaveMode) -> bool
 
 
 @pytest.mark.parametrize("mode", list(SaveMode))
-def test_a_kill_before_any_access_to_the_disk_leaves_a_good_checkpoint(mode: SaveMode, tmp_path: Path) -> None:
-    """The purge of the old checkpoint is part of the sweep; the next save clears what a killed one left."""
+def test_a_kill_before_any_access_to_the_disk_leaves_a_good_checkpoint(
+    mode: SaveMode, tmp_path: Path
+) -> None:
+    """The purge of the old checkpoint is part of the sweep; the next save clears what a killed one
+    left."""
     steps = []
     for events in range(1, 100):
         directory = tmp_path / str(events)

@@ -1,5 +1,5 @@
-"""Data parallelism against torch's own, over the same modules: DistributedDataParallel, and fully_shard over all ranks
-and inside blocks of them, as torch divides, groups and sends by itself.
+"""Data parallelism against torch's own, over the same modules: DistributedDataParallel, and
+fully_shard over all ranks and inside blocks of them, as torch divides, groups and sends by itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,15 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
     device, data = join(seat), batches(plan.model)
 
     def built(layout: Layout) -> Trainee:
-        return trainee(plan.model, plan.workload, layout, data, rank=seat.rank, device=device, initial=initial_value)
+        return trainee(
+            plan.model,
+            plan.workload,
+            layout,
+            data,
+            rank=seat.rank,
+            device=device,
+            initial=initial_value,
+        )
 
     job = built(plan.layout)
     accumulate(job, Clock(), step=1)
@@ -68,7 +76,9 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
     worst = 0.0
     for piece in ours:
         wanted = theirs[piece.name]
-        box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+        box = tuple(
+            slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+        )
         worst = max(worst, float((piece.tensor - wanted[box]).norm() / wanted.norm()))
     (folder / f"worst{seat.rank}").write_text(str(worst))
     collectives.stop()
@@ -76,8 +86,9 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
 
 
 def torchs_gradients(bare: Trainee, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:
-    """Of the first micro-batch, by name. The wrapper dies here, while the world still holds its group: the last owner
-    ends the group's threads, and DDP would do so without letting go of Python, for which such a thread may wait.
+    """Of the first micro-batch, by name. The wrapper dies here, while the world still holds its
+    group: the last owner ends the group's threads, and DDP would do so without letting go of
+    Python, for which such a thread may wait.
     """
     for slot in slots_of(bare.model):  # parameters that nothing of the engine hangs on
         slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
@@ -109,5 +120,8 @@ def test_gradients_are_those_of_torchs_data_parallelism(
 ) -> None:
     text = f"{layout},mbs{WORK.global_batch // world}"
     plan = tiny_jobs.plan(WORK, text, world_size=world, model=model)
-    assert launch(partial(compared, plan, tmp_path, wrap), nproc=world, run_dir=tmp_path / "run") is Exit.DONE
+    assert (
+        launch(partial(compared, plan, tmp_path, wrap), nproc=world, run_dir=tmp_path / "run")
+        is Exit.DONE
+    )
     assert max(float((tmp_path / f"worst{rank}").read_text()) for rank in range(world)) < 3e-6

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.spawn
 
 
 def made(shape: str, world: int, text: str) -> Plan:
-    return replace(plan(WORK, "", world_size=world, model=SHAPES[shape]), layout=parse_layout(text, world_size=world))
+    return replace(
+        plan(WORK, "", world_size=world, model=SHAPES[shape]),
+        layout=parse_layout(text, world_size=world),
+    )
 
 
 @pytest.mark.sweep
@@ -32,19 +35,36 @@ def made(shape: str, world: int, text: str) -> Plan:
     "job",
     [
         pytest.param(made("deep", 4, "tp2,ep4,mbs2,dispatcher=deepep"), id="deepep"),
-        pytest.param(made("qwen", 2, "ep2,mbs2,dispatcher=deepep,recompute=moe,capacity=4"), id="deepep, replayed"),
-        pytest.param(made("deepseek", 4, "ep4,ep_node2,mbs2,dispatcher=hybridep"), id="hybridep over nodes"),
-        pytest.param(made("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=4"), id="hybridep, capacity"),
+        pytest.param(
+            made("qwen", 2, "ep2,mbs2,dispatcher=deepep,recompute=moe,capacity=4"),
+            id="deepep, replayed",
+        ),
+        pytest.param(
+            made("deepseek", 4, "ep4,ep_node2,mbs2,dispatcher=hybridep"), id="hybridep over nodes"
+        ),
+        pytest.param(
+            made("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=4"), id="hybridep, capacity"
+        ),
     ],
 )
-def test_a_library_equals_one_process(job: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_equals_one_process(
+    job: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in_deep_ep.install(monkeypatch)
     prove(job, tmp_path)
 
 
 def _begin(job: Plan, seat: RankContext) -> Outcome:
     device = join(seat)
-    trainee(job.model, job.workload, job.layout, batches(job.model), rank=seat.rank, device=device, initial=_initial)
+    trainee(
+        job.model,
+        job.workload,
+        job.layout,
+        batches(job.model),
+        rank=seat.rank,
+        device=device,
+        initial=_initial,
+    )
     collectives.stop()
     return Outcome.DONE
 
@@ -57,6 +77,8 @@ def test_a_library_that_sums_wrong_does_not_get_past_the_start(
     stand_in_deep_ep.install(monkeypatch)
     assert launch(partial(_begin, job), nproc=2, run_dir=tmp_path / "right") is Exit.DONE
     stand_in_deep_ep.install(monkeypatch, wrong=0.01)
-    with pytest.raises(BadInput, match="differs from the plain all-to-all in a trial at the start") as said:
+    with pytest.raises(
+        BadInput, match="differs from the plain all-to-all in a trial at the start"
+    ) as said:
         launch(partial(_begin, job), nproc=2, run_dir=tmp_path / "wrong")
     assert said.value.reasons[0].nearest == "dedup"

@@ -1,4 +1,5 @@
-"""ZeRO-3: the gradients of one process and of ZeRO-1, uneven and empty parts, books, and checkpoints of any layout."""
+"""ZeRO-3: the gradients of one process and of ZeRO-1, uneven and empty parts, books, and
+checkpoints of any layout."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ from tiny_jobs import assert_first_gradients_equal, state, steps_of
 pytestmark = pytest.mark.spawn
 
 
-def train(work: Workload, layout: str, world_size: int, run_dir: Path, model: ModelSpec = tiny_jobs.MODEL) -> Plan:
+def train(
+    work: Workload, layout: str, world_size: int, run_dir: Path, model: ModelSpec = tiny_jobs.MODEL
+) -> Plan:
     optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=3)
-    work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=9))
+    work = replace(
+        work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=9)
+    )
     made = tiny_jobs.plan(work, layout, world_size=world_size, model=model)
     assert run(made, run_dir) is Exit.DONE
     return made
@@ -44,7 +49,9 @@ def refuse_difference(made: Plan, run_dir: Path) -> None:
     for rank in range(made.layout.world_size):
         counted = read_json(Ledger, run_dir / "ledger" / f"rank{rank:05d}.json")
         comparison = compare(predict(made, rank=rank, selection=selection), counted)
-        assert comparison.exact, [line for line in comparison.lines if line.predicted != line.counted]
+        assert comparison.exact, [
+            line for line in comparison.lines if line.predicted != line.counted
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,9 @@ def test_equals_one_process_and_its_prediction(
     refuse_difference(made, tmp_path)
 
 
-def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(data: DataSpec, tmp_path: Path) -> None:
+def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(
+    data: DataSpec, tmp_path: Path
+) -> None:
     """Two experts and four ranks; fp32 sums of bf16 gradients, as ZeRO-1 makes them."""
     moe = tiny_jobs.MODEL.moe
     assert moe is not None
@@ -90,15 +99,26 @@ def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(data: DataSpe
 def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: Path) -> None:
     work = tiny_jobs.workload(data, steps=3)
     train(work, "mbs2", 1, tmp_path / "one")
-    for steps, world, layout in ((1, 4, "tp2,zero3,offload=optimizer"), (2, 2, "tp2"), (3, 4, "ep2,zero3,shard2")):
+    for steps, world, layout in (
+        (1, 4, "tp2,zero3,offload=optimizer"),
+        (2, 2, "tp2"),
+        (3, 4, "ep2,zero3,shard2"),
+    ):
         train(replace(work, steps=steps), f"mbs2,{layout}", world, tmp_path / "moved")
     agree(tmp_path / "moved", tmp_path / "one")
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(4, "tp2,ep2,mbs2,zero3"), (2, "mbs2,zero3,recompute=full")])
-def test_two_depths_of_prediction_ahead(world_size: int, layout: str, data: DataSpec, tmp_path: Path) -> None:
-    """The layer of a depth is a unit; its norms and projection are the root's, beside a tied table used thrice."""
-    model = replace(tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=True, layers=3, moe_layers=(True, False, True))
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(4, "tp2,ep2,mbs2,zero3"), (2, "mbs2,zero3,recompute=full")]
+)
+def test_two_depths_of_prediction_ahead(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    """The layer of a depth is a unit; its norms and projection are the root's, beside a tied table
+    used thrice."""
+    model = replace(
+        tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=True, layers=3, moe_layers=(True, False, True)
+    )
     work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
     train(work, "mbs2", 1, tmp_path / "one", model)
     made = train(work, layout, world_size, tmp_path / "cut", model)
@@ -108,5 +128,7 @@ def test_two_depths_of_prediction_ahead(world_size: int, layout: str, data: Data
 
 def test_a_pipeline_is_refused_with_it() -> None:
     layout = parse_layout("zero3,pp2", world_size=4)
-    (reason,) = unsupported_layout(layout, model=tiny_jobs.MODEL, workload=tiny_jobs.workload(DataSpec()))
+    (reason,) = unsupported_layout(
+        layout, model=tiny_jobs.MODEL, workload=tiny_jobs.workload(DataSpec())
+    )
     assert "layout.pp=2: the engine cuts weights without a pipeline alone" in str(reason)

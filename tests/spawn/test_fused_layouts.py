@@ -1,4 +1,5 @@
-"""A job with Triton's kernels is the job that it was: against one process without them, and in its ledger."""
+"""A job with Triton's kernels is the job that it was: against one process without them, and in its
+ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from layout_space import SHAPES
 from moewright.spec.workload import FusedKernels
 from tiny_jobs import plan
 
-pytest.importorskip("triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone")
+pytest.importorskip(
+    "triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone"
+)
 pytestmark = pytest.mark.spawn
 
 
@@ -24,6 +27,8 @@ pytestmark = pytest.mark.spawn
         pytest.param("deep", "tp2,ep4,dispatcher=dedup,mbs2", 4, marks=pytest.mark.sweep),
     ],
 )
-def test_kernels_change_neither_the_curve_nor_the_ledger(shape: str, layout: str, world: int, tmp_path: Path) -> None:
+def test_kernels_change_neither_the_curve_nor_the_ledger(
+    shape: str, layout: str, world: int, tmp_path: Path
+) -> None:
     work = replace(WORK, fused_kernels=FusedKernels.TRITON)
     prove(plan(work, layout, world_size=world, model=SHAPES[shape]), tmp_path)

@@ -1,7 +1,9 @@
-"""The 2**rank proof: rank r puts 2**r into every gradient, so a sum says exactly whose gradients are in it.
+"""The 2**rank proof: rank r puts 2**r into every gradient, so a sum says exactly whose gradients
+are in it.
 
-Who ought to be in it is asked of no rule: the ranks that hold the same box of the same parameter, as they say
-themselves. The norm of these gradients, counted over the world, must be that of the whole tensors.
+Who ought to be in it is asked of no rule: the ranks that hold the same box of the same parameter,
+as they say themselves. The norm of these gradients, counted over the world, must be that of the
+whole tensors.
 """
 
 from __future__ import annotations
@@ -62,14 +64,20 @@ def check(model: ModelSpec, layout: Layout, seat: RankContext) -> Outcome:
             holders.setdefault(key, []).append(rank)
     for _ in range(2):  # with overlap=grad the second reduces under backward
         job.optimizer.begin(1)
-        torch.stack([2.0**seat.rank * slot.parameter.sum() for slot in slots.values()]).sum().backward()
+        torch.stack(
+            [2.0**seat.rank * slot.parameter.sum() for slot in slots.values()]
+        ).sum().backward()
         squared = job.optimizer.reduce()
     wanted_squared = 0.0
     for slot in slots.values():
         summed = float(sum(2**rank for rank in holders[key_of(slot)]))
         pieces = [p for p in job.optimizer.gradients() if p.name == f"grad/{slot.name}"]
         for piece in pieces:
-            assert piece.tensor.eq(summed).all(), (key_of(slot), piece.tensor.unique(), holders[key_of(slot)])
+            assert piece.tensor.eq(summed).all(), (
+                key_of(slot),
+                piece.tensor.unique(),
+                holders[key_of(slot)],
+            )
         wanted_squared += summed**2 * slot.parameter.numel() / len(holders[key_of(slot)])
     both = torch.tensor([squared, wanted_squared], dtype=torch.float64)
     ours, wanted = all_reduce(both, job.run.mesh.group("world")).tolist()
@@ -79,14 +87,21 @@ def check(model: ModelSpec, layout: Layout, seat: RankContext) -> Outcome:
 
 
 @pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
-def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(world_size: int, text: str, tmp_path: Path) -> None:
+def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(
+    world_size: int, text: str, tmp_path: Path
+) -> None:
     layout = parse_layout(text, world_size=world_size)
     base = tiny_jobs.MODEL
     assert base.moe is not None
     attention = replace(base.attention, heads=8, kv_heads=4)
     moe = replace(base.moe, shared_ffn_size=24)
     model = replace(
-        base, attention=attention, moe=moe, layers=4, moe_layers=(True, False, True, True), tie_embeddings=True
+        base,
+        attention=attention,
+        moe=moe,
+        layers=4,
+        moe_layers=(True, False, True, True),
+        tie_embeddings=True,
     )
     assert not illegal(model, replace(tiny_jobs.workload(DataSpec()), global_batch=16), layout)
     assert launch(partial(check, model, layout), nproc=world_size, run_dir=tmp_path) is Exit.DONE

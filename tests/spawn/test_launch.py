@@ -25,8 +25,8 @@ QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
 
 
 def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000) -> Outcome:
-    """Steps that agree on a stop flag by an all-reduce over a group made of the world, as in training; `rank` does
-    `fault` at step 3.
+    """Steps that agree on a stop flag by an all-reduce over a group made of the world, as in
+    training; `rank` does `fault` at step 3.
     """
     pids = Path(os.environ["TOY_PIDS"])
     (pids / str(context.rank)).write_text(str(os.getpid()))
@@ -95,7 +95,9 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_job_that_ends_well(tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_ends_well(
+    tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert launch(partial(toy, steps=3), nproc=world, run_dir=tmp_path / "run") == Exit.DONE
     assert len(pids_in(tmp_path)) == world
     assert capfd.readouterr().err == ""
@@ -117,7 +119,9 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(
 ) -> None:
     began_s = time.monotonic()
     timeouts = Timeouts(rendezvous_s=20.0, collective_s=30.0)
-    code = launch(partial(toy, fault=fault), nproc=world, run_dir=tmp_path / "run", timeouts=timeouts)
+    code = launch(
+        partial(toy, fault=fault), nproc=world, run_dir=tmp_path / "run", timeouts=timeouts
+    )
     assert code == Exit.RANK_FAILED == 3
     assert time.monotonic() - began_s < 5
     error = capfd.readouterr().err
@@ -125,23 +129,32 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(
     assert "closed by peer" not in error
 
 
-def test_bad_input_of_a_rank_reaches_the_caller_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_of_a_rank_reaches_the_caller_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(BadInput) as refused:
         launch(partial(toy, fault="bad input"), nproc=2, run_dir=tmp_path / "run")
-    assert refused.value.reasons == (Reason(field="data.train", rule="is truncated", nearest="rebuild it"),)
+    assert refused.value.reasons == (
+        Reason(field="data.train", rule="is truncated", nearest="rebuild it"),
+    )
     assert capfd.readouterr().err == ""
 
 
-def test_a_suspended_rank_is_named_after_the_timeout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_suspended_rank_is_named_after_the_timeout(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     began_s = time.monotonic()
     worker = partial(toy, fault="SIGSTOP")
     assert launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
     assert QUICK.collective_s < time.monotonic() - began_s < QUICK.collective_s + 5
-    assert capfd.readouterr().err.startswith("rank 1 stopped answering at step 3: it is suspended (SIGSTOP)")
+    assert capfd.readouterr().err.startswith(
+        "rank 1 stopped answering at step 3: it is suspended (SIGSTOP)"
+    )
 
 
 def suspended(context: RankContext) -> Outcome:
-    """No process group to time out: rank 0 is silent for longer, but rank 1 is the one suspended."""
+    """No process group to time out: rank 0 is silent for longer, but rank 1 is the one
+    suspended."""
     context.beat(2)
     time.sleep(0.3)
     if context.rank == 1:
@@ -151,22 +164,36 @@ def suspended(context: RankContext) -> Outcome:
     return Outcome.DONE
 
 
-def test_silence_is_noticed_without_a_collective(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_silence_is_noticed_without_a_collective(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert launch(suspended, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
-    assert capfd.readouterr().err.startswith("rank 1 stopped answering at step 3: it is suspended (SIGSTOP)")
+    assert capfd.readouterr().err.startswith(
+        "rank 1 stopped answering at step 3: it is suspended (SIGSTOP)"
+    )
 
 
 def test_a_rank_that_spins_is_named_though_another_times_out_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = launch(partial(toy, fault="spin", rank=0), nproc=2, run_dir=tmp_path / "run", timeouts=QUICK)
+    code = launch(
+        partial(toy, fault="spin", rank=0), nproc=2, run_dir=tmp_path / "run", timeouts=QUICK
+    )
     assert code == Exit.RANK_FAILED
-    assert capfd.readouterr().err.startswith("rank 0 stopped answering at step 3: the others wait for it")
-    assert (tmp_path / "lost1").exists()  # by the group's own timeout: under torchrun there is no launcher that watches
+    assert capfd.readouterr().err.startswith(
+        "rank 0 stopped answering at step 3: the others wait for it"
+    )
+    assert (
+        tmp_path / "lost1"
+    ).exists()  # by the group's own timeout: under torchrun there is no launcher that watches
 
 
 def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
-    assert launch(partial(toy, fault="SIGTERM"), nproc=4, run_dir=tmp_path / "run") == Exit.STOPPED == 143
+    assert (
+        launch(partial(toy, fault="SIGTERM"), nproc=4, run_dir=tmp_path / "run")
+        == Exit.STOPPED
+        == 143
+    )
     assert len({(tmp_path / f"saved{rank}").read_text() for rank in range(4)}) == 1
 
 
@@ -217,8 +244,12 @@ def test_ranks_die_with_a_killed_launcher_and_the_directory_is_free_again(tmp_pa
 
 def test_spawned_ranks_run_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The way of CUDA ranks, which touch no GPU here."""
-    assert launch(fails, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA) == Exit.RANK_FAILED
-    assert capfd.readouterr().err.startswith("rank 0 failed before its first step: RuntimeError: on purpose")
+    assert (
+        launch(fails, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA) == Exit.RANK_FAILED
+    )
+    assert capfd.readouterr().err.startswith(
+        "rank 0 failed before its first step: RuntimeError: on purpose"
+    )
 
 
 def fails(context: RankContext) -> Outcome:
@@ -226,7 +257,13 @@ def fails(context: RankContext) -> Outcome:
 
 
 def torchrun_env(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
-    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    values = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for key, value in (values | changes).items():
         monkeypatch.setenv(key, value)
 
@@ -247,7 +284,9 @@ def test_under_torchrun_the_worker_runs_in_this_process(
     assert launch(worker, nproc=1, run_dir=tmp_path / "run") == Exit.STOPPED
     assert seen == [(os.getpid(), 0, 1)]
     assert launch(fails, nproc=1, run_dir=tmp_path / "run") == Exit.RANK_FAILED
-    assert capfd.readouterr().err.startswith("rank 0 failed before its first step: RuntimeError: on purpose")
+    assert capfd.readouterr().err.startswith(
+        "rank 0 failed before its first step: RuntimeError: on purpose"
+    )
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
@@ -299,12 +338,18 @@ def late(context: RankContext) -> Outcome:
     if context.rank == 1:
         time.sleep(60)
     collectives.start(
-        rank=context.rank, world_size=context.world, store=context.store(), backend="gloo", timeout_s=60.0
+        rank=context.rank,
+        world_size=context.world,
+        store=context.store(),
+        backend="gloo",
+        timeout_s=60.0,
     )
     return Outcome.DONE
 
 
-def test_a_rank_that_never_joins_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_never_joins_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     began_s = time.monotonic()
     timeouts = Timeouts(rendezvous_s=1.0, collective_s=2.0)
     assert launch(late, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == Exit.RANK_FAILED

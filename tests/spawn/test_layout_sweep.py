@@ -1,7 +1,8 @@
-"""Layouts over the whole legal space equal one process: see layout_proof for what that means, layout_space for which.
+"""Layouts over the whole legal space equal one process: see layout_proof for what that means,
+layout_space for which.
 
-`make test` proves some corners and a part of the sweep that changes with the source; `make verify-layouts` proves
-every corner and the whole sweep.
+`make test` proves some corners and a part of the sweep that changes with the source; `make
+verify-layouts` proves every corner and the whole sweep.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_a_layout_equals_one_process_and_its_ledger_the_prediction(case: Case, tmp_path: Path) -> None:
+def test_a_layout_equals_one_process_and_its_ledger_the_prediction(
+    case: Case, tmp_path: Path
+) -> None:
     if case.refusals:
         pytest.skip(str(case.refusals[0]))
     prove(job(case), tmp_path)

@@ -1,7 +1,8 @@
-"""Every layout computes what one process computes: gradients of all parameters, losses, norms, and the loss curve.
+"""Every layout computes what one process computes: gradients of all parameters, losses, norms, and
+the loss curve.
 
-The first AdamW moment after one unclipped step is (1 - beta1) times the gradient, and a checkpoint holds it by global
-name: reading it back compares every gradient, whatever shards it lay in.
+The first AdamW moment after one unclipped step is (1 - beta1) times the gradient, and a checkpoint
+holds it by global name: reading it back compares every gradient, whatever shards it lay in.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from moewright.engine.run.train import run
 from moewright.engine.run.worker import Exit
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec, QkNorm, RouterSpec, ScoreFunction
-from moewright.spec.workload import DataSpec, Documents, DropPolicy, LossSpec, OptimizerSpec, RouterTraining
+from moewright.spec.workload import (
+    DataSpec,
+    Documents,
+    DropPolicy,
+    LossSpec,
+    OptimizerSpec,
+    RouterTraining,
+)
 from tiny_jobs import assert_first_gradients_equal, state, steps_of
 
 pytestmark = pytest.mark.spawn
 
-# The sweep proves layouts one by one; these also go through training's own loop: data, logs, checkpoints.
+# The sweep proves layouts one by one; these also go through training's own loop: data, logs,
+# checkpoints.
 LAYOUTS = [
     (8, "ep8"),
     (4, "tp2,ep4,mbs2"),  # EP beyond DP and across TP
@@ -46,13 +55,23 @@ def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def train(
-    data: DataSpec, layout: str, world_size: int, run_dir: Path, *, steps: int = 4, model: ModelSpec = tiny_jobs.MODEL
+    data: DataSpec,
+    layout: str,
+    world_size: int,
+    run_dir: Path,
+    *,
+    steps: int = 4,
+    model: ModelSpec = tiny_jobs.MODEL,
 ) -> Path:
     """Train `steps` steps, keeping a checkpoint of each."""
     work = tiny_jobs.workload(data, steps=steps)
     optimizer = replace(work.optimizer, bucket_elements=4000)  # several buckets
-    work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=steps))
-    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+    work = replace(
+        work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=steps)
+    )
+    assert (
+        run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+    )
     return run_dir
 
 
@@ -73,7 +92,9 @@ def assert_same(here: Path, reference_run: Path) -> None:
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
     first = [steps_of(path)[0] for path in (here, reference_run)]
     assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
-    assert [load["counts"] for load in first[0]["loads"]] == [load["counts"] for load in first[1]["loads"]]
+    assert [load["counts"] for load in first[0]["loads"]] == [
+        load["counts"] for load in first[1]["loads"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +111,8 @@ def test_tensor_parallelism_without_sequence_parallelism(
 
 
 def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_path: Path) -> None:
-    """q/k norms over all heads, a shared expert and a vocabulary that TP does not divide, resumed on another layout.
+    """q/k norms over all heads, a shared expert and a vocabulary that TP does not divide, resumed
+    on another layout.
 
     Two steps on four ranks, then two on one rank, against four steps on one rank.
     """
@@ -108,8 +130,13 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
     def run_to(steps: int, layout: str, world_size: int, run_dir: Path) -> Path:
         work = tiny_jobs.workload(data, steps=steps)
         optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=4)
-        work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
-        assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+        work = replace(
+            work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4)
+        )
+        assert (
+            run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+            is Exit.DONE
+        )
         return run_dir
 
     one = run_to(4, "mbs2", 1, tmp_path / "one")
@@ -125,9 +152,17 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
 @pytest.mark.parametrize(
     ("world_size", "layout", "loss"),
     [
-        (4, "ep2,mbs1", LossSpec(seq_aux_coeff=0.05)),  # a sequence's loss does not depend on how the batch is cut
+        (
+            4,
+            "ep2,mbs1",
+            LossSpec(seq_aux_coeff=0.05),
+        ),  # a sequence's loss does not depend on how the batch is cut
         (4, "tp2,ep4,mbs4", LossSpec(seq_aux_coeff=0.05)),
-        (2, "tp2,etp2,mbs2", LossSpec(global_aux_coeff=0.05)),  # the counts so far do: the same micro-batches
+        (
+            2,
+            "tp2,etp2,mbs2",
+            LossSpec(global_aux_coeff=0.05),
+        ),  # the counts so far do: the same micro-batches
     ],
 )
 def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
@@ -139,8 +174,12 @@ def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
     )  # fmt: skip
     base = tiny_jobs.MODEL
     assert base.moe is not None
-    model = replace(base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True))
-    work = tiny_jobs.workload(data, steps=4, loss=loss, router=RouterTraining(bias_update_rate=0.02))
+    model = replace(
+        base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True)
+    )
+    work = tiny_jobs.workload(
+        data, steps=4, loss=loss, router=RouterTraining(bias_update_rate=0.02)
+    )
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
     one, here = tmp_path / "one", tmp_path / "here"
     assert run(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is Exit.DONE
@@ -156,8 +195,11 @@ def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
 
 @pytest.mark.parametrize("policy", list(DropPolicy))
 def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_path: Path) -> None:
-    """A capacity below the load: what a rank drops is its own affair, so the same ranks drop the same rows."""
-    work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02), router=RouterTraining(drop_policy=policy))
+    """A capacity below the load: what a rank drops is its own affair, so the same ranks drop the
+    same rows."""
+    work = tiny_jobs.workload(
+        data, steps=3, loss=LossSpec(aux_coeff=0.02), router=RouterTraining(drop_policy=policy)
+    )
     runs = {}
     for dispatcher in ("alltoall", "allgather", "dedup,ep_node2", "alltoall,capacity_fill=padded"):
         runs[dispatcher] = tmp_path / dispatcher
@@ -170,7 +212,9 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
         for ours, theirs in zip(other, first, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert [load["counts"] for load in other[0]["loads"]] == [load["counts"] for load in first[0]["loads"]]
+        assert [load["counts"] for load in other[0]["loads"]] == [
+            load["counts"] for load in first[0]["loads"]
+        ]
 
 
 @pytest.mark.parametrize(
@@ -180,10 +224,17 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
         (4, "ep2,mbs2,recompute=full", Documents.BOUNDED),
     ],
 )
-def test_packed_documents(world_size: int, layout: str, documents: Documents, tmp_path: Path) -> None:
+def test_packed_documents(
+    world_size: int, layout: str, documents: Documents, tmp_path: Path
+) -> None:
     """Short documents, several in most sequences, and ranks with uneven numbers of targets."""
-    data = replace(tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6), documents=documents)
-    one, here = train(data, "mbs2", 1, tmp_path / "one"), train(data, layout, world_size, tmp_path / "here")
+    data = replace(
+        tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6), documents=documents
+    )
+    one, here = (
+        train(data, "mbs2", 1, tmp_path / "one"),
+        train(data, layout, world_size, tmp_path / "here"),
+    )
     assert_first_gradients_equal(here, one)
     for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -191,12 +242,19 @@ def test_packed_documents(world_size: int, layout: str, documents: Documents, tm
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout", "tied"), [(4, "tp2,ep2,mbs2", True), (2, "pp2,mbs2", False), (4, "pp2,ep2,mbs2", True)]
+    ("world_size", "layout", "tied"),
+    [(4, "tp2,ep2,mbs2", True), (2, "pp2,mbs2", False), (4, "pp2,ep2,mbs2", True)],
 )
 def test_two_depths_of_prediction_ahead(
     world_size: int, layout: str, tied: bool, data: DataSpec, tmp_path: Path
 ) -> None:
-    model = replace(tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=tied, layers=4, moe_layers=(True, False, True, True))
+    model = replace(
+        tiny_jobs.MODEL,
+        mtp_layers=2,
+        tie_embeddings=tied,
+        layers=4,
+        moe_layers=(True, False, True, True),
+    )
     work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=3))
     one, here = tmp_path / "one", tmp_path / "here"
@@ -208,7 +266,9 @@ def test_two_depths_of_prediction_ahead(
         for key in ("loss", "aux_loss"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert [load["counts"] for load in ours["loads"]] == [load["counts"] for load in theirs["loads"]]
+        assert [load["counts"] for load in ours["loads"]] == [
+            load["counts"] for load in theirs["loads"]
+        ]
 
 
 def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> None:
@@ -218,8 +278,13 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
     def run_to(steps: int, layout: str, world_size: int, run_dir: Path) -> Path:
         work = tiny_jobs.workload(data, steps=steps)
         optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=4)
-        work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
-        assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+        work = replace(
+            work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4)
+        )
+        assert (
+            run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+            is Exit.DONE
+        )
         return run_dir
 
     one, moved = tmp_path / "one", tmp_path / "moved"
@@ -234,10 +299,15 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(2, "ep2,mbs2"), (4, "tp2,ep2,mbs2"), (4, "pp2,ep2,mbs2,layout='Et*2|tL'")]
+    ("world_size", "layout"),
+    [(2, "ep2,mbs2"), (4, "tp2,ep2,mbs2"), (4, "pp2,ep2,mbs2,layout='Et*2|tL'")],
 )
-def test_the_same_run_twice_is_bit_identical(world_size: int, layout: str, data: DataSpec, tmp_path: Path) -> None:
-    first, second = (train(data, layout, world_size, tmp_path / name, steps=2) for name in ("a", "b"))
+def test_the_same_run_twice_is_bit_identical(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    first, second = (
+        train(data, layout, world_size, tmp_path / name, steps=2) for name in ("a", "b")
+    )
     one, two = state(first, 2), state(second, 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
     for ours, theirs in zip(steps_of(first), steps_of(second), strict=True):
@@ -255,7 +325,8 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
         f",recompute=core_attn,offload={away}",
     )
     plain, *others = (
-        state(train(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2) for number, kind in enumerate(kinds)
+        state(train(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2)
+        for number, kind in enumerate(kinds)
     )
     for other in others:
         assert all(torch.equal(plain[name], other[name]) for name in plain)
@@ -263,15 +334,23 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
 
 @pytest.mark.parametrize(
     ("world_size", "layout", "overlap"),
-    [(2, "ep2,mbs2", "grad+param"), (4, "tp2,etp2,ep2,mbs2", "grad+param"), (2, "mbs2,zero0", "grad")],
+    [
+        (2, "ep2,mbs2", "grad+param"),
+        (4, "tp2,etp2,ep2,mbs2", "grad+param"),
+        (2, "mbs2,zero0", "grad"),
+    ],
 )
-def test_overlap_changes_no_bit(world_size: int, layout: str, overlap: str, data: DataSpec, tmp_path: Path) -> None:
+def test_overlap_changes_no_bit(
+    world_size: int, layout: str, overlap: str, data: DataSpec, tmp_path: Path
+) -> None:
     """Micro-batches, evaluations and checkpoints between the steps, and a resumed session."""
 
     def run_to(steps: int, layout: str, run_dir: Path) -> Path:
         work = tiny_jobs.workload(data, steps=steps, eval_every_steps=1)
         optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=5)
-        work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=5))
+        work = replace(
+            work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=5)
+        )
         assert run(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is Exit.DONE
         return run_dir
 
@@ -296,17 +375,23 @@ def test_overlap_changes_no_bit(world_size: int, layout: str, overlap: str, data
 
 
 def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
-    """A router that sends every token to the first two experts: three of four ranks get no row, and all agree."""
+    """A router that sends every token to the first two experts: three of four ranks get no row, and
+    all agree."""
     moe = tiny_jobs.MODEL.moe
     assert moe is not None
-    model = replace(tiny_jobs.MODEL, moe=replace(moe, experts=4, router=replace(moe.router, top_k=1)))
+    model = replace(
+        tiny_jobs.MODEL, moe=replace(moe, experts=4, router=replace(moe.router, top_k=1))
+    )
     # With all weights zero every logit ties, and a tie falls on one expert for all tokens.
     work = tiny_jobs.workload(data, steps=1, optimizer=OptimizerSpec(lr=0.0, clip_norm=0.0))
     results = []
     for world_size, layout in ((1, ""), (4, "ep4"), (4, "tp2,etp2,ep2")):
         run_dir = tmp_path / str(world_size)
         flat = replace(model, initializer_range=0.0)
-        assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir) is Exit.DONE
+        assert (
+            run(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir)
+            is Exit.DONE
+        )
         results.append(steps_of(run_dir)[0])
     counts = results[1]["loads"][0]["counts"]
     assert sorted(counts)[:3] == [0, 0, 0]
@@ -316,11 +401,16 @@ def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
 
 
 def test_counted_bytes_do_not_depend_on_time(data: DataSpec, tmp_path: Path) -> None:
-    """Each rank of one expert group holds the same parameter bytes; nothing is counted twice on a second session."""
+    """Each rank of one expert group holds the same parameter bytes; nothing is counted twice on a
+    second session."""
     here = train(data, "ep2,mbs2", 2, tmp_path, steps=2)
     ledgers = [read_json(Ledger, here / "ledger" / f"rank{rank:05d}.json") for rank in (0, 1)]
     rows = [
-        {(r.component, r.module): r.bytes for r in ledger.memory if r.component in ("weights", "gradients")}
+        {
+            (r.component, r.module): r.bytes
+            for r in ledger.memory
+            if r.component in ("weights", "gradients")
+        }
         for ledger in ledgers
     ]
     assert rows[0] == rows[1]

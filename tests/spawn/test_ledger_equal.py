@@ -1,4 +1,5 @@
-"""Predicted = counted: the planner's ledger of every rank against the engine's, each group differing somewhere."""
+"""Predicted = counted: the planner's ledger of every rank against the engine's, each group
+differing somewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from moewright.diagnosis.compare_ledgers import Section, Status, compare
 from moewright.engine.run.train import run
 from moewright.engine.run.worker import Exit
 from moewright.spec.ledger import Ledger, Selection
-from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, RouterSpec, ScoreFunction
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    QkNorm,
+    RopeSpec,
+    RouterSpec,
+    ScoreFunction,
+)
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Documents, Dtype, LossSpec
 
@@ -43,13 +51,23 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         (4, "ep2,capacity1.25,dispatcher=dedup", Dtype.FP32, LossSpec()),
         (2, "ep2,capacity0.75,dispatcher=allgather", Dtype.BF16, LossSpec()),
         (4, "cp4,ep4,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
-        (4, "tp2,cp2,ep2,cp_comm=allgather", Dtype.BF16, LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01)),
+        (
+            4,
+            "tp2,cp2,ep2,cp_comm=allgather",
+            Dtype.BF16,
+            LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01),
+        ),
         (2, "cp2,recompute=core_attn", Dtype.BF16, LossSpec()),
         (3, "pp3", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (3, "pp3,schedule=zb-h1", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "pp2,schedule=dualpipev,recompute=full,layout='E|tt|t|L'", Dtype.BF16, LossSpec()),
         (4, "pp2,tp2,ep2,layout='E|tttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
-        (8, "pp2,vpp2,tp2,ep4,overlap=grad+param+p2p,layout='Et|t||tL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (
+            8,
+            "pp2,vpp2,tp2,ep4,overlap=grad+param+p2p,layout='Et|t||tL'",
+            Dtype.BF16,
+            LossSpec(aux_coeff=0.01),
+        ),
         (4, "cp4,ep2,cp_comm=a2a", Dtype.BF16, LossSpec()),
         (2, "cp2,ep2,cp_comm=a2a,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
         (2, "cp2,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
@@ -58,7 +76,12 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         (1, "mbs2,recompute=loss", Dtype.BF16, LossSpec()),
         (2, "cp2,zero3,recompute=loss+core_attn", Dtype.BF16, LossSpec()),
         (3, "pp3,schedule=zb-h1,recompute=loss", Dtype.BF16, LossSpec(aux_coeff=0.01)),
-        (4, "pp2,tp2,ep2,recompute=full+loss,layout='Et|ttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (
+            4,
+            "pp2,tp2,ep2,recompute=full+loss,layout='Et|ttL'",
+            Dtype.BF16,
+            LossSpec(aux_coeff=0.01),
+        ),
     ],
 )
 def test_predicted_equals_counted(
@@ -69,9 +92,18 @@ def test_predicted_equals_counted(
 
 
 @pytest.mark.parametrize(
-    "recompute", ["", ",recompute=full", ",recompute=shared_experts+layernorm+mlp", ",recompute=moe", ",recompute=loss"]
+    "recompute",
+    [
+        "",
+        ",recompute=full",
+        ",recompute=shared_experts+layernorm+mlp",
+        ",recompute=moe",
+        ",recompute=loss",
+    ],
 )
-def test_cut_norms_shared_experts_and_a_padded_vocabulary(recompute: str, data: DataSpec, tmp_path: Path) -> None:
+def test_cut_norms_shared_experts_and_a_padded_vocabulary(
+    recompute: str, data: DataSpec, tmp_path: Path
+) -> None:
     base = tiny_jobs.MODEL
     assert base.moe is not None
     model = replace(
@@ -81,7 +113,9 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(recompute: str, data: 
         moe=replace(base.moe, shared_ffn_size=24),
     )
     work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path)
+    assert_equal(
+        tiny_jobs.plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,13 +130,19 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(recompute: str, data: 
 def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
     score: ScoreFunction, recompute: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    router = RouterSpec(top_k=2, score=score, groups=4, top_groups=2, group_scores=2, selection_bias=True)
+    router = RouterSpec(
+        top_k=2, score=score, groups=4, top_groups=2, group_scores=2, selection_bias=True
+    )
     base = tiny_jobs.MODEL
     assert base.moe is not None
-    model = replace(base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True))
+    model = replace(
+        base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True)
+    )
     losses = LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01, global_aux_coeff=0.01, z_coeff=0.001)
     work = tiny_jobs.workload(data, steps=2, loss=losses)
-    assert_equal(tiny_jobs.plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path)
+    assert_equal(
+        tiny_jobs.plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,32 +205,45 @@ def test_full_recompute_of_some_layers_or_several_at_once(
         (2, f"cp2,ep2,offload={EVERY_OFFLOAD}"),
     ],
 )
-def test_activations_on_the_host(world_size: int, layout: str, data: DataSpec, tmp_path: Path) -> None:
+def test_activations_on_the_host(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
     work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize("norm", list(QkNorm))
 @pytest.mark.parametrize("recompute", ["", ",recompute=full"])
-def test_more_ranks_than_key_heads(norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path) -> None:
+def test_more_ranks_than_key_heads(
+    norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path
+) -> None:
     model = replace(tiny_jobs.MODEL, attention=replace(tiny_jobs.MODEL.attention, qk_norm=norm))
     work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
-    assert_equal(tiny_jobs.plan(work, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path)
+    assert_equal(
+        tiny_jobs.plan(work, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
+    )
 
 
-@pytest.mark.parametrize("layout", ["tp2,sp0,mbs2", "tp4,sp0,recompute=full", "tp2,sp0,zero0,recompute=layernorm+mlp"])
-def test_tensor_parallelism_without_sequence_parallelism(layout: str, data: DataSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", ["tp2,sp0,mbs2", "tp4,sp0,recompute=full", "tp2,sp0,zero0,recompute=layernorm+mlp"]
+)
+def test_tensor_parallelism_without_sequence_parallelism(
+    layout: str, data: DataSpec, tmp_path: Path
+) -> None:
     work = tiny_jobs.workload(data, steps=2)
     assert_equal(tiny_jobs.plan(work, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), (2, "mbs2")]
+    ("world_size", "layout"),
+    [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), (2, "mbs2")],
 )
 def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: Path) -> None:
     """What it works is predicted from the lengths that the step recorded."""
     short = tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6)
-    work = tiny_jobs.workload(replace(short, documents=Documents.BOUNDED), steps=2, precision=Dtype.BF16)
+    work = tiny_jobs.workload(
+        replace(short, documents=Documents.BOUNDED), steps=2, precision=Dtype.BF16
+    )
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path / "run")
 
 
@@ -207,14 +260,22 @@ def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: 
 def test_two_depths_of_prediction_ahead(
     world_size: int, layout: str, tied: bool, data: DataSpec, tmp_path: Path
 ) -> None:
-    model = replace(tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=tied, layers=4, moe_layers=(True, False, True, True))
+    model = replace(
+        tiny_jobs.MODEL,
+        mtp_layers=2,
+        tie_embeddings=tied,
+        layers=4,
+        moe_layers=(True, False, True, True),
+    )
     work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
 
 
 def assert_equal(plan: Plan, tmp_path: Path) -> None:
     """Run a plan with several buckets and hold every rank's ledger against its prediction."""
-    workload = replace(plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000))
+    workload = replace(
+        plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000)
+    )
     plan = replace(plan, workload=workload)
     assert run(plan, tmp_path) is Exit.DONE
     selection = read_json(Selection, tmp_path / "ledger" / "selection.json")
@@ -222,7 +283,9 @@ def assert_equal(plan: Plan, tmp_path: Path) -> None:
         counted = read_json(Ledger, tmp_path / "ledger" / f"rank{rank:05d}.json")
         comparison = compare(predict(plan, rank=rank, selection=selection), counted)
         wrong = [
-            line for line in comparison.lines if line.section is not Section.TIME and line.status is not Status.EQUAL
+            line
+            for line in comparison.lines
+            if line.section is not Section.TIME and line.status is not Status.EQUAL
         ]
         assert not wrong, wrong
         assert comparison.exact

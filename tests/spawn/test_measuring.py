@@ -22,7 +22,9 @@ MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
 CONFIG = Path(__file__).parents[2] / "recipes" / "quickstart" / "config.json"
 
 
-def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(tmp_path: Path) -> None:
+def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
+    tmp_path: Path,
+) -> None:
     data = tiny_jobs.corpus(tmp_path / "corpus")
     window = ProfileSpec(start=3, end=5, ranks=(0, 1))
     work = tiny_jobs.workload(data, steps=6, profile=window, gc_every_steps=3)
@@ -30,7 +32,14 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(tmp
     assert run(tiny_jobs.plan(work, "ep2,mbs4", world_size=2), folder) is Exit.DONE
     found = json.loads((folder / "trace.json").read_text())["traceEvents"]
     named = {event["name"] for event in found if event.get("cat") == "user_annotation"}
-    assert {"ProfilerStep#3", "ProfilerStep#4", "forward", "backward", "layers.0.attention", "layers.2.moe"} <= named
+    assert {
+        "ProfilerStep#3",
+        "ProfilerStep#4",
+        "forward",
+        "backward",
+        "layers.0.attention",
+        "layers.2.moe",
+    } <= named
     assert {"ProfilerStep#2", "ProfilerStep#5"} & named == set()
     assert {event["pid"] // 1000 for event in found if "pid" in event} == {0, 1}
     by_rank, merged = read_traces(folder / "trace"), read_traces(folder / "trace.json")

@@ -1,4 +1,5 @@
-"""Experts in a latent space: layouts over several processes equal one, and their ledgers the prediction."""
+"""Experts in a latent space: layouts over several processes equal one, and their ledgers the
+prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from layout_proof import WORK, prove
 from tiny_jobs import MODEL, plan
 
 assert MODEL.moe is not None
-NARROW = replace(MODEL, moe=replace(MODEL.moe, latent_size=20, shared_ffn_size=16, shared_gate=True))
+NARROW = replace(
+    MODEL, moe=replace(MODEL.moe, latent_size=20, shared_ffn_size=16, shared_gate=True)
+)
 LAYOUTS = (
     "tp2,ep2,etp2,mbs2",
     "cp2,tp2,ep4,mbs2",
@@ -24,7 +27,11 @@ _EVERY_RUN = LAYOUTS[:2]
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=() if text in _EVERY_RUN else (pytest.mark.sweep,)) for text in LAYOUTS]
+    "text",
+    [
+        pytest.param(text, marks=() if text in _EVERY_RUN else (pytest.mark.sweep,))
+        for text in LAYOUTS
+    ],
 )
 def test_narrow_experts_are_the_same_over_any_ranks(text: str, tmp_path: Path) -> None:
     prove(plan(WORK, text, world_size=4, model=NARROW), tmp_path)

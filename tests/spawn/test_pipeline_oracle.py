@@ -1,4 +1,5 @@
-"""torch's pipeline schedules as oracles: the same gradients, bit for bit, and interleaved the same order of rows."""
+"""torch's pipeline schedules as oracles: the same gradients, bit for bit, and interleaved the same
+order of rows."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (out - target).square().sum()
 
 
-def ours(layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+def ours(
+    layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
+) -> list[torch.Tensor]:
     rank, last = mesh.rank, layout.pp * layout.vpp - 1
     stages = [stage_of(layout, rank, chunk) for chunk in range(layout.vpp)]
     modules = [stage_module(stage) for stage in stages]
@@ -56,12 +59,16 @@ def ours(layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
         torch.autograd.backward(roots, grads)
 
     stops = itinerary(layout, timetable(layout, count), rank)
-    wires = Wires(layout, stops, mesh.group("pp"), mesh.upstream, lambda _: torch.empty(_ROWS, _WIDTH))
+    wires = Wires(
+        layout, stops, mesh.group("pp"), mesh.upstream, lambda _: torch.empty(_ROWS, _WIDTH)
+    )
     execute(stops, wires, forward=forward, backward=backward, weights=lambda key: None)
     return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
 
 
-def theirs(layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+def theirs(
+    layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
+) -> list[torch.Tensor]:
     rank, total = mesh.rank, layout.pp * layout.vpp
     numbers = [stage_of(layout, rank, chunk) for chunk in range(layout.vpp)]
     modules = [stage_module(number) for number in numbers]
@@ -83,7 +90,9 @@ def theirs(layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tens
             if action is not None
         ]
         rows = timetable(layout, count)[rank]
-        assert order == [(row.kind, row.micro_batch, stage_of(layout, rank, row.chunk)) for row in rows]
+        assert order == [
+            (row.kind, row.micro_batch, stage_of(layout, rank, row.chunk)) for row in rows
+        ]
     schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == layout.pp - 1 else {}))
     return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
 
@@ -100,8 +109,12 @@ def compared(layout: Layout, count: int, seat: RankContext) -> Outcome:
     return Outcome.DONE
 
 
-@pytest.mark.parametrize(("pp", "vpp", "count"), [(2, 1, 5), (4, 1, 6), (2, 2, 4), (2, 3, 6), (4, 2, 8)])
-def test_gradients_and_order_are_those_of_torch(pp: int, vpp: int, count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pp", "vpp", "count"), [(2, 1, 5), (4, 1, 6), (2, 2, 4), (2, 3, 6), (4, 2, 8)]
+)
+def test_gradients_and_order_are_those_of_torch(
+    pp: int, vpp: int, count: int, tmp_path: Path
+) -> None:
     schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
     layout = Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule)
     assert launch(partial(compared, layout, count), nproc=pp, run_dir=tmp_path) is Exit.DONE

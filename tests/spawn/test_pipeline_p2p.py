@@ -1,4 +1,5 @@
-"""The executor over real messages: every table gives each row the input that the table says, and comes to an end."""
+"""The executor over real messages: every table gives each row the input that the table says, and
+comes to an end."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.spawn
 
 
 def run_tables(pp: int, most: int, seat: RankContext) -> Outcome:
-    """A stage adds its number to a micro-batch; the last squares it: what comes back is twice the sum of all."""
+    """A stage adds its number to a micro-batch; the last squares it: what comes back is twice the
+    sum of all."""
     join(seat)
     books = Books()
     mesh = build_mesh(Layout(world_size=pp, pp=pp), seat.rank, books)
@@ -37,7 +39,9 @@ def run_tables(pp: int, most: int, seat: RankContext) -> Outcome:
     return Outcome.DONE
 
 
-def one_table(layout: Layout, count: int, group: collectives.Group, upstream: collectives.Group) -> None:
+def one_table(
+    layout: Layout, count: int, group: collectives.Group, upstream: collectives.Group
+) -> None:
     stops = itinerary(layout, timetable(layout, count), group.index)
     last = layout.pp * layout.vpp - 1
     back: list[tuple[int, float]] = []
@@ -52,7 +56,11 @@ def one_table(layout: Layout, count: int, group: collectives.Group, upstream: co
         if stage == 0:
             entry.register_hook(lambda grad: back.append((key[0], float(grad[0, 0]))))
         made = entry + stage
-        return Made(hidden=None, loss=made.square().sum()) if stage == last else Made(hidden=made, loss=None)
+        return (
+            Made(hidden=None, loss=made.square().sum())
+            if stage == last
+            else Made(hidden=made, loss=None)
+        )
 
     def backward(key: Key, roots: object, grads: object, left: bool) -> None:
         torch.autograd.backward(roots, grads)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""Runs of the engine with one thing made slow, each: the diagnosis names its wall first and its cause among two.
+"""Runs of the engine with one thing made slow, each: the diagnosis names its wall first and its
+cause among two.
 
-What is planted is planted where it happens: in the call of a collective, in the loader, in a module's forward. The
-diagnosis sees only what the run wrote down.
+What is planted is planted where it happens: in the call of a collective, in the loader, in a
+module's forward. The diagnosis sees only what the run wrote down.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ pytestmark = pytest.mark.spawn
 MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
 IN_EVERY_TEST = 6  # of the cases; all of them with -m "sweep or not sweep"
 STEPS = 8
-SLOW_S = 0.02  # a call: far above what a step of these models takes, so that noise of the machine decides nothing
-# Layers wide enough that products, not the interpreter, fill a step of the cases that plant nothing slow.
+# a call: far above what a step of these models takes, so that noise of the machine decides nothing
+SLOW_S = 0.02
+# Layers wide enough that products, not the interpreter, fill a step of the cases that plant nothing
+# slow.
 WIDE = replace(
     tiny_jobs.MODEL,
     hidden_size=256,
@@ -53,7 +56,9 @@ WIDE = replace(
 )
 # One expert of four for each token: wherever the preference falls, one of two ranks gets most rows.
 HOT = replace(WIDE, moe=replace(WIDE.moe, experts=4, router=replace(WIDE.moe.router, top_k=1)))
-GRAINS = replace(WIDE, moe=replace(WIDE.moe, experts=128, ffn_size=8, router=replace(WIDE.moe.router, top_k=4)))
+GRAINS = replace(
+    WIDE, moe=replace(WIDE.moe, experts=128, ffn_size=8, router=replace(WIDE.moe.router, top_k=4))
+)
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -119,22 +124,57 @@ class Case:
 
 COMM, HOST, COMPUTE, MEMORY = Wall.COMMUNICATION, Wall.HOST, Wall.COMPUTE, Wall.MEMORY
 LONG = (("seq_len", 256),)
-SKEW = (*LONG, ("router", RouterTraining(force=RouterForce.SKEWED, force_std=30.0)), ("loss", LossSpec()))
+SKEW = (
+    *LONG,
+    ("router", RouterTraining(force=RouterForce.SKEWED, force_std=30.0)),
+    ("loss", LossSpec()),
+)
 FORWARD = (transformer.Transformer, "forward")
 LOADER = (batches.Data, "micro_batch")
 CASES = (
     Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_group("ep")),
     Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,mbs2"),
     Case(
-        name="slow_ep_allgather", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,dispatcher=allgather"
+        name="slow_ep_allgather",
+        wall=COMM,
+        cause=Cause.EP,
+        plant=slow_group("ep"),
+        layout="ep2,dispatcher=allgather",
     ),
-    Case(name="slow_dp", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp", "edp"), layout="mbs4"),
-    Case(name="slow_dp_zero0", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp", "edp"), layout="mbs4,zero0"),
-    Case(name="slow_dp_beside_ep", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp"), layout="ep2,mbs4"),
+    Case(
+        name="slow_dp", wall=COMM, cause=Cause.DP, plant=slow_group("dp_cp", "edp"), layout="mbs4"
+    ),
+    Case(
+        name="slow_dp_zero0",
+        wall=COMM,
+        cause=Cause.DP,
+        plant=slow_group("dp_cp", "edp"),
+        layout="mbs4,zero0",
+    ),
+    Case(
+        name="slow_dp_beside_ep",
+        wall=COMM,
+        cause=Cause.DP,
+        plant=slow_group("dp_cp"),
+        layout="ep2,mbs4",
+    ),
     Case(name="slow_tp_sp", wall=COMM, cause=Cause.TP, plant=slow_group("tp"), layout="tp2,ep2"),
-    Case(name="slow_tp", wall=COMM, cause=Cause.TP, plant=slow_group("tp"), layout="tp2,sp0", model=tiny_jobs.DENSE),
+    Case(
+        name="slow_tp",
+        wall=COMM,
+        cause=Cause.TP,
+        plant=slow_group("tp"),
+        layout="tp2,sp0",
+        model=tiny_jobs.DENSE,
+    ),
     Case(name="slow_etp", wall=COMM, cause=Cause.TP, plant=slow_group("etp"), layout="tp2,etp2"),
-    Case(name="slow_cp_ring", wall=COMM, cause=Cause.CP, plant=slow_group("cp", "cp_kv"), layout="cp2"),
+    Case(
+        name="slow_cp_ring",
+        wall=COMM,
+        cause=Cause.CP,
+        plant=slow_group("cp", "cp_kv"),
+        layout="cp2",
+    ),
     Case(
         name="slow_cp_gather",
         wall=COMM,
@@ -142,12 +182,51 @@ CASES = (
         plant=slow_group("cp", "cp_kv"),
         layout="cp2,cp_comm=allgather",
     ),
-    Case(name="slow_cp_heads", wall=COMM, cause=Cause.CP, plant=slow_group("cp", "cp_a2a"), layout="cp2,cp_comm=a2a"),
-    Case(name="slow_pp", wall=COMM, cause=Cause.PP, plant=slow_group("pp"), layout="pp2,layout='Ett|tL'"),
-    Case(name="bubble_pp2", wall=COMM, cause=Cause.PP, layout="pp2,mbs8,layout='Et|tL'", model=WIDE, work=LONG),
-    Case(name="bubble_pp2_m2", wall=COMM, cause=Cause.PP, layout="pp2,mbs4,layout='Et|tL'", model=WIDE, work=LONG),
-    Case(name="stall_forward", wall=HOST, cause=Cause.HOST_OTHER, plant=stalled(*FORWARD), world=1, layout="mbs2"),
-    Case(name="stall_forward_ep", wall=HOST, cause=Cause.HOST_OTHER, plant=stalled(*FORWARD), layout="ep2,mbs2"),
+    Case(
+        name="slow_cp_heads",
+        wall=COMM,
+        cause=Cause.CP,
+        plant=slow_group("cp", "cp_a2a"),
+        layout="cp2,cp_comm=a2a",
+    ),
+    Case(
+        name="slow_pp",
+        wall=COMM,
+        cause=Cause.PP,
+        plant=slow_group("pp"),
+        layout="pp2,layout='Ett|tL'",
+    ),
+    Case(
+        name="bubble_pp2",
+        wall=COMM,
+        cause=Cause.PP,
+        layout="pp2,mbs8,layout='Et|tL'",
+        model=WIDE,
+        work=LONG,
+    ),
+    Case(
+        name="bubble_pp2_m2",
+        wall=COMM,
+        cause=Cause.PP,
+        layout="pp2,mbs4,layout='Et|tL'",
+        model=WIDE,
+        work=LONG,
+    ),
+    Case(
+        name="stall_forward",
+        wall=HOST,
+        cause=Cause.HOST_OTHER,
+        plant=stalled(*FORWARD),
+        world=1,
+        layout="mbs2",
+    ),
+    Case(
+        name="stall_forward_ep",
+        wall=HOST,
+        cause=Cause.HOST_OTHER,
+        plant=stalled(*FORWARD),
+        layout="ep2,mbs2",
+    ),
     Case(
         name="stall_optimizer",
         wall=HOST,
@@ -155,14 +234,45 @@ CASES = (
         plant=stalled(DistributedOptimizer, "update", 10 * SLOW_S),
         layout="mbs2",
     ),
-    Case(name="stall_one_rank", wall=HOST, cause=Cause.HOST_OTHER, plant=stalled(*FORWARD, rank=1), layout="ep2,mbs2"),
+    Case(
+        name="stall_one_rank",
+        wall=HOST,
+        cause=Cause.HOST_OTHER,
+        plant=stalled(*FORWARD, rank=1),
+        layout="ep2,mbs2",
+    ),
     Case(name="garbage", wall=HOST, cause=Cause.COLLECTING, plant=litter, world=1, layout="mbs2"),
-    Case(name="starved", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), world=1, layout="mbs2"),
+    Case(
+        name="starved", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), world=1, layout="mbs2"
+    ),
     Case(name="starved_ep", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), layout="ep2,mbs2"),
-    Case(name="starved_one_rank", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER, rank=1), layout="ep2,mbs2"),
-    Case(name="tiny_experts", wall=COMPUTE, cause=Cause.FEW_ROWS, world=1, layout="mbs1", model=GRAINS),
-    Case(name="tiny_experts_long", wall=COMPUTE, cause=Cause.FEW_ROWS, world=1, layout="mbs1", model=GRAINS, work=LONG),
-    Case(name="skewed", wall=COMPUTE, cause=Cause.IMBALANCE, layout="ep2,mbs4", model=HOT, work=SKEW),
+    Case(
+        name="starved_one_rank",
+        wall=HOST,
+        cause=Cause.DATA,
+        plant=stalled(*LOADER, rank=1),
+        layout="ep2,mbs2",
+    ),
+    Case(
+        name="tiny_experts",
+        wall=COMPUTE,
+        cause=Cause.FEW_ROWS,
+        world=1,
+        layout="mbs1",
+        model=GRAINS,
+    ),
+    Case(
+        name="tiny_experts_long",
+        wall=COMPUTE,
+        cause=Cause.FEW_ROWS,
+        world=1,
+        layout="mbs1",
+        model=GRAINS,
+        work=LONG,
+    ),
+    Case(
+        name="skewed", wall=COMPUTE, cause=Cause.IMBALANCE, layout="ep2,mbs4", model=HOT, work=SKEW
+    ),
     Case(
         name="recompute",
         wall=COMPUTE,
@@ -196,8 +306,13 @@ CASES = (
 
 
 def _often(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    """Some cases in every test run. Bubbles, hot and late ranks are told from a crowd on idle cores only."""
-    sure = [each for each in CASES if (each.plant is not nothing or each.world == 1) and "one_rank" not in each.name]
+    """Some cases in every test run. Bubbles, hot and late ranks are told from a crowd on idle cores
+    only."""
+    sure = [
+        each
+        for each in CASES
+        if (each.plant is not nothing or each.world == 1) and "one_rank" not in each.name
+    ]
     order = sorted(sure, key=lambda each: hashlib.sha256(each.name.encode()).digest())
     return () if case in order[:IN_EVERY_TEST] else (pytest.mark.sweep,)
 
@@ -211,7 +326,10 @@ def plan_of(case: Case, data: DataSpec) -> Plan:
     hardware = replace(read_toml(Hardware, MACHINE), count=case.world)
     hardware = replace(hardware, fabric=replace(hardware.fabric, domain_size=case.world, times=()))
     base = tiny_jobs.plan(
-        tiny_jobs.workload(data, steps=STEPS, **dict(case.work)), case.layout, world_size=case.world, model=case.model
+        tiny_jobs.workload(data, steps=STEPS, **dict(case.work)),
+        case.layout,
+        world_size=case.world,
+        model=case.model,
     )
     found = estimate(base.model, base.workload, hardware, base.layout)
     if case.room:
@@ -221,7 +339,9 @@ def plan_of(case: Case, data: DataSpec) -> Plan:
     return replace(base, hardware=hardware, estimate=found)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=_often(case)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=_often(case)) for case in CASES]
+)
 def test_the_wall_that_was_planted_is_named_first(
     case: Case, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +350,10 @@ def test_the_wall_that_was_planted_is_named_first(
     record = read_run(tmp_path / "run")
     assert len(record.paces) == case.world
     found = diagnose(record)
-    said = [(finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title) for finding in found]
+    said = [
+        (finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title)
+        for finding in found
+    ]
     assert found[0].wall is case.wall, said
     assert case.cause in [finding.cause for finding in found[:2]], said
 
@@ -252,7 +375,10 @@ def test_a_trace_of_a_run_names_the_wall_of_its_record(
     parts = tuple(breakdown(capture, plan.layout) for capture in captures)
     of_trace = findings(parts, across(captures, parts, plan.layout), None, peak_of(parts, None))
     of_record = diagnose(read_run(tmp_path / "run"))
-    said = [(each.wall.value, each.cause.value, round(each.share, 3)) for each in (*of_trace, *of_record)]
+    said = [
+        (each.wall.value, each.cause.value, round(each.share, 3))
+        for each in (*of_trace, *of_record)
+    ]
     assert of_trace[0].wall is of_record[0].wall is case.wall, said
     if case.wall is COMM:
         assert of_trace[0].cause is case.cause, said

@@ -1,4 +1,5 @@
-"""Ranks that another program started: they meet, or each of them says who is missing or too many, and ends in time."""
+"""Ranks that another program started: they meet, or each of them says who is missing or too many,
+and ends in time."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ _PATIENCE_S = 1.0
 
 def worker(context: RankContext) -> Outcome:
     collectives.start(
-        rank=context.rank, world_size=context.world, store=context.store(), backend="gloo", timeout_s=10.0
+        rank=context.rank,
+        world_size=context.world,
+        store=context.store(),
+        backend="gloo",
+        timeout_s=10.0,
     )
     total = torch.tensor(1 << context.rank)
     dist.all_reduce(total)
@@ -34,7 +39,13 @@ def worker(context: RankContext) -> Outcome:
 
 def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> None:
     """A process with torchrun's variables, as the command line would have it."""
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({key: str(value) for key, value in variables.items()})
     sys.stderr = (folder / f"err{number}").open("w", buffering=1)
     timeouts = Timeouts(rendezvous_s=_PATIENCE_S, collective_s=10.0)
@@ -55,10 +66,18 @@ def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> No
             Exit.RANK_FAILED,
             "TimeoutError: ranks 1, 3 of 4 did not come to 127.0.0.1:{port} within 1 s",
         ),
-        (((1, 2),), Exit.RANK_FAILED, "TimeoutError: rank 0 could not be reached at 127.0.0.1:{port} within 1 s"),
+        (
+            ((1, 2),),
+            Exit.RANK_FAILED,
+            "TimeoutError: rank 0 could not be reached at 127.0.0.1:{port} within 1 s",
+        ),
         (((0, 3), (1, 3), (1, 3)), Exit.BAD_INPUT, "RANK=1: two processes were started with it"),
         (((0, 2), (1, 3)), Exit.BAD_INPUT, "WORLD_SIZE="),
-        (((0, 2),), Exit.BAD_INPUT, "MASTER_PORT={port}: is in use, by another job or by another process"),
+        (
+            ((0, 2),),
+            Exit.BAD_INPUT,
+            "MASTER_PORT={port}: is in use, by another job or by another process",
+        ),
     ],
     ids=["all", "two missing", "the first missing", "one twice", "two worlds", "port in use"],
 )

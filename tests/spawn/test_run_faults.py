@@ -1,5 +1,5 @@
-"""What a run meets from outside while it goes on: a signal at a bad time, nobody who reads, a clock that jumps, a spike
-in the loss, ranks of another plan.
+"""What a run meets from outside while it goes on: a signal at a bad time, nobody who reads, a clock
+that jumps, a spike in the loss, ranks of another plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 
 def make_plan(data: DataSpec, *, steps: int, **changes: object) -> Plan:
-    return tiny_jobs.plan(tiny_jobs.workload(data, steps=steps, **changes), "ep2,mbs2", world_size=2)
+    return tiny_jobs.plan(
+        tiny_jobs.workload(data, steps=steps, **changes), "ep2,mbs2", world_size=2
+    )
 
 
 @pytest.mark.parametrize(("during", "saved_at"), [("restore", 1), ("heldout_loss", 3)])
@@ -67,7 +69,9 @@ def test_a_stop_signal_before_there_are_ranks_leaves_nothing(
 ) -> None:
     """There is nothing to save yet: the process ends by the signal."""
     monkeypatch.setattr(train, "require_space", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    process = multiprocessing.get_context("fork").Process(target=run, args=(make_plan(data, steps=3), tmp_path / "run"))
+    process = multiprocessing.get_context("fork").Process(
+        target=run, args=(make_plan(data, steps=3), tmp_path / "run")
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGTERM
@@ -75,7 +79,9 @@ def test_a_stop_signal_before_there_are_ranks_leaves_nothing(
 
 
 @pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
-def test_lines_that_cannot_be_written_do_not_end_a_run(where: str, data: DataSpec, tmp_path: Path) -> None:
+def test_lines_that_cannot_be_written_do_not_end_a_run(
+    where: str, data: DataSpec, tmp_path: Path
+) -> None:
     def job() -> None:
         if where == "a full disk":
             end = os.open("/dev/full", os.O_WRONLY)
@@ -92,7 +98,9 @@ def test_lines_that_cannot_be_written_do_not_end_a_run(where: str, data: DataSpe
     assert len(steps_of(tmp_path)) == 3
 
 
-def test_a_clock_that_jumps_changes_nothing(data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_changes_nothing(
+    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A day back or forth whenever someone looks."""
     real, looks = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + 86400.0 * (-1) ** next(looks))
@@ -103,7 +111,8 @@ def test_a_clock_that_jumps_changes_nothing(data: DataSpec, tmp_path: Path, monk
 def test_a_spike_in_the_loss_is_clipped_and_told(
     data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million times the loss in step 2: the update is no larger than any other, and the next step goes on."""
+    """A million times the loss in step 2: the update is no larger than any other, and the next step
+    goes on."""
     begin, token_loss, begun = DistributedOptimizer.begin, transformer.token_loss, {"steps": 0}
 
     def counting_begin(self: DistributedOptimizer, *given: int) -> None:
@@ -118,7 +127,10 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
     monkeypatch.setattr(transformer, "token_loss", spiking)
     plan = make_plan(data, steps=3)
     clipped = replace(plan.workload.optimizer, clip_norm=1.0)
-    assert run(replace(plan, workload=replace(plan.workload, optimizer=clipped)), tmp_path) is Exit.DONE
+    assert (
+        run(replace(plan, workload=replace(plan.workload, optimizer=clipped)), tmp_path)
+        is Exit.DONE
+    )
     first, spike, after = steps_of(tmp_path)
     assert not any(step["skipped"] for step in (first, spike, after))
     assert spike["loss"] > 1e5 * first["loss"]
@@ -131,5 +143,7 @@ def test_ranks_of_another_plan_code_or_setting_are_refused(field: str, data: Dat
     """Rank 1 tells what differs; it would be told the same by rank 0."""
     plan = make_plan(data, steps=3)
     comm = Coordinator(rank=1, world=2, gather=lambda mine: [mine | {field: "another"}, mine])
-    with pytest.raises(BadInput, match=f"{field}: rank 0 has another, rank 1 has .*all ranks need the same"):
+    with pytest.raises(
+        BadInput, match=f"{field}: rank 0 has another, rank 1 has .*all ranks need the same"
+    ):
         train._agree_on_plan(plan, comm)

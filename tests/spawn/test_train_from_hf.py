@@ -1,4 +1,5 @@
-"""Training from a Hugging Face folder and back to one, in layouts that cut every tensor another way."""
+"""Training from a Hugging Face folder and back to one, in layouts that cut every tensor another
+way."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def plan_from(folder: Path, data: DataSpec, layout: str, world: int, *, lr: floa
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_that_learns_nothing_gives_back_what_it_was_given(
     family: str, layout: str, world: int, data: DataSpec, tmp_path: Path
 ) -> None:
-    """With a learning rate of 0 every bit of every tensor comes through the layout's cuts and back."""
+    """With a learning rate of 0 every bit of every tensor comes through the layout's cuts and
+    back."""
     folder = write(family, tmp_path / "hf")
     assert run(plan_from(folder, data, layout, world, lr=0.0), tmp_path / "run") is Exit.DONE
     assert main(("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"))) == 0
@@ -72,10 +78,16 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(
         assert torch.equal(found[name], tensor), name
 
 
-def test_ranks_read_their_parts_of_blocks_that_share_a_factor(data: DataSpec, tmp_path: Path) -> None:
-    """FP8, in blocks that no cut of the layout falls between; the run's fp32 is what the blocks stand for."""
+def test_ranks_read_their_parts_of_blocks_that_share_a_factor(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    """FP8, in blocks that no cut of the layout falls between; the run's fp32 is what the blocks
+    stand for."""
     wanted = write_fp8(write("deepseek_v3", tmp_path / "hf"), tmp_path / "fp8", (10, 12))
-    assert run(plan_from(tmp_path / "fp8", data, "tp2,ep2,pp2,mbs2", 4, lr=0.0), tmp_path / "run") is Exit.DONE
+    assert (
+        run(plan_from(tmp_path / "fp8", data, "tp2,ep2,pp2,mbs2", 4, lr=0.0), tmp_path / "run")
+        is Exit.DONE
+    )
     assert main(("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"))) == 0
     found = tensors(tmp_path / "back")
     assert found.keys() == wanted.keys()
@@ -83,11 +95,16 @@ def test_ranks_read_their_parts_of_blocks_that_share_a_factor(data: DataSpec, tm
         assert torch.equal(found[name], tensor), name
 
 
-def test_what_was_trained_in_parts_is_what_was_trained_whole(data: DataSpec, tmp_path: Path) -> None:
-    """Transformers loads both, and sees the same model; of an imported checkpoint the run starts as of the folder."""
+def test_what_was_trained_in_parts_is_what_was_trained_whole(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    """Transformers loads both, and sees the same model; of an imported checkpoint the run starts as
+    of the folder."""
     folder = write("qwen3_moe", tmp_path / "hf")
     assert main(("convert", "import", str(folder), "--out", str(tmp_path / "ours"))) == 0
-    ids = torch.randint(0, tiny_jobs.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(
+        0, tiny_jobs.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5)
+    )
     logits = []
     for name, start, layout, world in (
         ("whole", folder, "mbs2", 1),
@@ -104,7 +121,9 @@ def test_what_was_trained_in_parts_is_what_was_trained_whole(data: DataSpec, tmp
         )
         assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         logits.append(model(ids).logits.detach())
-    before = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+        ids
+    ).logits
     assert float((logits[0] - before).detach().norm() / before.norm()) > 1e-3
     for other in logits[1:]:  # AdamW, as in the proofs of layouts
         assert float((other - logits[0]).norm() / logits[0].norm()) < 1e-4
@@ -114,7 +133,9 @@ def test_weights_of_another_model_are_refused_by_name(data: DataSpec, tmp_path: 
     folder = write("qwen3", tmp_path / "hf")
     job = plan_from(folder, data, "mbs2", 1, lr=1e-3)
     wider = replace(job, model=replace(job.model, dense_ffn_size=64))
-    with pytest.raises(BadInput, match=r"mlp.down_proj.weight: has shape \[32, 48\], config.json says \[32, 64"):
+    with pytest.raises(
+        BadInput, match=r"mlp.down_proj.weight: has shape \[32, 48\], config.json says \[32, 64"
+    ):
         run(wider, tmp_path / "run")
     file = next(folder.glob("*.safetensors"))
     stored = load_file(file)
@@ -132,6 +153,10 @@ def test_a_job_needs_no_other_config(tmp_path: Path) -> None:
     read = read_job(job)
     assert read.workload.weights == str(folder)
     assert read.model == read_config(folder)
-    (tmp_path / "other.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text())}))
-    job.write_text('[model]\nconfig = "other.json"\nweights = "hf"\n[train]\nseq_len = 8\nglobal_batch = 2\n')
+    (tmp_path / "other.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text())})
+    )
+    job.write_text(
+        '[model]\nconfig = "other.json"\nweights = "hf"\n[train]\nseq_len = 8\nglobal_batch = 2\n'
+    )
     assert read_job(job).model.hidden_size == read.model.hidden_size

@@ -1,4 +1,5 @@
-"""A run as a user lives it: stopped and continued exactly, extended, killed, fed a bad gradient, refused."""
+"""A run as a user lives it: stopped and continued exactly, extended, killed, fed a bad gradient,
+refused."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
-def test_sigterm_saves_and_resume_is_exact(data: DataSpec, uninterrupted: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_resume_is_exact(
+    data: DataSpec, uninterrupted: Path, tmp_path: Path
+) -> None:
     plan = make_plan(data, steps=40)
     process = start(plan, tmp_path, tmp_path.with_suffix(".log"))
     wait_for_step(tmp_path, 5)
@@ -146,8 +149,11 @@ def test_sigterm_at_the_start_saves_after_the_step_at_hand(data: DataSpec, tmp_p
     assert 1 <= int(last.name.removeprefix("step-")) < 20
 
 
-def test_data_goes_on_over_epochs_in_any_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ends of epochs inside steps and three sessions of other layouts: every sample once an epoch, in one order."""
+def test_data_goes_on_over_epochs_in_any_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ends of epochs inside steps and three sessions of other layouts: every sample once an
+    epoch, in one order."""
     data = tiny_jobs.corpus(tmp_path / "corpus", documents=8, words=60)
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
@@ -170,9 +176,15 @@ def test_data_goes_on_over_epochs_in_any_layout(tmp_path: Path, monkeypatch: pyt
         work = tiny_jobs.workload(data, steps=steps)
         work = replace(work, optimizer=replace(work.optimizer, decay_steps=9))
         assert run(tiny_jobs.plan(work, layout, world_size=2), tmp_path / "run") is Exit.DONE
-    lines = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for rank in (0, 1)
+        for line in (tmp_path / f"rank{rank}").read_text().splitlines()
+    ]
     found = {(step, place, number): ids for step, place, number, ids in lines}
-    assert all(found[step, place, number] == ids for step, place, number, ids in lines)  # of ranks that share rows
+    assert all(
+        found[step, place, number] == ids for step, place, number, ids in lines
+    )  # of ranks that share rows
     stream = [sample for key in sorted(found) for sample in found[key]]
     assert len(stream) == 9 * 8
     for first in (0, samples):
@@ -194,9 +206,13 @@ def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> Non
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
-    data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The last rank's gradient turns NaN on the second step; no rank updates, and training goes on."""
+    """The last rank's gradient turns NaN on the second step; no rank updates, and training goes
+    on."""
     reduce, begin = DistributedOptimizer.reduce, DistributedOptimizer.begin
     begun = {"steps": 0}
 
@@ -213,19 +229,29 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
     monkeypatch.setattr(DistributedOptimizer, "reduce", poisoned_reduce)
     plan = make_plan(data, steps=3)
     plan = replace(
-        plan, workload=replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1, keep=3))
+        plan,
+        workload=replace(
+            plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1, keep=3)
+        ),
     )
     assert run(plan, tmp_path) is Exit.DONE
     assert [step["skipped"] for step in steps_of(tmp_path)] == [False, True, False]
     before, after, last = (state(tmp_path, step) for step in (1, 2, 3))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert int(last["optim/updates"]) == 2
-    assert re.search("step 2 is skipped: gradient of [a-z0-9_.]+ of rank 1 is not finite\n", capfd.readouterr().err)
+    assert re.search(
+        "step 2 is skipped: gradient of [a-z0-9_.]+ of rank 1 is not finite\n",
+        capfd.readouterr().err,
+    )
 
 
 @pytest.mark.parametrize("where", ["weight", "loss"])
 def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
-    where: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    where: str,
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """On the last rank, from the third step on. What was saved before stays the last checkpoint."""
     begin = DistributedOptimizer.begin
@@ -233,8 +259,12 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
 
     def poisoned_begin(self: DistributedOptimizer, *given: int) -> None:
         begun["steps"] += 1
-        if begun["steps"] == 2 and self._run.mesh.rank == 1:  # an expert of its own: what is shared all ranks get
-            bucket = next(bucket for bucket in self.buckets if ".experts." in bucket.parts[0].slot.name)
+        if (
+            begun["steps"] == 2 and self._run.mesh.rank == 1
+        ):  # an expert of its own: what is shared all ranks get
+            bucket = next(
+                bucket for bucket in self.buckets if ".experts." in bucket.parts[0].slot.name
+            )
             bucket.master[bucket.parts[0].place][0] = float("nan")
         begin(self, *given)
 
@@ -253,13 +283,20 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
     else:
         monkeypatch.setattr(DistributedOptimizer, "begin", poisoned_begin)
     plan = make_plan(data)
-    plan = replace(plan, workload=replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1)))
+    plan = replace(
+        plan,
+        workload=replace(
+            plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1)
+        ),
+    )
     began_s = time.monotonic()
     assert run(plan, tmp_path) is Exit.RANK_FAILED
     assert time.monotonic() - began_s < 30
     said = capfd.readouterr().err.splitlines()[0]
     what = "weight layers.[0-9].moe.experts.[a-z_]+.weight" if where == "weight" else "the loss"
-    assert re.match(f"rank 1 failed at step 3: FloatingPointError: {what} is not finite;", said), said
+    assert re.match(f"rank 1 failed at step 3: FloatingPointError: {what} is not finite;", said), (
+        said
+    )
     last = latest(tmp_path / "checkpoints")
     assert last is not None
     assert last.name == "step-00000002"
@@ -293,7 +330,8 @@ def test_another_layout_leaves_no_ledger_of_the_last_one(data: DataSpec, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("[]", "is not a record"), ('{"kind": "x"}', "is not a record"), ("{", "is not JSON")]
+    ("line", "said"),
+    [("[]", "is not a record"), ('{"kind": "x"}', "is not a record"), ("{", "is not JSON")],
 )
 def test_a_damaged_record_is_refused_before_the_first_step(
     line: str, said: str, data: DataSpec, tmp_path: Path
@@ -305,9 +343,13 @@ def test_a_damaged_record_is_refused_before_the_first_step(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_foreign_pickle_is_refused_before_anything_is_written(data: DataSpec, tmp_path: Path) -> None:
+def test_a_foreign_pickle_is_refused_before_anything_is_written(
+    data: DataSpec, tmp_path: Path
+) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-00000002" / ".metadata").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    (tmp_path / "checkpoints" / "step-00000002" / ".metadata").write_bytes(
+        b"cos\nsystem\n(S'exit 1'\ntR."
+    )
     with pytest.raises(BadInput) as refused:
         run(make_plan(data, steps=4), tmp_path)
     assert "is not a checkpoint: it has no index.json but .metadata" in str(refused.value)
@@ -332,7 +374,10 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
     plan = make_plan(data)
     device = replace(plan.hardware.device, kind=DeviceKind.CUDA)
     plan = replace(plan, hardware=replace(plan.hardware, name="2x H100", device=device))
-    for found, said in ((0, "train.hardware=2x H100: needs 2 CUDA devices"), (1, "nearest legal value: 1")):
+    for found, said in (
+        (0, "train.hardware=2x H100: needs 2 CUDA devices"),
+        (1, "nearest legal value: 1"),
+    ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda found=found: found)
         with pytest.raises(BadInput) as refused:
             run(plan, tmp_path / "run")
@@ -340,7 +385,9 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_engine_cannot_run_is_refused_before_anything_starts(data: DataSpec, tmp_path: Path) -> None:
+def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
+    data: DataSpec, tmp_path: Path
+) -> None:
     plan = tiny_jobs.plan(tiny_jobs.workload(data), "ep2,graphs=attn", world_size=2)
     with pytest.raises(BadInput) as refused:
         run(plan, tmp_path / "run")

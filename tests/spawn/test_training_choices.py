@@ -1,4 +1,5 @@
-"""Choices of precision, optimizer state and batch sizes: the same in every layout, resumed exactly, booked exactly."""
+"""Choices of precision, optimizer state and batch sizes: the same in every layout, resumed exactly,
+booked exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from moewright.engine.run.train import run
 from moewright.engine.run.worker import Exit
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Dtype, RampSpec, RouterForce, RouterTraining, ScalingSpec, Workload
+from moewright.spec.workload import (
+    DataSpec,
+    Dtype,
+    RampSpec,
+    RouterForce,
+    RouterTraining,
+    ScalingSpec,
+    Workload,
+)
 from tiny_jobs import state, steps_of
 
 pytestmark = pytest.mark.spawn
@@ -26,7 +35,9 @@ pytestmark = pytest.mark.spawn
 def plan(work: Workload, layout: str, world_size: int) -> Plan:
     """Several buckets, a checkpoint of every step."""
     optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=6)
-    work = replace(work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=9))
+    work = replace(
+        work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=9)
+    )
     return tiny_jobs.plan(work, layout, world_size=world_size)
 
 
@@ -43,13 +54,18 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 def refuse_difference(made: Plan, run_dir: Path) -> list[Ledger]:
     """Hold every rank's books against the prediction; returns them."""
     selection = read_json(Selection, run_dir / "ledger" / "selection.json")
-    found = [read_json(Ledger, run_dir / "ledger" / f"rank{r:05d}.json") for r in range(made.layout.world_size)]
+    found = [
+        read_json(Ledger, run_dir / "ledger" / f"rank{r:05d}.json")
+        for r in range(made.layout.world_size)
+    ]
     for rank, counted in enumerate(found):
         assert compare(predict(made, rank=rank, selection=selection), counted).exact
     return found
 
 
-def test_an_offloaded_optimizer_is_on_the_host_and_changes_no_bit(data: DataSpec, tmp_path: Path) -> None:
+def test_an_offloaded_optimizer_is_on_the_host_and_changes_no_bit(
+    data: DataSpec, tmp_path: Path
+) -> None:
     work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
     train(work, "ep2,mbs2", 2, tmp_path / "device")
     made = train(work, "ep2,mbs2,offload=optimizer", 2, tmp_path / "host")
@@ -67,10 +83,16 @@ def test_bf16_moments_halve_their_bytes_and_follow_fp32(data: DataSpec, tmp_path
     train(work, "mbs2", 1, tmp_path / "wide")
     train(narrow, "mbs2", 1, tmp_path / "one")
     made = train(narrow, "tp2,ep2,mbs2", 4, tmp_path / "four")
-    first = {name: value for name, value in state(tmp_path / "wide", 1).items() if not name.startswith("optim/")}
+    first = {
+        name: value
+        for name, value in state(tmp_path / "wide", 1).items()
+        if not name.startswith("optim/")
+    }
     assert same(first, {name: state(tmp_path / "one", 1)[name] for name in first})
     stored = state(tmp_path / "four", 3)
-    assert {value.dtype for name, value in stored.items() if name.startswith("optim/exp_avg")} == {torch.bfloat16}
+    assert {value.dtype for name, value in stored.items() if name.startswith("optim/exp_avg")} == {
+        torch.bfloat16
+    }
     moments = [
         sum(row.bytes for row in ledger.memory if row.component is Component.MOMENTS)
         for ledger in refuse_difference(made, tmp_path / "four")
@@ -96,7 +118,9 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
         if optimizer._run.mesh.rank == 1 and step == 2 and not hasattr(optimizer, "spoiled"):
             optimizer.spoiled = True  # type: ignore[attr-defined]
             slot, view = optimizer.buckets[-1].views[0]
-            optimizer._pending.discard(slot.name)  # the first gradient is added to this, not written over it
+            optimizer._pending.discard(
+                slot.name
+            )  # the first gradient is added to this, not written over it
             view.fill_(0.0)
             view.view(-1)[0] = torch.inf
 
@@ -108,8 +132,11 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
     assert all(value.isfinite().all() for value in state(tmp_path, 3).values())
 
 
-def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(data: DataSpec, tmp_path: Path) -> None:
-    """2**24 overflows fp16 at once: the scale falls until the gradients are finite, then doubles every two steps."""
+def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    """2**24 overflows fp16 at once: the scale falls until the gradients are finite, then doubles
+    every two steps."""
     scaling = ScalingSpec(initial_loss_scale=2.0**24, loss_scale_window=2)
     work = tiny_jobs.workload(data, precision=Dtype.FP16, scaling=scaling)
     made = train(replace(work, steps=12), "tp2,ep2,mbs2", 4, tmp_path / "whole")
@@ -142,7 +169,9 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(data: Da
             assert (narrow[name] - value).norm() <= 16 * 2**-11 * value.norm(), name
 
 
-def test_growing_batches_are_the_same_in_every_layout_and_resumed(data: DataSpec, tmp_path: Path) -> None:
+def test_growing_batches_are_the_same_in_every_layout_and_resumed(
+    data: DataSpec, tmp_path: Path
+) -> None:
     ramp = RampSpec(ramp_start=2, ramp_increment=2, ramp_samples=12)
     work = tiny_jobs.workload(data, steps=6, ramp=ramp)
     train(work, "", 1, tmp_path / "one")

@@ -1,4 +1,5 @@
-"""`moewright tune` from a job file to a validated plan: real runs, taken up again, and what it refuses."""
+"""`moewright tune` from a job file to a validated plan: real runs, taken up again, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -58,7 +59,14 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    verb = ["tune", str(job), "--out", str(out), "--budget-minutes", "0.1"]  # it bounds the test, not what it holds
+    verb = [
+        "tune",
+        str(job),
+        "--out",
+        str(out),
+        "--budget-minutes",
+        "0.1",
+    ]  # it bounds the test, not what it holds
     assert main(verb) == 0
     said = capfd.readouterr().out
     assert "fit:" in said
@@ -92,7 +100,10 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
 
 @pytest.mark.parametrize(
     ("error", "failure"),
-    [("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "memory"), ("broke", "other")],
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "memory"),
+        ("broke", "other"),
+    ],
 )
 def test_a_rank_without_memory_is_told_from_one_that_breaks(
     error: str, failure: str, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,15 +112,21 @@ def test_a_rank_without_memory_is_told_from_one_that_breaks(
         raise RuntimeError(error)
 
     asked = read_tuning(job, on="", predict=False, overrides=())
-    plan = Prices(asked.space).plan(asked.space.start, trial_workload(asked.space.workload, Length.SCREEN))
+    plan = Prices(asked.space).plan(
+        asked.space.start, trial_workload(asked.space.workload, Length.SCREEN)
+    )
     monkeypatch.setattr(Transformer, "forward", fails)
-    outcome = run_trial(tmp_path, Ask(point=asked.space.start, length=Length.SCREEN, repeat=1, plan=plan))
+    outcome = run_trial(
+        tmp_path, Ask(point=asked.space.start, length=Length.SCREEN, repeat=1, plan=plan)
+    )
     assert outcome.failure == failure
     assert error in outcome.said
     assert outcome.step_s == 0
 
 
-def test_predictions_run_nothing_and_say_so(job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_predictions_run_nothing_and_say_so(
+    job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", str(job), "--predict", "--on", "8xH100", "--out", str(tmp_path)]) == 0
     report = (tmp_path / "report.md").read_text()
     assert "figures are | predicted" in report

@@ -1,4 +1,5 @@
-"""Upcycling: the model of experts computes what the dense one did, in every layout, and learns on from there."""
+"""Upcycling: the model of experts computes what the dense one did, in every layout, and learns on
+from there."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 def dense(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a dense model, trained for a few steps on two ranks."""
     run_dir = tmp_path_factory.mktemp("dense")
-    plan = tiny_jobs.plan(tiny_jobs.workload(data, steps=STEPS), "tp2,mbs2", world_size=2, model=DENSE)
+    plan = tiny_jobs.plan(
+        tiny_jobs.workload(data, steps=STEPS), "tp2,mbs2", world_size=2, model=DENSE
+    )
     assert run(plan, run_dir) is Exit.DONE
     return run_dir
 
@@ -72,11 +75,20 @@ def logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
     def rank(seat: RankContext) -> Outcome:
         plan = tiny_jobs.plan(PROBE, "mbs4", world_size=1, model=model)
         fixed = batches(model)
-        job = trainee(model, plan.workload, plan.layout, fixed, rank=0, device=join(seat), initial=initial_value)
+        job = trainee(
+            model,
+            plan.workload,
+            plan.layout,
+            fixed,
+            rank=0,
+            device=join(seat),
+            initial=initial_value,
+        )
         load(checkpoint_at(weights), pieces=job.weights(), comm=alone())
         job.optimizer.publish()
         torch.save(
-            torch.cat([p.tensor.flatten(0, 1) for p in _outputs(job, fixed) if p.name == "logits"]), folder / "l"
+            torch.cat([p.tensor.flatten(0, 1) for p in _outputs(job, fixed) if p.name == "logits"]),
+            folder / "l",
         )
         return Outcome.DONE
 
@@ -101,8 +113,11 @@ def test_the_function_is_kept_exactly(
     assert worst <= 3e-6
 
 
-def test_the_published_factors_keep_it_about(dense: Path, upcycled: Callable[[str], Path], tmp_path: Path) -> None:
-    """SwiGLU is not homogeneous: the cube root on its gate changes the function, less so than no factor at all."""
+def test_the_published_factors_keep_it_about(
+    dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """SwiGLU is not homogeneous: the cube root on its gate changes the function, less so than no
+    factor at all."""
     out = upcycled(CHOICES["granular"] + " --scaling published")
     wanted = logits(DENSE, dense, tmp_path / "dense")
     found = logits(read_config(out), out, tmp_path / "moe")
@@ -112,11 +127,18 @@ def test_the_published_factors_keep_it_about(dense: Path, upcycled: Callable[[st
 
 
 def go_on(
-    data: DataSpec, model: ModelSpec, weights: Path | None, layout: str, world_size: int, run_dir: Path
+    data: DataSpec,
+    model: ModelSpec,
+    weights: Path | None,
+    layout: str,
+    world_size: int,
+    run_dir: Path,
 ) -> list[float]:
     """Losses of a few steps from given weights."""
     work = tiny_jobs.workload(data, steps=STEPS, weights=str(weights or ""))
-    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+    assert (
+        run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+    )
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
@@ -124,7 +146,8 @@ def go_on(
 def test_training_goes_on_without_a_jump_in_any_layout(
     data: DataSpec, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The first loss is that of the dense model going on from the same weights; from there it only falls."""
+    """The first loss is that of the dense model going on from the same weights; from there it only
+    falls."""
     out = upcycled(CHOICES["granular"])
     model = read_config(out)
     wanted = go_on(data, DENSE, dense, "mbs2", 1, tmp_path / "dense")
@@ -135,7 +158,9 @@ def test_training_goes_on_without_a_jump_in_any_layout(
     ):
         found = go_on(data, model, out, layout, world_size, tmp_path / str(number))
         assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-        print(layout, [round(loss, 4) for loss in found], "dense", [round(loss, 4) for loss in wanted])
+        print(
+            layout, [round(loss, 4) for loss in found], "dense", [round(loss, 4) for loss in wanted]
+        )
         assert max(found) == found[0]  # no jump
         assert found[-1] < found[0] - 0.5 * (wanted[0] - wanted[-1])
 
@@ -163,7 +188,10 @@ def test_a_hugging_face_folder_upcycles_too(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ("--experts 4 --top-k 5", "moewright: --top-k=5: must be at most experts 4"),
-        ("--experts 4 --top-k 2 --dense-first 9", "moewright: --dense-first=9: leaves none of the 3 layers"),
+        (
+            "--experts 4 --top-k 2 --dense-first 9",
+            "moewright: --dense-first=9: leaves none of the 3 layers",
+        ),
         ("--experts 4 --top-k 2 --scaling half", "half"),
     ],
 )
@@ -176,7 +204,9 @@ def test_bad_options_end_in_one_line(
     assert not (tmp_path / "o").exists()
 
 
-def test_bad_folders_end_in_one_line(dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_folders_end_in_one_line(
+    dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("")
     for source, out, said in (
@@ -184,7 +214,9 @@ def test_bad_folders_end_in_one_line(dense: Path, tmp_path: Path, capfd: pytest.
         (tmp_path / "full", tmp_path / "o", "holds no checkpoint of moewright"),
         (dense, tmp_path / "full", "--out"),
     ):
-        assert main(["upcycle", str(source), "--out", str(out), "--experts", "4", "--top-k", "2"]) == 2
+        assert (
+            main(["upcycle", str(source), "--out", str(out), "--experts", "4", "--top-k", "2"]) == 2
+        )
         (line,) = capfd.readouterr().err.splitlines()
         assert said in line
     assert not (tmp_path / "o").exists()
@@ -195,7 +227,8 @@ def test_weights_of_another_model_are_refused(data: DataSpec, dense: Path, tmp_p
     wider = replace(DENSE, dense_ffn_size=64)
     job: Plan = tiny_jobs.plan(work, "mbs2", world_size=1, model=wider)
     with pytest.raises(
-        BadInput, match=r"model.weights: model.dense_ffn_size is 48 in the checkpoint and 64 in the job"
+        BadInput,
+        match=r"model.weights: model.dense_ffn_size is 48 in the checkpoint and 64 in the job",
     ):
         run(job, tmp_path / "run")
     assert not (tmp_path / "run").exists()

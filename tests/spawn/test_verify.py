@@ -32,7 +32,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two batches; in the first, one row has no target at all and another a few fewer."""
-    ids = torch.randint(0, VOCABULARY, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(
+        0, VOCABULARY, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(3)
+    )
     labels = ids.clone()
     labels[0, 0], labels[0, 5, 3:9] = -100, -100
     path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
@@ -40,8 +42,20 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def verified(hf_dir: Path, batch: Path, out: Path, layout: str, nproc: int, *more: str) -> dict[str, torch.Tensor]:
-    given = ("--batch", str(batch), "--layout", layout, "--nproc", str(nproc), "--out", str(out), *more)
+def verified(
+    hf_dir: Path, batch: Path, out: Path, layout: str, nproc: int, *more: str
+) -> dict[str, torch.Tensor]:
+    given = (
+        "--batch",
+        str(batch),
+        "--layout",
+        layout,
+        "--nproc",
+        str(nproc),
+        "--out",
+        str(out),
+        *more,
+    )
     assert main(("verify", str(hf_dir), *given)) == 0
     return load_file(out / "tensors.safetensors")
 
@@ -53,7 +67,9 @@ def curve_of(out: Path) -> dict[str, list[float]]:
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     wanted = labels[:, 1:].flatten()
-    flat = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted, ignore_index=-100, reduction="none")
+    flat = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), wanted, ignore_index=-100, reduction="none"
+    )
     return flat.view(len(labels), -1)
 
 
@@ -81,7 +97,18 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_equals_transformers(
     family: str, optimizer: str, checkpoints: dict[str, Path], batch: Path, tmp_path: Path
 ) -> None:
-    more = ("--steps", "3", "--optimizer", optimizer, "--lr", "0.02", "--clip", "0.5", "--betas", "0.9,0.99")
+    more = (
+        "--steps",
+        "3",
+        "--optimizer",
+        optimizer,
+        "--lr",
+        "0.02",
+        "--clip",
+        "0.5",
+        "--betas",
+        "0.9,0.99",
+    )
     found = verified(checkpoints[family], batch, tmp_path, "mbs4", 1, *more)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoints[family], attn_implementation="eager", dtype=torch.float32
@@ -90,7 +117,9 @@ def test_equals_transformers(
     rule = (
         torch.optim.SGD(model.parameters(), lr=0.02)
         if optimizer == "sgd"
-        else torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        else torch.optim.AdamW(
+            model.parameters(), lr=0.02, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0
+        )
     )
     losses, norms = [], []
     for step in range(3):
@@ -105,12 +134,17 @@ def test_equals_transformers(
             torch.testing.assert_close(found["nll"], nll.detach(), rtol=1e-4, atol=2e-5)
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
             stored = load_file(checkpoints[family] / "model.safetensors")
-            stored = {name: tensor for name, tensor in stored.items() if "correction_bias" not in name}
-            assert {name.removeprefix("grad/") for name in found if name.startswith("grad/")} == stored.keys()
+            stored = {
+                name: tensor for name, tensor in stored.items() if "correction_bias" not in name
+            }
+            assert {
+                name.removeprefix("grad/") for name in found if name.startswith("grad/")
+            } == stored.keys()
             for name, tensor in stored.items():
                 wanted = reference_gradient(gradients, name)
                 assert found[f"grad/{name}"].shape == tensor.shape
-                # transformers in fp32 is up to 2.1e-6 from itself in fp64, which is the floor for any two programs
+                # transformers in fp32 is up to 2.1e-6 from itself in fp64, which is the floor for
+                # any two programs
                 assert distance(found[f"grad/{name}"], wanted) < 1e-5, name
         losses.append(loss.item())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -170,7 +204,9 @@ def test_a_layout_equals_one_process(
         assert curve_of(tmp_path / "many")[key] == pytest.approx(wanted, rel=1e-5)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], hf_dir: Path, batch: Path, out: Path, *more: str) -> str:
+def refusal(
+    capsys: pytest.CaptureFixture[str], hf_dir: Path, batch: Path, out: Path, *more: str
+) -> str:
     assert main(("verify", str(hf_dir), "--batch", str(batch), "--out", str(out), *more)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -184,14 +220,22 @@ def test_what_cannot_be_verified_is_refused_by_name(
     spoiled.mkdir()
     (spoiled / "config.json").write_text((good / "config.json").read_text())
     stored = load_file(good / "model.safetensors")
-    gate, expert = "model.layers.1.block_sparse_moe.gate.weight", "model.layers.0.block_sparse_moe.experts.3.w3.weight"
+    gate, expert = (
+        "model.layers.1.block_sparse_moe.gate.weight",
+        "model.layers.0.block_sparse_moe.experts.3.w3.weight",
+    )
     for change, said in (
         ({expert: None}, f"{expert}: is missing"),
-        ({"model.layers.0.extra": torch.ones(2)}, "model.layers.0.extra: is not a tensor of this model"),
+        (
+            {"model.layers.0.extra": torch.ones(2)},
+            "model.layers.0.extra: is not a tensor of this model",
+        ),
         ({gate: torch.ones(4, 31)}, f"{gate}: has shape [4, 31]"),
         ({gate: torch.ones(4, 32, dtype=torch.int32)}, f"{gate}: is of I32"),
     ):
-        changed = {name: tensor for name, tensor in {**stored, **change}.items() if tensor is not None}
+        changed = {
+            name: tensor for name, tensor in {**stored, **change}.items() if tensor is not None
+        }
         save_file(changed, spoiled / "model.safetensors")
         assert said in refusal(capsys, spoiled, batch, out)
     (spoiled / "model.safetensors").write_bytes(b"nothing")
@@ -199,9 +243,13 @@ def test_what_cannot_be_verified_is_refused_by_name(
     wrong = tmp_path / "wrong.safetensors"
     ids = torch.zeros(1, 2, 4, dtype=torch.int64)
     save_file({"input_ids": ids + VOCABULARY, "labels": ids}, wrong)
-    assert f"input_ids={VOCABULARY}: ids must be in 0..{VOCABULARY - 1}" in refusal(capsys, good, wrong, out)
+    assert f"input_ids={VOCABULARY}: ids must be in 0..{VOCABULARY - 1}" in refusal(
+        capsys, good, wrong, out
+    )
     save_file({"input_ids": ids}, wrong)
     assert "labels: is missing" in refusal(capsys, good, wrong, out)
-    assert "nearest legal value" in refusal(capsys, good, batch, out, "--layout", "ep3", "--nproc", "3")
+    assert "nearest legal value" in refusal(
+        capsys, good, batch, out, "--layout", "ep3", "--nproc", "3"
+    )
     assert "--betas=0.9" in refusal(capsys, good, batch, out, "--betas", "0.9")
     assert not (out / "tensors.safetensors").exists()

@@ -1,4 +1,5 @@
-"""The tuning procedure with runs made up: what is kept, pruned and passed over, when it stops, and how it goes on."""
+"""The tuning procedure with runs made up: what is kept, pruned and passed over, when it stops, and
+how it goes on."""
 
 import random
 from dataclasses import replace
@@ -51,7 +52,8 @@ def space(axes=AXES, start=BAD_START, memory_bytes=0):
 
 
 def true_s(point):
-    """Seconds of a made-up machine: unlike the planner's, with experts spread and small buckets the faster choice."""
+    """Seconds of a made-up machine: unlike the planner's, with experts spread and small buckets the
+    faster choice."""
     layout = point.layout
     seconds = 0.5 + 0.4 / layout.mbs + (0.2 if layout.ep == 1 else 0.0)
     seconds *= {0: 1.0, 2: 1.05}.get(len(layout.recompute), 1.3)
@@ -59,7 +61,8 @@ def true_s(point):
 
 
 class Machine:
-    """Runs points in `true_s` times noise; fails those that `fails` names, and remembers what it ran."""
+    """Runs points in `true_s` times noise; fails those that `fails` names, and remembers what it
+    ran."""
 
     def __init__(self, noise=0.01, fails=lambda point: Failure.NONE, checks=lambda point: GOOD):
         self.asked, self.noise, self.fails, self.checks = [], noise, fails, checks
@@ -69,8 +72,14 @@ class Machine:
         self.asked.append((ask.point, ask.length, ask.repeat))
         failure = self.fails(ask.point)
         if failure is not Failure.NONE:
-            return Outcome(failure=failure, said="no memory" if failure is Failure.MEMORY else "broke", spent_s=1.0)
-        seconds = true_s(ask.point) * exp(self.noise * NormalDist().inv_cdf(self.dice.uniform(0.001, 0.999)))
+            return Outcome(
+                failure=failure,
+                said="no memory" if failure is Failure.MEMORY else "broke",
+                spent_s=1.0,
+            )
+        seconds = true_s(ask.point) * exp(
+            self.noise * NormalDist().inv_cdf(self.dice.uniform(0.001, 0.999))
+        )
         walls = (Found(wall=Wall.COMPUTE, cause=Cause.RECOMPUTE, title="replays", share=0.2),)
         checks = self.checks(ask.point) if ask.length is Length.VALIDATE else ()
         return Outcome(
@@ -84,7 +93,13 @@ class Machine:
 
 
 def tuned(machine, where=None, rules=None, budget_s=0.0):
-    return Tuning(where or space(), machine, rules=rules or Rules(), budget_s=budget_s, watch=lambda result: None).run()
+    return Tuning(
+        where or space(),
+        machine,
+        rules=rules or Rules(),
+        budget_s=budget_s,
+        watch=lambda result: None,
+    ).run()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +131,10 @@ def test_every_candidate_runs_in_turns_with_the_incumbent(usual):
     for decision in result.decisions:
         if decision.interval is not None:
             places = [place for place, point in enumerate(screened) if point == decision.point]
-            beside = [screened[max(0, place - 1) : place + 2] for place in places[: decision.interval.pairs]]
+            beside = [
+                screened[max(0, place - 1) : place + 2]
+                for place in places[: decision.interval.pairs]
+            ]
             assert len(beside) == decision.interval.pairs
             assert all(incumbent in near for near in beside)
         incumbent = decision.point if decision.ruling is Ruling.KEPT else incumbent
@@ -135,7 +153,11 @@ def test_one_variable_changes_at_a_time_after_scaling(usual):
 def test_constants_are_fitted_to_every_trial():
     seen = []
     tuning = Tuning(
-        space(), Machine(), rules=Rules(), budget_s=0.0, watch=lambda _: seen.append(tuning.prices.hardware)
+        space(),
+        Machine(),
+        rules=Rules(),
+        budget_s=0.0,
+        watch=lambda _: seen.append(tuning.prices.hardware),
     )
     result = tuning.run()
     assert len({str(each.constants) for each in seen}) > len(rulings(result, Ruling.KEPT))
@@ -146,7 +168,9 @@ def test_constants_are_fitted_to_every_trial():
 
 def test_noise_that_hides_a_gain_keeps_the_incumbent():
     flat = (Axis(key="bucket_elements", values=("100000", "40000000")),)
-    result = tuned(Machine(noise=0.5), space(flat))  # 6 % to be seen through runs that differ by half
+    result = tuned(
+        Machine(noise=0.5), space(flat)
+    )  # 6 % to be seen through runs that differ by half
     assert result.winner == result.start
     assert not rulings(result, Ruling.KEPT)
 
@@ -178,14 +202,18 @@ def test_what_is_predicted_not_to_fit_is_not_run():
 
 def test_a_fault_that_is_not_of_memory_prunes_nothing_else():
     broken = moved(moved(space().start, "mbs", "8"), "recompute", "none")
-    result = tuned(Machine(fails=lambda point: Failure.OTHER if point == broken else Failure.NONE), space(FEW))
+    result = tuned(
+        Machine(fails=lambda point: Failure.OTHER if point == broken else Failure.NONE), space(FEW)
+    )
     assert [one.point for one in rulings(result, Ruling.FAILED)] in ([broken], [])
     assert not rulings(result, Ruling.PRUNED)
 
 
 def test_a_start_that_does_not_run_gives_way_to_the_planners_own():
     start = space().start
-    result = tuned(Machine(fails=lambda point: Failure.OTHER if point == start else Failure.NONE), space(FEW))
+    result = tuned(
+        Machine(fails=lambda point: Failure.OTHER if point == start else Failure.NONE), space(FEW)
+    )
     assert result.decisions[0].ruling is Ruling.FAILED
     assert rulings(result, Ruling.START)[0].point != start
     assert result.winner is not None
@@ -206,7 +234,9 @@ def test_a_winner_that_is_not_valid_gives_way_to_the_incumbent_before_it():
 def test_a_spent_budget_ends_the_trials_and_the_winner_is_validated_all_the_same(usual):
     whole = usual[0]
     machine = Machine()
-    result = tuned(machine, budget_s=11.0)  # trials of a second each; a validation of 53 steps takes as long as five
+    result = tuned(
+        machine, budget_s=11.0
+    )  # trials of a second each; a validation of 53 steps takes as long as five
     assert result.runs < whole.runs
     assert any("budget" in why for _, why in result.stops)
     assert machine.asked[-1][1] is Length.VALIDATE
@@ -258,7 +288,9 @@ def test_predictions_alone_decide_without_runs_of_the_start_or_validation():
     result = tuned(predicted_outcome, where, rules=PREDICTED)
     fastest = min(
         where.all_points(),
-        key=lambda point: Tuning(where, predicted_outcome, rules=PREDICTED, budget_s=0, watch=len).prices.step_s(point),
+        key=lambda point: Tuning(
+            where, predicted_outcome, rules=PREDICTED, budget_s=0, watch=len
+        ).prices.step_s(point),
     )
     assert result.winner == fastest
     assert result.validated is None
@@ -285,7 +317,14 @@ def test_the_space_holds_what_its_axes_reach_and_nothing_else():
 
 
 def test_students_t_is_that_of_the_tables():
-    for freedom, wanted in ((1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (30, 2.042), (31, 2.040)):
+    for freedom, wanted in (
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (10, 2.228),
+        (30, 2.042),
+        (31, 2.040),
+    ):
         assert t_quantile(0.975, freedom) == pytest.approx(wanted, abs=6e-4)
     assert t_quantile(0.975, 100_000) == pytest.approx(NormalDist().inv_cdf(0.975), rel=1e-4)
 

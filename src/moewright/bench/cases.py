@@ -22,7 +22,8 @@ from moewright.spec.workload import Dtype
 
 TORCH_DTYPES = ((Dtype.BF16, torch.bfloat16), (Dtype.FP32, torch.float32))
 
-# Linear layers of small models on a CPU and of large ones on a GPU, m x n x k; the widest n is a vocabulary head.
+# Linear layers of small models on a CPU and of large ones on a GPU, m x n x k; the widest n is a
+# vocabulary head.
 CPU_GEMMS = (
     (256, 128, 128),
     (256, 256, 256),
@@ -31,7 +32,13 @@ CPU_GEMMS = (
     (2048, 1024, 384),
     (2048, 4096, 256),
 )
-CUDA_GEMMS = ((256, 1024, 1024), (1024, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096), (8192, 16384, 4096))
+CUDA_GEMMS = (
+    (256, 1024, 1024),
+    (1024, 1024, 1024),
+    (4096, 2048, 2048),
+    (8192, 4096, 4096),
+    (8192, 16384, 4096),
+)
 CPU_ROWS, CUDA_ROWS = (8, 32, 128, 384, 1024), (16, 64, 256, 1024, 4096)
 CPU_SEQ_LENS, CUDA_SEQ_LENS = (128, 256, 512, 1024, 2048), (1024, 2048, 4096, 8192)
 CPU_TOKENS, CUDA_TOKENS = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)  # of a layer's passes
@@ -41,9 +48,14 @@ PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
 LINK_BYTES = 4 * MIB
 SETS = 4  # of inputs of a product: a training step finds few of its operands in the nearest cache
-STEP_SLICES = 4  # steps of tiny models are told apart by their differences, which takes many repeats
+STEP_SLICES = (
+    4  # steps of tiny models are told apart by their differences, which takes many repeats
+)
 UNEVEN = 0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
-FEW_ROWS, FEW_COLUMNS = 8, 32  # of a call that costs its launch alone, by the kernels that larger ones take
+FEW_ROWS, FEW_COLUMNS = (
+    8,
+    32,
+)  # of a call that costs its launch alone, by the kernels that larger ones take
 
 Call = Callable[[], object]
 
@@ -53,12 +65,15 @@ class Probe(StrEnum):
 
     COPY = "copy"  # x: bytes read and written; y: bytes/s
     STEP = "step"  # x: which of tiny.SHAPES, from 1; y: steps/s
-    LINK = "link"  # x: the round, from 1, in which a rank has partners(x)[rank]; y: bytes/s each way
+    LINK = (
+        "link"  # x: the round, from 1, in which a rank has partners(x)[rank]; y: bytes/s each way
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a rank measures. `groups` holds its block of each size smaller than the world; None is all of them."""
+    """Where a rank measures. `groups` holds its block of each size smaller than the world; None is
+    all of them."""
 
     device: torch.device
     rank: int = 0
@@ -67,10 +82,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times seconds; 0 where it
-    does next to nothing, so that it takes what every call of its curve takes before it works.
+    """One point of a curve at `x`. `work` is what one call does, in the unit of the curve's y times
+    seconds; 0 where it does next to nothing, so that it takes what every call of its curve takes
+    before it works.
 
-    Of a collective, `ranks` are those of a group; the groups of a size, neighbours each, work at the same time.
+    Of a collective, `ranks` are those of a group; the groups of a size, neighbours each, work at
+    the same time.
     """
 
     op: Op | Collective | Probe
@@ -93,8 +110,8 @@ class Case:
 
 
 def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
-    """Every case: what a hardware file cannot be without (launches, tiny steps, the smallest point of each curve), then
-    all of the collectives, then the other rates by rounds.
+    """Every case: what a hardware file cannot be without (launches, tiny steps, the smallest point
+    of each curve), then all of the collectives, then the other rates by rounds.
 
     When time runs out, what is missing are the largest points of the rates.
     """
@@ -147,8 +164,9 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
 
 
 def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:
-    """Calls that do next to nothing. On a CPU the thread that launches also works: what a call takes before it works is
-    of the host's time, which whole steps tell, and is taken off the others here.
+    """Calls that do next to nothing. On a CPU the thread that launches also works: what a call
+    takes before it works is of the host's time, which whole steps tell, and is taken off the others
+    here.
     """
     every = (
         _gemm(dtype, torch_dtype, FEW_ROWS, FEW_COLUMNS, FEW_COLUMNS),
@@ -176,9 +194,11 @@ def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Cas
     return Case(op=Op.GEMM, dtype=dtype, x=flops, work=3 * flops, setup=setup, sets=SETS)
 
 
-def _grouped(dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n: int, k: int) -> Case:
-    """Experts' linear [n, k], forward and both products of backward, with `rows` an expert in the mean: routers load
-    experts unevenly, and otherwise in every call."""
+def _grouped(
+    dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n: int, k: int
+) -> Case:
+    """Experts' linear [n, k], forward and both products of backward, with `rows` an expert in the
+    mean: routers load experts unevenly, and otherwise in every call."""
 
     def setup(place: Place) -> Call:
         counts = uneven(rows, experts)
@@ -198,14 +218,18 @@ def _grouped(dtype: Dtype, torch_dtype: torch.dtype, rows: int, experts: int, n:
 
 
 def uneven(rows: int, experts: int) -> tuple[int, ...]:
-    """Rows of each expert, drawn with a deviation of UNEVEN of the mean; together as many as even ones."""
+    """Rows of each expert, drawn with a deviation of UNEVEN of the mean; together as many as even
+    ones."""
     weights = torch.randn(experts, dtype=torch.float64).mul_(UNEVEN).exp_()
     ends = (weights.cumsum(0) / weights.sum() * rows * experts).round().int().tolist()
     return tuple(after - before for before, after in zip([0, *ends], ends, strict=False))
 
 
-def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, int, int, int]) -> tuple[Case, Case]:
-    """Causal attention of shape (batch, sequence, heads, key heads, head size): the forward case and the backward."""
+def _attention(
+    dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, int, int, int]
+) -> tuple[Case, Case]:
+    """Causal attention of shape (batch, sequence, heads, key heads, head size): the forward case
+    and the backward."""
     batch, seq_len, heads, kv_heads, width = shape
 
     def inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -226,12 +250,20 @@ def _attention(dtype: Dtype, torch_dtype: torch.dtype, shape: tuple[int, int, in
     flops = 2 * batch * heads * seq_len * seq_len * width
     return (
         Case(op=Op.ATTENTION, dtype=dtype, x=seq_len, work=flops, setup=forward, sets=SETS),
-        Case(op=Op.ATTENTION_BACKWARD, dtype=dtype, x=seq_len, work=2 * flops, setup=backward, sets=SETS),
+        Case(
+            op=Op.ATTENTION_BACKWARD,
+            dtype=dtype,
+            x=seq_len,
+            work=2 * flops,
+            setup=backward,
+            sets=SETS,
+        ),
     )
 
 
 def _passes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Case:
-    """Everything of a layer that is neither product nor attention. x is the mean bytes of a pass."""
+    """Everything of a layer that is neither product nor attention. x is the mean bytes of a
+    pass."""
     moved_bytes, each = counted(kind, dtype, tokens, width)
 
     def setup(place: Place) -> Call:
@@ -313,8 +345,11 @@ def _collectives(ranks: int) -> Iterable[Case]:
             yield _collective(op, elements, ranks, maker)
 
 
-def _collective(op: Collective, elements: int, ranks: int, maker: Callable[[torch.Tensor, int, Place], Call]) -> Case:
-    """x is the bytes a rank hands in, its own part included; the curve's y is seconds, a call one unit of work."""
+def _collective(
+    op: Collective, elements: int, ranks: int, maker: Callable[[torch.Tensor, int, Place], Call]
+) -> Case:
+    """x is the bytes a rank hands in, its own part included; the curve's y is seconds, a call one
+    unit of work."""
 
     def setup(place: Place) -> Call:
         return maker(torch.zeros(elements, device=place.device), ranks, place)
@@ -367,7 +402,8 @@ def _sent(data: torch.Tensor, to: int, source: int, group: dist.ProcessGroup | N
 
 
 def _links(ranks: int) -> Iterable[Case]:
-    """Every pair of more than two ranks, in rounds in which all ranks have a partner (but one, where they are odd)."""
+    """Every pair of more than two ranks, in rounds in which all ranks have a partner (but one,
+    where they are odd)."""
     for turn in range(len(rounds(ranks)) if ranks > 2 else 0):
         yield _link(turn, ranks)
 
@@ -378,16 +414,21 @@ def _link(turn: int, ranks: int) -> Case:
         data = torch.zeros(LINK_BYTES // 4, device=place.device)
         return _sent(data, partner, partner, None) if partner is not None else lambda: None
 
-    return Case(op=Probe.LINK, dtype=Dtype.FP32, x=turn + 1, work=LINK_BYTES, setup=setup, ranks=ranks)
+    return Case(
+        op=Probe.LINK, dtype=Dtype.FP32, x=turn + 1, work=LINK_BYTES, setup=setup, ranks=ranks
+    )
 
 
 def rounds(ranks: int) -> tuple[Mapping[int, int], ...]:
-    """Everybody's partner in each round of a tournament, by the circle method: one stays, the others move on."""
+    """Everybody's partner in each round of a tournament, by the circle method: one stays, the
+    others move on."""
     seats = [*range(ranks), *([] if ranks % 2 == 0 else [-1])]
     found = []
     for _ in range(len(seats) - 1):
         pairs = [(seats[place], seats[-1 - place]) for place in range(len(seats) // 2)]
-        found.append({one: other for pair in pairs if -1 not in pair for one, other in (pair, pair[::-1])})
+        found.append(
+            {one: other for pair in pairs if -1 not in pair for one, other in (pair, pair[::-1])}
+        )
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return tuple(found)
 

@@ -1,8 +1,9 @@
-"""The engine against other trainers on this machine: each in a process of its own, in turns, compared round by round.
+"""The engine against other trainers on this machine: each in a process of its own, in turns,
+compared round by round.
 
-Peers are installed as they ship, each into an environment of its own that lends this one's torch; one that cannot be
-had is left out by name. All run with the same threads, which wait shortly before they sleep: long spins between turns
-would take the cores from whoever's turn it is.
+Peers are installed as they ship, each into an environment of its own that lends this one's torch;
+one that cannot be had is left out by name. All run with the same threads, which wait shortly before
+they sleep: long spins between turns would take the cores from whoever's turn it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _INSTALL_S = 600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
-    """`module` of bench.peers runs it; `needs` is what pip installs for it, "" when this environment has all."""
+    """`module` of bench.peers runs it; `needs` is what pip installs for it, "" when this
+    environment has all."""
 
     name: str
     module: str
@@ -37,7 +39,9 @@ ENGINE = Contestant(name="moewright", module="ours")
 GEMM = Contestant(name="best GEMM", module="gemm")
 PEERS = (
     Contestant(name="transformers grouped_mm", module="transformers_moe", needs="transformers"),
-    Contestant(name="DeepSpeed MoE in transformers", module="deepspeed_moe", needs="deepspeed transformers"),
+    Contestant(
+        name="DeepSpeed MoE in transformers", module="deepspeed_moe", needs="deepspeed transformers"
+    ),
 )
 
 
@@ -74,20 +78,43 @@ def prepare(who: Contestant, folder: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(home)], who)
     inside = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
-    # Where an editable install keeps our own code is said by a .pth of its own, which nobody reads in a lent folder.
+    # Where an editable install keeps our own code is said by a .pth of its own, which nobody reads
+    # in a lent folder.
     ours = str(Path(__file__).resolve().parents[2])
-    Path(inside, "lender.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), ours))) + "\n")
-    _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *who.needs.split()], who)
+    Path(inside, "lender.pth").write_text(
+        "\n".join(dict.fromkeys((sysconfig.get_path("purelib"), ours))) + "\n"
+    )
+    _run(
+        [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *who.needs.split(),
+        ],
+        who,
+    )
     (home / "ready").touch()
     return python
 
 
 def compete(
-    who: Mapping[Contestant, Path], *, part: str, dtype: str, threads: int, environment: Mapping[str, str]
+    who: Mapping[Contestant, Path],
+    *,
+    part: str,
+    dtype: str,
+    threads: int,
+    environment: Mapping[str, str],
 ) -> tuple[tuple[Turns, ...], Mapping[str, float]]:
-    """ROUNDS rounds in which each has its turn, after WARM_UP that do not count; and where the engine's time goes."""
+    """ROUNDS rounds in which each has its turn, after WARM_UP that do not count; and where the
+    engine's time goes."""
     env = {**environment, **_WAITS, "OMP_NUM_THREADS": str(threads)}
-    running = {one.name: _start(one, python, (part, dtype, str(threads)), env) for one, python in who.items()}
+    running = {
+        one.name: _start(one, python, (part, dtype, str(threads)), env)
+        for one, python in who.items()
+    }
     found: dict[str, list[Mapping[str, float]]] = {name: [] for name in running}
     try:
         for number in range(WARM_UP + ROUNDS):
@@ -112,10 +139,17 @@ def compete(
     return turns, split
 
 
-def _start(who: Contestant, python: Path, asked: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start(
+    who: Contestant, python: Path, asked: Sequence[str], env: Mapping[str, str]
+) -> subprocess.Popen[str]:
     command = [str(python), "-m", f"moewright.bench.peers.{who.module}", *asked]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     )
 
 
@@ -133,14 +167,20 @@ def _turn(name: str, process: subprocess.Popen[str], line: str) -> Mapping[str, 
         pass
     process.kill()
     _, wrong = process.communicate()
-    raise BadInput(Reason(field=name, rule=f"it failed: {(wrong.strip().splitlines() or ['no word'])[-1]}"))
+    raise BadInput(
+        Reason(field=name, rule=f"it failed: {(wrong.strip().splitlines() or ['no word'])[-1]}")
+    )
 
 
 def _run(command: Sequence[str], who: Contestant) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_INSTALL_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise BadInput(Reason(field=who.name, rule=f"not installed within {_INSTALL_S} s")) from None
+        raise BadInput(
+            Reason(field=who.name, rule=f"not installed within {_INSTALL_S} s")
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise BadInput(Reason(field=who.name, rule=f"it cannot be had here: {last}"))

@@ -1,4 +1,5 @@
-"""The memory-bound passes of a layer, by the engine's own functions, in the bytes that the planner counts for them."""
+"""The memory-bound passes of a layer, by the engine's own functions, in the bytes that the planner
+counts for them."""
 
 from __future__ import annotations
 
@@ -38,12 +39,16 @@ def _rows(size: Sizes, elements: int) -> list[OpRow]:
         (elementwise.SPREAD, TOP_K * elements),
         (elementwise.GATHER, TOP_K * elements),
     )
-    return [row for kernel, count in every for row in elementwise.light(kernel, "passes", size, count)]
+    return [
+        row for kernel, count in every for row in elementwise.light(kernel, "passes", size, count)
+    ]
 
 
 def _sizes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Sizes:
     heads = max(1, width // HEAD)
-    spec = AttentionSpec(kind=AttentionKind.GQA, heads=heads, kv_heads=heads, head_dim=HEAD, v_head_dim=HEAD)
+    spec = AttentionSpec(
+        kind=AttentionKind.GQA, heads=heads, kv_heads=heads, head_dim=HEAD, v_head_dim=HEAD
+    )
     model = ModelSpec(
         name="passes",
         family="",
@@ -60,8 +65,9 @@ def _sizes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Sizes:
 
 
 def passes(dtype: Dtype, tokens: int, width: int, device: torch.device) -> Callable[[], None]:
-    """Two norms, two residuals, rotation, permute, unpermute and SwiGLU of experts as wide as the hidden state, forward
-    and backward: of a layer all that is neither a product nor attention, but for its router.
+    """Two norms, two residuals, rotation, permute, unpermute and SwiGLU of experts as wide as the
+    hidden state, forward and backward: of a layer all that is neither a product nor attention, but
+    for its router.
     """
     kind, torch_type = torch_dtype(dtype), DeviceKind(device.type)
     kernels = kernels_for(FusedKernels.AUTO, torch_type)
@@ -77,7 +83,10 @@ def passes(dtype: Dtype, tokens: int, width: int, device: torch.device) -> Calla
     slots = torch.empty_like(order)
     slots[order] = torch.arange(routed, device=device)
     of_row, of_slot = order // TOP_K, slots.view(tokens, TOP_K)
-    grads = torch.randn(tokens, width, device=device).to(kind), torch.randn(routed, width, device=device).to(kind)
+    grads = (
+        torch.randn(tokens, width, device=device).to(kind),
+        torch.randn(routed, width, device=device).to(kind),
+    )
     leaves = x, wide, weight, shares
 
     def call() -> None:

@@ -1,4 +1,5 @@
-"""This machine as a hardware file: rates of compute, times of collectives, each number with how it was got."""
+"""This machine as a hardware file: rates of compute, times of collectives, each number with how it
+was got."""
 
 from __future__ import annotations
 
@@ -34,9 +35,14 @@ from moewright.spec.hardware import (
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-BENCH_VERSION = 5  # part of the fingerprint: raise it when the same machine would be described differently
+BENCH_VERSION = (
+    5  # part of the fingerprint: raise it when the same machine would be described differently
+)
 LEAST_WORK = 0.1  # of a call, in case the launch was measured too slow
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 Points = tuple[tuple[float, float], ...]
 
@@ -44,10 +50,11 @@ Points = tuple[tuple[float, float], ...]
 def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     """Measure with `nproc` processes at once, one thread (or one GPU) each.
 
-    Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the curves, not the
-    small ones. Work is timed by CPU time where every process has a core, so other jobs hardly distort it; collectives
-    are timed by the wall. Peaks are the best GEMM rates measured, so MFU is a share of what torch reaches here. On a
-    CPU, where the thread that launches also works, rates are those beyond a launch, which the host's time has.
+    Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the
+    curves, not the small ones. Work is timed by CPU time where every process has a core, so other
+    jobs hardly distort it; collectives are timed by the wall. Peaks are the best GEMM rates
+    measured, so MFU is a share of what torch reaches here. On a CPU, where the thread that launches
+    also works, rates are those beyond a launch, which the host's time has.
     """
     kind = _kind(nproc)
     taken = run_team(kind, ranks=nproc, budget_s=budget_s)
@@ -62,18 +69,25 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
             moved[case.op, case.ranks].append((case.x, fmean(seconds)))
         elif case.op is Probe.LINK:
             partners = rounds(nproc)[round(case.x) - 1].items()
-            pairs |= {(a, b): case.work / fmean((seconds[a], seconds[b])) for a, b in partners if a < b}
+            pairs |= {
+                (a, b): case.work / fmean((seconds[a], seconds[b])) for a, b in partners if a < b
+            }
         elif not case.work:
             launch_s[case.op, case.dtype] = fmean(seconds)
         else:
-            working_s = max(fmean(seconds) - launch_s.get((case.op, case.dtype), 0.0), LEAST_WORK * fmean(seconds))
+            working_s = max(
+                fmean(seconds) - launch_s.get((case.op, case.dtype), 0.0),
+                LEAST_WORK * fmean(seconds),
+            )
             points[case.op, case.dtype].append((case.x, case.work / working_s))
     how = _how(kind, nproc)
     how_work = f"{how}, CPU time" if clock_for(kind, nproc) is Clock.THREAD else how
     curves = {key: tuple(sorted(found)) for key, found in points.items()}
     for dtype in (Dtype.BF16, Dtype.FP32):
         curves[Op.ELEMENTWISE, dtype] = _past_caches(curves, dtype)
-    missing = [op for op in (*Op, Probe.COPY) if not any(key[0] is op and curves[key] for key in curves)]
+    missing = [
+        op for op in (*Op, Probe.COPY) if not any(key[0] is op and curves[key] for key in curves)
+    ]
     if len(steps := [1 / y for _, y in curves.pop((Probe.STEP, Dtype.BF16), ())]) < len(SHAPES):
         missing.append(Probe.STEP)
     if missing:
@@ -84,7 +98,9 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         name=f"{nproc} x {name}",
         count=nproc,
         device=_device(kind, nproc, name, curves, how_work),
-        fabric=_fabric(nproc, curves, {key: tuple(sorted(found)) for key, found in moved.items()}, pairs, how),
+        fabric=_fabric(
+            nproc, curves, {key: tuple(sorted(found)) for key, found in moved.items()}, pairs, how
+        ),
         constants=_constants(host_work(steps), how_work),
         fingerprint=machine_fingerprint(nproc),
     )
@@ -92,7 +108,9 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
 
 def _past_caches(curves: dict[tuple[str, Dtype], Points], dtype: Dtype) -> Points:
     """The rates of passes, and beyond the largest of them that of a copy, which no cache holds."""
-    found, copied = (curves.get(key, ()) for key in ((Op.ELEMENTWISE, dtype), (Probe.COPY, Dtype.FP32)))
+    found, copied = (
+        curves.get(key, ()) for key in ((Op.ELEMENTWISE, dtype), (Probe.COPY, Dtype.FP32))
+    )
     return (*found, *(point for point in copied if found and point[0] > found[-1][0]))
 
 
@@ -111,8 +129,17 @@ def _constants(host: HostWork, how: str) -> tuple[Constant, ...]:
 
 
 def machine_fingerprint(nproc: int) -> str:
-    """16 hex digits that change with the device, cores, memory, torch version or number of processes."""
-    facts = (BENCH_VERSION, device_name(), platform.machine(), cores(), _ram_bytes(), torch.__version__, nproc)
+    """16 hex digits that change with the device, cores, memory, torch version or number of
+    processes."""
+    facts = (
+        BENCH_VERSION,
+        device_name(),
+        platform.machine(),
+        cores(),
+        _ram_bytes(),
+        torch.__version__,
+        nproc,
+    )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -149,7 +176,9 @@ def _sourced(value: float, source: str) -> Sourced:
     return Sourced(value=value, kind=SourceKind.MEASURED, source=source)
 
 
-def _device(kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dtype], Points], how: str) -> Device:
+def _device(
+    kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dtype], Points], how: str
+) -> Device:
     whats = {
         Op.GEMM: "linear forward and both backward products",
         Op.GROUPED_GEMM: "experts' linear, forward and both backward products",
@@ -165,18 +194,25 @@ def _device(kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dty
         if (op, dtype) in curves
     )
     peaks = tuple(
-        Peak(dtype=dtype, rate=_sourced(max(y for _, y in curves[Op.GEMM, dtype]), f"{how}: best GEMM rate"))
+        Peak(
+            dtype=dtype,
+            rate=_sourced(max(y for _, y in curves[Op.GEMM, dtype]), f"{how}: best GEMM rate"),
+        )
         for dtype in (Dtype.BF16, Dtype.FP32)
     )
     if kind is DeviceKind.CPU:
-        memory = _sourced(_ram_bytes() / nproc, f"memory of the machine or its control group / {nproc} processes")
+        memory = _sourced(
+            _ram_bytes() / nproc, f"memory of the machine or its control group / {nproc} processes"
+        )
     else:
         memory = _sourced(float(torch.cuda.mem_get_info(0)[1]), "total memory by the CUDA driver")
     return Device(
         name=name,
         kind=kind,
         memory_bytes=memory,
-        memory_Bps=_sourced(curves[Probe.COPY, Dtype.FP32][0][1], f"{how}: copy of 64 MiB, read and written"),
+        memory_Bps=_sourced(
+            curves[Probe.COPY, Dtype.FP32][0][1], f"{how}: copy of 64 MiB, read and written"
+        ),
         peaks=peaks,
         rates=rates,
     )
@@ -189,15 +225,21 @@ def _fabric(
     pairs: dict[tuple[int, int], float],
     how: str,
 ) -> Fabric:
-    """One domain: the machine. Bandwidth is what leaves a rank in the largest all-to-all, latency its smallest one."""
+    """One domain: the machine. Bandwidth is what leaves a rank in the largest all-to-all, latency
+    its smallest one."""
     times = tuple(
-        CollectiveTime(op=op, group_size=size, curve=_curve(points, f"{how}: {op} in groups of {size}"))
+        CollectiveTime(
+            op=op, group_size=size, curve=_curve(points, f"{how}: {op} in groups of {size}")
+        )
         for (op, size), points in sorted(
             moved.items(), key=lambda pair: (pair[0][1], list(Collective).index(pair[0][0]))
         )
     )
     source = f"{how}: exchange of 4 MiB, all pairs of a round at once"
-    links = tuple(Link(first=a, second=b, Bps=_sourced(rate, source)) for (a, b), rate in sorted(pairs.items()))
+    links = tuple(
+        Link(first=a, second=b, Bps=_sourced(rate, source))
+        for (a, b), rate in sorted(pairs.items())
+    )
     if nproc > 1:
         exchange = moved[Collective.ALL_TO_ALL, nproc]
         payload_bytes, largest_s = exchange[-1]

@@ -1,8 +1,9 @@
-"""What the engine costs beside a plain PyTorch loop over the same modules: one process, no feature on.
+"""What the engine costs beside a plain PyTorch loop over the same modules: one process, no feature
+on.
 
-Both train the same model on the same tokens in fp32, step by step in turn, so that what else the machine does hits
-both. The plain loop is what one would write without the engine: forward, backward, gradients accumulated by autograd,
-a clipped norm, torch's fused AdamW.
+Both train the same model on the same tokens in fp32, step by step in turn, so that what else the
+machine does hits both. The plain loop is what one would write without the engine: forward,
+backward, gradients accumulated by autograd, a clipped norm, torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Overlap
-from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RouterSpec
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RouterSpec,
+)
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
 WARM_UP, REPEATS, PROFILED = 3, 15, 3
@@ -43,7 +51,12 @@ MODEL = ModelSpec(
     layers=4,
     vocab_size=4096,
     attention=AttentionSpec(
-        kind=AttentionKind.GQA, heads=8, kv_heads=2, head_dim=32, v_head_dim=32, qk_norm=QkNorm.PER_HEAD
+        kind=AttentionKind.GQA,
+        heads=8,
+        kv_heads=2,
+        head_dim=32,
+        v_head_dim=32,
+        qk_norm=QkNorm.PER_HEAD,
     ),
     dense_ffn_size=768,
     moe=MoeSpec(experts=16, ffn_size=256, router=RouterSpec(top_k=4)),
@@ -61,7 +74,8 @@ LAYOUT = Layout(world_size=1, mbs=2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """Medians over REPEATS pairs of steps; `outside` is the host's time in a step outside of torch's operations."""
+    """Medians over REPEATS pairs of steps; `outside` is the host's time in a step outside of
+    torch's operations."""
 
     engine_s: float
     plain_s: float
@@ -79,12 +93,15 @@ class _Tokens:
 
     def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
         dice = torch.Generator().manual_seed((step * 1000 + micro_batch) * 1000 + run.mesh.rank)
-        rows = torch.randint(0, MODEL.vocab_size, (LAYOUT.mbs, WORK.seq_len + 1), generator=dice).to(self.device)
+        rows = torch.randint(
+            0, MODEL.vocab_size, (LAYOUT.mbs, WORK.seq_len + 1), generator=dice
+        ).to(self.device)
         return batch_here(run, rows[:, :-1], rows[:, 1:], None)
 
 
 def overhead(device: torch.device) -> Overhead:
-    """Time the two in turn. On a CPU one thread runs, and its own time counts: what other jobs take is not in it."""
+    """Time the two in turn. On a CPU one thread runs, and its own time counts: what other jobs take
+    is not in it."""
     if device.type == "cpu":
         torch.set_num_threads(1)
     job, plain_job = (_job(device) for _ in range(2))
@@ -112,7 +129,9 @@ def overhead(device: torch.device) -> Overhead:
 
 def _job(device: torch.device, layout: Layout = LAYOUT, rank: int = 0) -> Trainee:
     work = replace(WORK, global_batch=WORK.global_batch * layout.dp)
-    return trainee(MODEL, work, layout, _Tokens(device=device), rank=rank, device=device, initial=initial_value)
+    return trainee(
+        MODEL, work, layout, _Tokens(device=device), rank=rank, device=device, initial=initial_value
+    )
 
 
 def _plain(job: Trainee) -> Callable[[int], float]:
@@ -126,7 +145,9 @@ def _plain(job: Trainee) -> Callable[[int], float]:
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    rule = torch.optim.AdamW(groups, lr=_LR, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+    rule = torch.optim.AdamW(
+        groups, lr=_LR, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
+    )
     count = WORK.global_batch // LAYOUT.mbs
 
     def step(number: int) -> float:
@@ -160,7 +181,8 @@ def _timed(run: Callable[[int], float], step: int, device: torch.device) -> tupl
 
 
 def _outside(run: Callable[[int], float], first: int) -> float:
-    """Seconds a step that the host spends outside of torch's operations, the profiler's own among them: a bound."""
+    """Seconds a step that the host spends outside of torch's operations, the profiler's own among
+    them: a bound."""
     run(first)
     found = []
     for step in range(first + 1, first + 1 + PROFILED):
@@ -169,18 +191,25 @@ def _outside(run: Callable[[int], float], first: int) -> float:
             run(step)
             wall = time.perf_counter() - started
         rows = profile.key_averages()
-        found.append(wall - sum(row.self_cpu_time_total for row in rows if row.key.startswith("aten::")) * 1e-6)
+        found.append(
+            wall
+            - sum(row.self_cpu_time_total for row in rows if row.key.startswith("aten::")) * 1e-6
+        )
     return min(found)
 
 
 def overlap_ratio(device: DeviceKind, ranks: int) -> float:
-    """Tokens/s of data parallelism with ZeRO-1 whose collectives overlap over that without, in turn on `ranks` ranks.
+    """Tokens/s of data parallelism with ZeRO-1 whose collectives overlap over that without, in turn
+    on `ranks` ranks.
 
     Median of REPEATS pairs, wall time. Raises BadInput where a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ratio"
-        if launch(partial(_overlap, path), nproc=ranks, run_dir=Path(folder), device=device) is not Exit.DONE:
+        if (
+            launch(partial(_overlap, path), nproc=ranks, run_dir=Path(folder), device=device)
+            is not Exit.DONE
+        ):
             raise BadInput(Reason(field="bench engine", rule="a rank failed: see above"))
         return float(path.read_text())
 
@@ -189,7 +218,8 @@ def _overlap(path: Path, seat: RankContext) -> Outcome:
     device = join(seat)
     plain = Layout(world_size=seat.world, mbs=LAYOUT.mbs)
     jobs = [
-        _job(device, layout, seat.rank) for layout in (plain, replace(plain, overlap=(Overlap.GRAD, Overlap.PARAM)))
+        _job(device, layout, seat.rank)
+        for layout in (plain, replace(plain, overlap=(Overlap.GRAD, Overlap.PARAM)))
     ]
     ratios = []
     for step in range(1, WARM_UP + REPEATS + 1):

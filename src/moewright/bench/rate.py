@@ -1,4 +1,5 @@
-"""How fast the planner searches: whole searches of large models, and layouts scored a second on one core."""
+"""How fast the planner searches: whole searches of large models, and layouts scored a second on one
+core."""
 
 from __future__ import annotations
 
@@ -48,9 +49,14 @@ class Rival:
     what: str
 
 
-# Each tool's own search, or single evaluations, as measured on two cores shared with other jobs (docs/log.md).
+# Each tool's own search, or single evaluations, as measured on two cores shared with other jobs
+# (docs/log.md).
 RIVALS = (
-    Rival(name="SimuMax", layouts_per_s="5", what="its own search, expert parallelism and pipeline only, no vpp"),
+    Rival(
+        name="SimuMax",
+        layouts_per_s="5",
+        what="its own search, expert parallelism and pipeline only, no vpp",
+    ),
     Rival(name="SimuMax, vpp", layouts_per_s="0.01-0.3", what="one evaluation"),
     Rival(name="Calculon", layouts_per_s="85", what="one evaluation, dense models only"),
     Rival(name="llm-analysis", layouts_per_s="600-2,500", what="one evaluation, no pipeline"),

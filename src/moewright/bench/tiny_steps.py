@@ -1,4 +1,5 @@
-"""Training steps so small that they cost nothing but the host's work: what a layer, an expert and a step each cost."""
+"""Training steps so small that they cost nothing but the host's work: what a layer, an expert and a
+step each cost."""
 
 from __future__ import annotations
 
@@ -13,11 +14,22 @@ from moewright.engine.run.build import trainee
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
-from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RouterSpec
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RouterSpec,
+)
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
 MICRO_BATCHES = 2
-_WIDTH, _SEQ_LEN, _VOCAB = 32, 8, 32  # no narrower: oneDNN leaves products of up to 16^3 to a simpler kernel
+_WIDTH, _SEQ_LEN, _VOCAB = (
+    32,
+    8,
+    32,
+)  # no narrower: oneDNN leaves products of up to 16^3 to a simpler kernel
 _MORE = 4  # layers than one
 _FEW, _MANY = 4, 36  # experts
 
@@ -43,8 +55,8 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostWork:
-    """Seconds of a layer and micro-batch but for its experts, of each expert, and of a step besides; of the first, a
-    layer without experts takes `dense_share`.
+    """Seconds of a layer and micro-batch but for its experts, of each expert, and of a step
+    besides; of the first, a layer without experts takes `dense_share`.
     """
 
     layer_s: float
@@ -87,7 +99,12 @@ def tiny_step(shape: Shape, device: torch.device) -> Callable[[], object]:
         layers=layers,
         vocab_size=_VOCAB,
         attention=AttentionSpec(
-            kind=AttentionKind.GQA, heads=2, kv_heads=1, head_dim=16, v_head_dim=16, qk_norm=QkNorm.PER_HEAD
+            kind=AttentionKind.GQA,
+            heads=2,
+            kv_heads=1,
+            head_dim=16,
+            v_head_dim=16,
+            qk_norm=QkNorm.PER_HEAD,
         ),
         dense_ffn_size=_WIDTH,
         moe=MoeSpec(experts=shape.experts, ffn_size=_WIDTH, router=RouterSpec(top_k=2)),
@@ -101,5 +118,13 @@ def tiny_step(shape: Shape, device: torch.device) -> Callable[[], object]:
         loss=LossSpec(aux_coeff=0.01),
     )
     ids = torch.arange(_SEQ_LEN + 1, device=device)[None] % _VOCAB
-    job = trainee(model, work, Layout(world_size=1), _Tokens(ids=ids), rank=0, device=device, initial=initial_value)
+    job = trainee(
+        model,
+        work,
+        Layout(world_size=1),
+        _Tokens(ids=ids),
+        rank=0,
+        device=device,
+        initial=initial_value,
+    )
     return lambda: train_step(job, step=1, lr=1e-3, stop_asked=False, counted=False)

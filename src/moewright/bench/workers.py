@@ -1,4 +1,5 @@
-"""Processes that measure at once, so that what they contend for, memory bandwidth above all, is in the numbers."""
+"""Processes that measure at once, so that what they contend for, memory bandwidth above all, is in
+the numbers."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ GRACE_S = 60.0  # past the budget, before a team is taken for hung
 
 class Clock(StrEnum):
     WALL = "wall"
-    THREAD = "thread"  # CPU time of the calling thread: what other jobs take from the machine is not in it
+    # CPU time of the calling thread: what other jobs take from the machine is not in it
+    THREAD = "thread"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What a rank of the team is told; the deadline is of the monotonic clock, which processes share."""
+    """What a rank of the team is told; the deadline is of the monotonic clock, which processes
+    share."""
 
     kind: DeviceKind
     ranks: int
@@ -48,26 +51,39 @@ class Assignment:
 
 
 def clock_for(kind: DeviceKind, ranks: int) -> Clock:
-    """Ranks that have a core each are timed by their CPU time; ranks that share cores must wait for each other."""
+    """Ranks that have a core each are timed by their CPU time; ranks that share cores must wait for
+    each other."""
     return Clock.THREAD if kind is DeviceKind.CPU and ranks <= cores() else Clock.WALL
 
 
-def run_team(kind: DeviceKind, *, ranks: int, budget_s: float) -> tuple[tuple[float, ...] | None, ...]:
+def run_team(
+    kind: DeviceKind, *, ranks: int, budget_s: float
+) -> tuple[tuple[float, ...] | None, ...]:
     """Seconds of one call of each of `all_cases` on every rank; None: no time was left.
 
-    Ranks are forked on a CPU (with one thread each) and started anew for CUDA, which does not survive a fork.
+    Ranks are forked on a CPU (with one thread each) and started anew for CUDA, which does not
+    survive a fork.
     """
-    start = multiprocessing.get_context("fork") if kind is DeviceKind.CPU else multiprocessing.get_context("spawn")
+    start = (
+        multiprocessing.get_context("fork")
+        if kind is DeviceKind.CPU
+        else multiprocessing.get_context("spawn")
+    )
     deadline = time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="moewright-bench-") as folder:
-        told = Assignment(kind=kind, ranks=ranks, clock=clock_for(kind, ranks), deadline=deadline, folder=folder)
+        told = Assignment(
+            kind=kind, ranks=ranks, clock=clock_for(kind, ranks), deadline=deadline, folder=folder
+        )
         arguments = [(rank, told, os.getpid()) for rank in range(ranks)]
         team = [start.Process(target=_rank_main, args=each, daemon=True) for each in arguments]
         try:
             for process in team:
                 process.start()
             while any(process.is_alive() for process in team):
-                if any(process.exitcode for process in team) or time.monotonic() > deadline + GRACE_S:
+                if (
+                    any(process.exitcode for process in team)
+                    or time.monotonic() > deadline + GRACE_S
+                ):
                     break
                 time.sleep(0.02)
             codes = [process.exitcode for process in team]
@@ -88,7 +104,9 @@ def _raise_first_failure(codes: Sequence[int | None], folder: Path) -> None:
             raise RuntimeError(f"rank {rank} of the benchmark was killed by signal {-code}")
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
-        raise RuntimeError(f"rank {errors[0].stem} of the benchmark failed:\n{errors[0].read_text()}")
+        raise RuntimeError(
+            f"rank {errors[0].stem} of the benchmark failed:\n{errors[0].read_text()}"
+        )
     hung = [rank for rank, code in enumerate(codes) if code is None]
     if hung:
         raise RuntimeError(f"ranks {hung} of the benchmark hung: {GRACE_S:g} s past its budget")
@@ -109,7 +127,9 @@ def _rank_main(rank: int, told: Assignment, parent: int) -> None:
 def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
     torch.set_num_threads(1)
     keep_freed_memory()
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives that 2.11 does not have yet
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # torch 2.13 renames collectives that 2.11 does not have yet
     torch.manual_seed(rank)
     cuda = told.kind is DeviceKind.CUDA
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -125,7 +145,9 @@ def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
         )
     cases = all_cases(told.kind, told.ranks)
     place = Place(
-        device=device, rank=rank, groups={size: _block(rank, size, told.ranks) for size in group_sizes(told.ranks)}
+        device=device,
+        rank=rank,
+        groups={size: _block(rank, size, told.ranks) for size in group_sizes(told.ranks)},
     )
     taken = [_measure(case, place, told, len(cases) - number) for number, case in enumerate(cases)]
     if told.ranks > 1:
@@ -134,7 +156,8 @@ def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
 
 
 def _block(rank: int, size: int, ranks: int) -> dist.ProcessGroup | None:
-    """This rank's group of `size` neighbours; None is the world. Every rank makes them all, in the same order."""
+    """This rank's group of `size` neighbours; None is the world. Every rank makes them all, in the
+    same order."""
     if size == ranks:
         return None
     blocks = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
@@ -142,10 +165,11 @@ def _block(rank: int, size: int, ranks: int) -> dist.ProcessGroup | None:
 
 
 def _measure(case: Case, place: Place, told: Assignment, cases_left: int) -> float | None:
-    """Seconds of one call. Every rank makes the same number of calls, at the same time as the others.
+    """Seconds of one call. Every rank makes the same number of calls, at the same time as the
+    others.
 
-    The lower quartile of the repeats: what the team's own ranks cost each other is in all of them, what other jobs on
-    the machine cost is mostly in the upper ones.
+    The lower quartile of the repeats: what the team's own ranks cost each other is in all of them,
+    what other jobs on the machine cost is mostly in the upper ones.
     """
     device = place.device
     left_s = -_highest(time.monotonic() - told.deadline, device, told.ranks)

@@ -1,6 +1,8 @@
-"""What the cells of a table of measured runs say, as nouns: precision, optimizer, recompute, graphs, offload, stages.
+"""What the cells of a table of measured runs say, as nouns: precision, optimizer, recompute,
+graphs, offload, stages.
 
-An empty cell is a fact the source does not state; readers here take the default and the caller lists the column.
+An empty cell is a fact the source does not state; readers here take the default and the caller
+lists the column.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def hardware(text: str, count: int, own: Sequence[Hardware] = ()) -> Hardware:
 
 
 def precision(text: str) -> Dtype:
-    """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX); 4-bit ones NVFP4 alone.
+    """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX);
+    4-bit ones NVFP4 alone.
 
     Raises BadInput for others, for layers of several precisions, and for silence.
     """
@@ -88,7 +91,9 @@ def precision(text: str) -> Dtype:
     if folded == Dtype.NVFP4:
         return Dtype.NVFP4
     if "fp4" in folded:
-        raise wrong("precision", text, "of 4-bit compute, all layers in nvfp4 have measured rates here")
+        raise wrong(
+            "precision", text, "of 4-bit compute, all layers in nvfp4 have measured rates here"
+        )
     if "fp8" in folded:
         return Dtype.MXFP8 if "mxfp8" in folded or "block" in folded else Dtype.FP8
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
@@ -98,9 +103,11 @@ def precision(text: str) -> Dtype:
 
 
 def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
-    """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32 gradients.
+    """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32
+    gradients.
 
-    Muon keeps one fp32 momentum: as many bytes as Adam's two in 16 bits. Its orthogonalisation is not priced.
+    Muon keeps one fp32 momentum: as many bytes as Adam's two in 16 bits. Its orthogonalisation is
+    not priced.
     """
     folded = text.casefold()
     if folded and "adam" not in folded and folded != "muon":
@@ -114,13 +121,17 @@ def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
 
 
 def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
-    """Megatron's two columns; selective without a list is its default, core_attn. Raises BadInput for other tools'
-    own policies."""
+    """Megatron's two columns; selective without a list is its default, core_attn. Raises BadInput
+    for other tools' own policies."""
     folded = granularity.casefold()
     if folded in ("", "none"):
         return ()
     if folded == "full":
-        return (Recompute.FULL, Recompute.LOSS) if Recompute.LOSS in modules.split() else (Recompute.FULL,)
+        return (
+            (Recompute.FULL, Recompute.LOSS)
+            if Recompute.LOSS in modules.split()
+            else (Recompute.FULL,)
+        )
     if modules == "(empty list)":
         return ()
     words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()
@@ -134,13 +145,15 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
 
 
 def recomputed_layers(granularity: str, modules: str, method: str) -> int | None:
-    """Layers that full recompute takes by a method of Megatron's, "full block 5" or "uniform, 2 layers"."""
+    """Layers that full recompute takes by a method of Megatron's, "full block 5" or "uniform, 2
+    layers"."""
     match = re.search(rf"\b{method}\D*(\d+)", modules) if granularity.casefold() == "full" else None
     return int(match[1]) if match else None
 
 
 def offloaded_fraction(text: str) -> float:
-    """Share of the optimizer on the host, where it is: all of it unless a percentage stands beside."""
+    """Share of the optimizer on the host, where it is: all of it unless a percentage stands
+    beside."""
     part = re.search(r"optimizer[^;]*?([\d.]+) ?%", text)
     return number("offload", part[1]) / 100 if part else 1.0
 
@@ -153,7 +166,8 @@ def dispatcher(text: str) -> Dispatcher:
 
 
 def graphs(text: str) -> tuple[Graphs, ...]:
-    """Scope of CUDA graphs; a Transformer Engine graph of the whole layer captures what such graphs can."""
+    """Scope of CUDA graphs; a Transformer Engine graph of the whole layer captures what such graphs
+    can."""
     _, _, scope = text.partition(":")
     if "iteration" in scope:
         return (Graphs.FULL,)
@@ -164,7 +178,8 @@ def graphs(text: str) -> tuple[Graphs, ...]:
 
 
 def offloaded(text: str) -> tuple[Offload, ...]:
-    """What lives on the host. Raises BadInput where only a part does, or the source does not say what."""
+    """What lives on the host. Raises BadInput where only a part does, or the source does not say
+    what."""
     if text in ("", "none") or text.startswith("paged stash"):
         return ()
     found: set[Offload] = set()
@@ -182,30 +197,37 @@ def offloaded(text: str) -> tuple[Offload, ...]:
 
 
 def overlapped(of: Mapping[str, str]) -> tuple[Overlap, ...]:
-    """The overlaps that are on. A recipe may ask for the gather alone; it needs the buckets of the reduction."""
+    """The overlaps that are on. A recipe may ask for the gather alone; it needs the buckets of the
+    reduction."""
     found = {overlap for column, overlap in _OVERLAPS if of[column] == "true"}
     return tuple(sorted(found if Overlap.GRAD in found else found - {Overlap.PARAM}))
 
 
 def stage_text(text: str, model: ModelSpec, pp: int) -> str:
-    """A layout string; "uneven: first 2, last 2 layers" is spelt out, the other stages sharing what is left evenly.
+    """A layout string; "uneven: first 2, last 2 layers" is spelt out, the other stages sharing what
+    is left evenly.
 
     "" when the source has none or does not print it.
     """
     if not text.startswith("uneven"):
         return "" if text.startswith("custom") else text
-    ends = {which: int(count) for which, count in re.findall(r"(first|last) (?:stage )?(\d+)", text)}
+    ends = {
+        which: int(count) for which, count in re.findall(r"(first|last) (?:stage )?(\d+)", text)
+    }
     middle = pp - len(ends)
     each, rest = divmod(model.layers - sum(ends.values()), middle)
     if rest:
-        raise wrong("pp_layout", text, f"leaves {each * middle + rest} layers for {middle} equal stages")
+        raise wrong(
+            "pp_layout", text, f"leaves {each * middle + rest} layers for {middle} equal stages"
+        )
     counts = [ends.get("first", each), *[each] * (pp - 2), ends.get("last", each)]
     body = "|".join(f"t*{count}" for count in counts)
     return f"E{body}{'m' * model.mtp_layers}L"
 
 
 def spread(model: ModelSpec, layout: Layout) -> Layout:
-    """The layout with the layers spread over its stages where no even split exists and the source gives none."""
+    """The layout with the layers spread over its stages where no even split exists and the source
+    gives none."""
     if layout.stages or not stages.stage_reasons(model, layout):
         return layout
     text = stages.layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)

@@ -1,4 +1,5 @@
-"""Constants for scoring: fitted on measured rows, all of them or those outside the group of the row that is scored."""
+"""Constants for scoring: fitted on measured rows, all of them or those outside the group of the row
+that is scored."""
 
 from __future__ import annotations
 
@@ -49,13 +50,16 @@ def fitted_on(rows: Sequence[Measured], *, name: str) -> Calibrate:
 
 
 def leaving_out(rows: Sequence[Measured], columns: Sequence[str]) -> Calibrate:
-    """For each row a fit without the rows that share its values in `columns` (of the table; "id" leaves out one).
+    """For each row a fit without the rows that share its values in `columns` (of the table; "id"
+    leaves out one).
 
     Raises BadInput for a column that the table does not have, or where too few rows are left.
     """
     for column in columns:
         if rows and column not in rows[0].cells:
-            raise BadInput(Reason(field="--leave-out", value=column, rule="is no column of the table"))
+            raise BadInput(
+                Reason(field="--leave-out", value=column, rule="is no column of the table")
+            )
     teachers = usable(rows)
     if len(teachers) < FEWEST_RUNS:
         rule = f"the table has {len(teachers)} complete timed rows; a fit needs {FEWEST_RUNS}"
@@ -90,24 +94,32 @@ def _key(row: Measured, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(row.cells[column] for column in columns)
 
 
-def _calibration(found: Fit, beside: Mapping[str, Constant], row: Measured, source: str) -> Calibration:
+def _calibration(
+    found: Fit, beside: Mapping[str, Constant], row: Measured, source: str
+) -> Calibration:
     extra = (beside[row.release],) if row.release in beside else ()
     return Calibration(constants=(*found.constants(row.hardware), *extra), source=source)
 
 
 def _missing(rows: Sequence[Measured]) -> list[tuple[Measured, float]]:
-    """Rows with a whole-device peak, and the bytes of it that the model without a stack's own does not explain."""
+    """Rows with a whole-device peak, and the bytes of it that the model without a stack's own does
+    not explain."""
     found = []
     for row in rows:
         if row.peak and row.peak.kind is PeakKind.DEVICE and not row.same_as:
-            predicted = predicted_peak(row, estimate(row.model, row.workload, row.hardware, row.layout))
-            beyond = (row.peak.value - predicted) * row.peak.unit_bytes + Constants(row.hardware)[_STACK_BYTES]
+            predicted = predicted_peak(
+                row, estimate(row.model, row.workload, row.hardware, row.layout)
+            )
+            beyond = (row.peak.value - predicted) * row.peak.unit_bytes + Constants(row.hardware)[
+                _STACK_BYTES
+            ]
             found.append((row, beyond))
     return found
 
 
 def _beside(missing: Sequence[tuple[Measured, float]]) -> Mapping[str, Constant]:
-    """Bytes that the devices of a software family hold beside the model's: the median over its whole-device peaks."""
+    """Bytes that the devices of a software family hold beside the model's: the median over its
+    whole-device peaks."""
     by_release: dict[str, list[float]] = {}
     for row, beyond in missing:
         by_release.setdefault(row.release, []).append(beyond)

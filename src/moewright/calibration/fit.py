@@ -1,8 +1,10 @@
-"""Constants of the time model from measured runs: bounded, with priors, and with what stays uncertain.
+"""Constants of the time model from measured runs: bounded, with priors, and with what stays
+uncertain.
 
-A constant is prior * exp(shared + site), where `site` is a hardware's own part. The sum of squares of
-log(predicted / measured) / NOISE, robust against rows that nothing explains (Huber), and of every deviation over its
-spread is least (Gauss-Newton); the inverse of its second derivative says how uncertain each constant stays.
+A constant is prior * exp(shared + site), where `site` is a hardware's own part. The sum of squares
+of log(predicted / measured) / NOISE, robust against rows that nothing explains (Huber), and of
+every deviation over its spread is least (Gauss-Newton); the inverse of its second derivative says
+how uncertain each constant stays.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from moewright.cost.repricing import Prepared
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
 
-NOISE = 0.05  # of a row that the model describes in full: repeats differ by 0-5 %, and more between releases
+# of a row that the model describes in full: repeats differ by 0-5 %, and more between releases
+NOISE = 0.05
 _HUBER = 1.5
 _STEP = 0.02  # for derivatives by differences, in the logarithm of a constant
 _LARGEST_MOVE = 0.5
@@ -32,7 +35,8 @@ Vector = npt.NDArray[np.float64]
 
 
 class Centre(StrEnum):
-    """What the priors stand on: round numbers and kernel tables, or the constants that the hardware has already."""
+    """What the priors stand on: round numbers and kernel tables, or the constants that the hardware
+    has already."""
 
     NEUTRAL = "neutral"
     HARDWARE = "hardware"
@@ -40,8 +44,8 @@ class Centre(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
-    """A constant that runs may move. Spreads are standard deviations of its logarithm; `site_spread` 0 says that it
-    belongs to the software and not to a machine."""
+    """A constant that runs may move. Spreads are standard deviations of its logarithm;
+    `site_spread` 0 says that it belongs to the software and not to a machine."""
 
     name: str
     prior: float
@@ -59,10 +63,13 @@ FREE = (
     Free(name="gemm_mx_time_scale", prior=1.1, spread=0.05),
     Free(name="grouped_gemm_time_scale", prior=1.0, spread=0.2),
     Free(name="biased_expert_time_scale", prior=2.0, spread=0.3),
-    Free(name="attention_time_scale", prior=1.0, spread=0.2, also=("attention_backward_time_scale",)),
+    Free(
+        name="attention_time_scale", prior=1.0, spread=0.2, also=("attention_backward_time_scale",)
+    ),
     Free(name="elementwise_time_scale", prior=1.3, spread=0.25),
     Free(name="weight_traffic_time_scale", prior=0.6, spread=0.4, high=1.2),
-    # 6 ms in quadrature with the device (time_model_findings) are 4.7 ms at an exponent of 1.5; 8.3 ms a year before.
+    # 6 ms in quadrature with the device (time_model_findings) are 4.7 ms at an exponent of 1.5; 8.3
+    # ms a year before.
     Free(name="host_s_per_layer_microbatch", prior=4.7e-3, spread=0.4, site_spread=0.15),
     Free(name="host_per_year", prior=1.3, spread=0.1, low=1.0, high=2.0),
     Free(name="host_exponent", prior=1.5, spread=0.2, low=1.0, high=3.0),
@@ -101,7 +108,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimated:
-    """A constant on one site: its value before and after, and standard deviations of its logarithm before and after."""
+    """A constant on one site: its value before and after, and standard deviations of its logarithm
+    before and after."""
 
     name: str
     prior: float
@@ -113,7 +121,16 @@ class Estimated:
 class Fit:
     """Constants fitted to runs, for every site among them, and for others by what sites share."""
 
-    __slots__ = ("_covariance", "_parts", "_priors", "_spreads", "_theta", "free", "jacobian", "runs")
+    __slots__ = (
+        "_covariance",
+        "_parts",
+        "_priors",
+        "_spreads",
+        "_theta",
+        "free",
+        "jacobian",
+        "runs",
+    )
 
     def __init__(
         self,
@@ -170,10 +187,14 @@ class Fit:
         values = _values(self.free, self._parts, priors, self._theta, site)
         found = []
         for j, (one, prior, value) in enumerate(zip(self.free, priors, values, strict=True)):
-            mine = np.array([1.0 if k == j and where in ("", site) else 0.0 for k, where in self._parts])
+            mine = np.array(
+                [1.0 if k == j and where in ("", site) else 0.0 for k, where in self._parts]
+            )
             prior_sd = sqrt(float((mine * self._spreads**2).sum()))
             sd = sqrt(float(mine @ covariance @ mine))
-            found.append(Estimated(name=one.name, prior=prior, value=value, prior_sd=prior_sd, sd=sd))
+            found.append(
+                Estimated(name=one.name, prior=prior, value=value, prior_sd=prior_sd, sd=sd)
+            )
         return tuple(sorted(found, key=lambda one: one.sd / one.prior_sd))
 
     def gradient(self, run: Run) -> Vector:
@@ -183,23 +204,30 @@ class Fit:
         return found
 
     def spread(self, run: Run) -> float:
-        """Standard deviation of the logarithm of a run's predicted seconds, from the constants alone."""
+        """Standard deviation of the logarithm of a run's predicted seconds, from the constants
+        alone."""
         gradient = self.gradient(run)
         return sqrt(float(gradient @ self._covariance @ gradient))
 
 
 def fit(
-    runs: Sequence[Run], *, free: tuple[Free, ...] = FREE, centre: Centre = Centre.NEUTRAL, start: Fit | None = None
+    runs: Sequence[Run],
+    *,
+    free: tuple[Free, ...] = FREE,
+    centre: Centre = Centre.NEUTRAL,
+    start: Fit | None = None,
 ) -> Fit:
     """Fit the constants to the runs; with few of them the priors hold what the runs do not tell.
 
-    `start` is a fit of these runs and others: its constants and derivatives are the first guess, which makes
-    cross-validation fast.
+    `start` is a fit of these runs and others: its constants and derivatives are the first guess,
+    which makes cross-validation fast.
     """
     sites = tuple(sorted({run.site for run in runs}))
     parts = start._parts if start else _parts(free, sites)
     share = _KNOWN_SHARE if centre is Centre.HARDWARE else 1.0
-    spreads = np.array([share * (free[j].site_spread if site else free[j].spread) for j, site in parts])
+    spreads = np.array(
+        [share * (free[j].site_spread if site else free[j].spread) for j, site in parts]
+    )
     priors = dict(start._priors) if start else {}
     for run in runs:
         if run.site not in priors:
@@ -211,8 +239,12 @@ def fit(
     hessian = np.diag(1 / spreads**2)
     for _ in range(_ROUNDS):
         errors = residuals(runs, free, parts, priors, theta)
-        jacobian = frozen if frozen is not None else _jacobian(runs, free, parts, priors, theta, errors)
-        robust = weights * np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, np.abs(errors * weights))))
+        jacobian = (
+            frozen if frozen is not None else _jacobian(runs, free, parts, priors, theta, errors)
+        )
+        robust = weights * np.sqrt(
+            np.minimum(1.0, _HUBER / np.maximum(1e-9, np.abs(errors * weights)))
+        )
         scaled = jacobian * robust[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
         move = -np.linalg.solve(hessian, scaled.T @ (errors * robust) + theta / spreads**2)
@@ -275,7 +307,8 @@ def _jacobian(
     theta: Vector,
     errors: Vector | None = None,
 ) -> Vector:
-    """Derivatives of the residuals by differences. A site's part and the shared one move a run alike."""
+    """Derivatives of the residuals by differences. A site's part and the shared one move a run
+    alike."""
     base = residuals(runs, free, parts, priors, theta) if errors is None else errors
     found = np.zeros((len(runs), len(parts)))
     for k, (j, site) in enumerate(parts):
@@ -292,9 +325,14 @@ def _jacobian(
 
 
 def _parts(free: tuple[Free, ...], sites: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
-    """(constant, site) of every unknown; site "" is what all share. One site alone has no part of its own."""
+    """(constant, site) of every unknown; site "" is what all share. One site alone has no part of
+    its own."""
     shared = [(j, "") for j in range(len(free))]
-    own = [(j, site) for j, one in enumerate(free) if one.site_spread for site in sites] if len(sites) > 1 else []
+    own = (
+        [(j, site) for j, one in enumerate(free) if one.site_spread for site in sites]
+        if len(sites) > 1
+        else []
+    )
     return (*shared, *own)
 
 
@@ -306,18 +344,25 @@ def _priors(free: tuple[Free, ...], hardware: Hardware, centre: Centre) -> tuple
 
 
 def _values(
-    free: tuple[Free, ...], parts: tuple[tuple[int, str], ...], priors: Sequence[float], theta: Vector, site: str
+    free: tuple[Free, ...],
+    parts: tuple[tuple[int, str], ...],
+    priors: Sequence[float],
+    theta: Vector,
+    site: str,
 ) -> tuple[float, ...]:
     sums = [0.0] * len(free)
     for (j, where), value in zip(parts, theta, strict=True):
         if where in ("", site):
             sums[j] += float(value)
     return tuple(
-        min(max(prior * exp(total), one.low), one.high) for one, prior, total in zip(free, priors, sums, strict=True)
+        min(max(prior * exp(total), one.low), one.high)
+        for one, prior, total in zip(free, priors, sums, strict=True)
     )
 
 
-def _as_constants(free: tuple[Free, ...], values: Sequence[float], source: str) -> tuple[Constant, ...]:
+def _as_constants(
+    free: tuple[Free, ...], values: Sequence[float], source: str
+) -> tuple[Constant, ...]:
     return tuple(
         Constant(name=name, value=Sourced(value=value, kind=SourceKind.FITTED, source=source))
         for one, value in zip(free, values, strict=True)

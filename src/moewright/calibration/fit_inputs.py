@@ -1,4 +1,5 @@
-"""Measured rows as runs to fit, a hardware with what the fit says, and the run that would teach most."""
+"""Measured rows as runs to fit, a hardware with what the fit says, and the run that would teach
+most."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 
 FEWEST = 3
-_LEARNT = 0.9  # of its prior spread: a constant that stays less certain than this was not seen by the runs
+# of its prior spread: a constant that stays less certain than this was not seen by the runs
+_LEARNT = 0.9
 _BASES = 6  # layouts that are varied to find the next run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextRun:
-    """A layout worth measuring: how far its time is uncertain now, and the constant it would tell most about."""
+    """A layout worth measuring: how far its time is uncertain now, and the constant it would tell
+    most about."""
 
     model: str
     layout: str
@@ -56,23 +59,33 @@ def step_s(row: Measured) -> float:
 
 
 def runs_of(rows: Sequence[Measured], hardware: Hardware | None = None) -> tuple[Run, ...]:
-    """Rows as runs, on `hardware` (of the row's count) instead of the catalogue's part where it is given. Repeats of a
-    layout share their weight: n of them count as sqrt(n)."""
+    """Rows as runs, on `hardware` (of the row's count) instead of the catalogue's part where it is
+    given. Repeats of a layout share their weight: n of them count as sqrt(n)."""
     repeats = Counter(_key(row) for row in rows)
     found = []
     for row in rows:
         on = replace(hardware, count=row.hardware.count) if hardware else row.hardware
         prepared = Prepared(row.model, row.workload, on, row.layout)
         weight = repeats[_key(row)] ** -0.5
-        found.append(Run(id=row.id, prepared=prepared, hardware=on, measured_s=step_s(row), weight=weight))
+        found.append(
+            Run(id=row.id, prepared=prepared, hardware=on, measured_s=step_s(row), weight=weight)
+        )
     return tuple(found)
 
 
 def _key(row: Measured) -> tuple[object, ...]:
-    return row.group, row.layout, row.workload.global_batch, row.workload.seq_len, row.workload.precision
+    return (
+        row.group,
+        row.layout,
+        row.workload.global_batch,
+        row.workload.seq_len,
+        row.workload.precision,
+    )
 
 
-def fitted_hardware(hardware: Hardware, found: Fit, *, source: str) -> tuple[Hardware, tuple[Estimated, ...]]:
+def fitted_hardware(
+    hardware: Hardware, found: Fit, *, source: str
+) -> tuple[Hardware, tuple[Estimated, ...]]:
     """The hardware with the constants that the runs told something about, and those constants."""
     learnt = tuple(one for one in found.estimated(hardware.name) if one.sd < _LEARNT * one.prior_sd)
     also = {one.name: (one.name, *one.also) for one in found.free}
@@ -89,7 +102,9 @@ def fitted_hardware(hardware: Hardware, found: Fit, *, source: str) -> tuple[Har
 def elsewhere(row: Measured, hardware: Hardware) -> bool:
     """Whether a row was measured on another part, or another machine, than `hardware`."""
     same = row.hardware.name == hardware.name
-    return not same and not (hardware.fingerprint and row.hardware.fingerprint == hardware.fingerprint)
+    return not same and not (
+        hardware.fingerprint and row.hardware.fingerprint == hardware.fingerprint
+    )
 
 
 def next_run(
@@ -99,24 +114,38 @@ def next_run(
     *,
     runs: Callable[[Measured, Layout], bool] = lambda _row, _layout: True,
 ) -> NextRun | None:
-    """Of one-step changes to the measured layouts that the software `runs`, the one whose time is least certain and
-    that does not run out of memory: measuring it narrows the constants most (a run tells log(1 + spread^2 / NOISE^2) /
-    2)."""
+    """Of one-step changes to the measured layouts that the software `runs`, the one whose time is
+    least certain and that does not run out of memory: measuring it narrows the constants most (a
+    run tells log(1 + spread^2 / NOISE^2) / 2)."""
     seen = {layout_text(row.layout) for row in rows}
     tried: list[tuple[float, Measured, Layout, Hardware]] = []
     bases = {layout_text(row.layout): row for row in rows}
     for row in list(bases.values())[:_BASES]:
         on = replace(hardware, count=row.hardware.count)
         for layout in _changes(row.layout):
-            if layout_text(layout) in seen or illegal(row.model, row.workload, layout) or not runs(row, layout):
+            if (
+                layout_text(layout) in seen
+                or illegal(row.model, row.workload, layout)
+                or not runs(row, layout)
+            ):
                 continue
             seen.add(layout_text(layout))
-            run = Run(id="", prepared=Prepared(row.model, row.workload, on, layout), hardware=on, measured_s=1.0)
+            run = Run(
+                id="",
+                prepared=Prepared(row.model, row.workload, on, layout),
+                hardware=on,
+                measured_s=1.0,
+            )
             tried.append((found.spread(run), row, layout, on))
     for spread, row, layout, on in sorted(tried, key=lambda one: -one[0]):
         if estimate(row.model, row.workload, on, layout).verdict is Verdict.OOM:
             continue
-        run = Run(id="", prepared=Prepared(row.model, row.workload, on, layout), hardware=on, measured_s=1.0)
+        run = Run(
+            id="",
+            prepared=Prepared(row.model, row.workload, on, layout),
+            hardware=on,
+            measured_s=1.0,
+        )
         after = {one.name: one.sd for one in found.after(run, on.name)}
         most = min(found.estimated(on.name), key=lambda one: after[one.name] / one.sd)
         return NextRun(
@@ -149,7 +178,9 @@ def _changes(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, graphs=graphs)
     both = (Overlap.GRAD, Overlap.PARAM)
     rest = tuple(one for one in layout.overlap if one not in both)
-    yield replace(layout, overlap=rest if both[0] in layout.overlap else tuple(sorted((*rest, *both))))
+    yield replace(
+        layout, overlap=rest if both[0] in layout.overlap else tuple(sorted((*rest, *both)))
+    )
 
 
 def enough(runs: Sequence[Run], *, where: str) -> None:

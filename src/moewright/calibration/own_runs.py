@@ -21,7 +21,11 @@ def read_runs(folder: Path) -> Table:
 
     A run that is damaged or has no steps is skipped with its reason.
     """
-    folders = [folder] if (folder / "plan.json").exists() else sorted(p.parent for p in folder.glob("*/plan.json"))
+    folders = (
+        [folder]
+        if (folder / "plan.json").exists()
+        else sorted(p.parent for p in folder.glob("*/plan.json"))
+    )
     rows: list[Measured] = []
     skipped: list[Skipped] = []
     for each in folders:
@@ -59,5 +63,13 @@ def row_of(record: RunRecord, *, name: str) -> Measured:
 def _loaded(workload: Workload, record: RunRecord) -> Workload:
     """The workload with the load of the hottest expert rank, as the run recorded it."""
     ep = record.plan.layout.ep
-    factors = [rank_load_factor(load.rank_counts or load.counts, ep) for step in settled(record) for load in step.loads]
-    return replace(workload, routing=Routing.LEARNED, load_factor=median(factors)) if factors and ep > 1 else workload
+    factors = [
+        rank_load_factor(load.rank_counts or load.counts, ep)
+        for step in settled(record)
+        for load in step.loads
+    ]
+    return (
+        replace(workload, routing=Routing.LEARNED, load_factor=median(factors))
+        if factors and ep > 1
+        else workload
+    )

@@ -1,4 +1,5 @@
-"""How well the planner predicts measured runs: error, rank correlation, regret, memory, verdicts."""
+"""How well the planner predicts measured runs: error, rank correlation, regret, memory,
+verdicts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRow:
-    """A row of the table and what the planner says of it; memory in the unit the row prints (else GB, whole device)."""
+    """A row of the table and what the planner says of it; memory in the unit the row prints (else
+    GB, whole device)."""
 
     id: str
     measured_tokens_per_s_per_gpu: float | None = None
@@ -55,7 +57,8 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupScore:
-    """Layouts of one model on one device. `regret`: how much slower the layout predicted best is than the best."""
+    """Layouts of one model on one device. `regret`: how much slower the layout predicted best is
+    than the best."""
 
     model: str
     hardware: str
@@ -66,7 +69,8 @@ class GroupScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Peaks, as errors over the measured figure, and verdicts: over rows that ran and rows stated out of memory."""
+    """Peaks, as errors over the measured figure, and verdicts: over rows that ran and rows stated
+    out of memory."""
 
     peaks: int
     median_error: float
@@ -80,7 +84,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """`complete`: rows whose source states all that decides the speed; a measurement under two ids counts once."""
+    """`complete`: rows whose source states all that decides the speed; a measurement under two ids
+    counts once."""
 
     rows: int
     scored: int
@@ -100,7 +105,9 @@ class Score:
     rows: tuple[ScoredRow, ...]
 
 
-def score(table: Table, calibrate: Callable[[Measured], Calibration] = lambda _: Calibration()) -> Score:
+def score(
+    table: Table, calibrate: Callable[[Measured], Calibration] = lambda _: Calibration()
+) -> Score:
     """Every row of the table, in its order, predicted under its calibration."""
     skipped = {row.id: ScoredRow(id=row.id, skipped=row.reason) for row in table.skipped}
     predicted = {row.id: _predicted(row, calibrate(row)) for row in table.rows}
@@ -124,7 +131,9 @@ def _predicted(row: Measured, calibration: Calibration) -> ScoredRow:
         verdict = Verdict.UNCERTAIN
         said.append(f"would fit at the least that its source leaves open: {', '.join(row.least)}")
     elif row.least:
-        said.append(f"does not fit even at the least that its source leaves open: {', '.join(row.least)}")
+        said.append(
+            f"does not fit even at the least that its source leaves open: {', '.join(row.least)}"
+        )
     return ScoredRow(
         id=row.id,
         measured_tokens_per_s_per_gpu=row.speed.tokens_per_s_per_device if row.speed else None,
@@ -138,7 +147,8 @@ def _predicted(row: Measured, calibration: Calibration) -> ScoredRow:
 
 
 def predicted_peak(row: Measured, found: Estimate) -> float:
-    """The predicted peak of what the row measured, in its unit; without a measured peak, the whole device in GB."""
+    """The predicted peak of what the row measured, in its unit; without a measured peak, the whole
+    device in GB."""
     if row.peak is None:
         return found.peak_bytes / GB
     kind = row.peak.kind
@@ -148,7 +158,10 @@ def predicted_peak(row: Measured, found: Estimate) -> float:
     elif kind is not PeakKind.DEVICE:
         beyond = _BEYOND_ALLOCATED
     ledger = found.ledgers[-1 if kind is PeakKind.LAST_RANK else found.peak_rank]
-    return sum(one.bytes for one in ledger.on_device if one.component not in beyond) / row.peak.unit_bytes
+    return (
+        sum(one.bytes for one in ledger.on_device if one.component not in beyond)
+        / row.peak.unit_bytes
+    )
 
 
 def _summary(table: Table, predicted: dict[str, ScoredRow]) -> Summary:
@@ -194,7 +207,13 @@ def _groups(rows: Sequence[Measured], predicted: dict[str, ScoredRow]) -> Iterab
         one = predicted[row.id]
         if one.measured_tokens_per_s_per_gpu and one.predicted_tokens_per_s_per_gpu:
             work = row.workload
-            layout = row.layout, work.precision, work.seq_len, work.global_batch, row.model.mtp_layers
+            layout = (
+                row.layout,
+                work.precision,
+                work.seq_len,
+                work.global_batch,
+                row.model.mtp_layers,
+            )
             pair = one.measured_tokens_per_s_per_gpu, one.predicted_tokens_per_s_per_gpu
             by_group.setdefault(row.group, {}).setdefault(layout, []).append(pair)
     for (model, hardware), layouts in sorted(by_group.items()):
@@ -213,7 +232,8 @@ def _groups(rows: Sequence[Measured], predicted: dict[str, ScoredRow]) -> Iterab
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks, equal values sharing their mean rank; 0 when one side does not vary."""
+    """Spearman's: the correlation of ranks, equal values sharing their mean rank; 0 when one side
+    does not vary."""
     a, b = _ranks(one), _ranks(other)
     a, b = a - a.mean(), b - b.mean()
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))

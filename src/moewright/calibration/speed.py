@@ -1,8 +1,9 @@
 """Tokens per second of a published row, whatever it prints: time, tokens/s, TFLOP/s or MFU.
 
-TFLOP/s are turned round by rules.flops under the convention of their source: Megatron counts the causal half, MTP where
-it trains it, logits, and neither embedding nor router nor recomputation; NeMo 24.07 and Megatron's llama example count
-full attention; gpt-oss was counted in two ways over time, so its TFLOP/s are not turned round at all.
+TFLOP/s are turned round by rules.flops under the convention of their source: Megatron counts the
+causal half, MTP where it trains it, logits, and neither embedding nor router nor recomputation;
+NeMo 24.07 and Megatron's llama example count full attention; gpt-oss was counted in two ways over
+time, so its TFLOP/s are not turned round at all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from moewright.spec.units import TERA
 
 _FULL_ATTENTION = ("24.07", "llama README", "examples/llama")
 _WITHOUT_MTP = ("FP8-FLOW", "AutoModel")
-_ROUNDED = ("26.04.01", "26.06.01", "26.08")  # these tables round tokens/s to whole sequences a second of the job
+_ROUNDED = (
+    "26.04.01",
+    "26.06.01",
+    "26.08",
+)  # these tables round tokens/s to whole sequences a second of the job
 _MFU_OF = 989.5e12  # what arXiv 2504.14960 divides by
 _SAME = 0.02
 
@@ -31,8 +36,8 @@ class Speed:
 
 
 def without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> bool:
-    """Whether a model that can train MTP layers did not in this run: the source says so, its layout string has none, or
-    its TFLOP/s and tokens/s agree only without."""
+    """Whether a model that can train MTP layers did not in this run: the source says so, its layout
+    string has none, or its TFLOP/s and tokens/s agree only without."""
     if not model.mtp_layers:
         return False
     said = cells["pp_layout"]
@@ -48,19 +53,28 @@ def without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> boo
     return abs(implied - bare) < abs(implied - full)
 
 
-def speed_of(cells: Mapping[str, str], model: ModelSpec, *, seq_len: int, gbs: int, devices: int) -> Speed | None:
-    """The speed of a row; None when it prints none that can be turned into tokens/s. Raises BadInput for no number."""
+def speed_of(
+    cells: Mapping[str, str], model: ModelSpec, *, seq_len: int, gbs: int, devices: int
+) -> Speed | None:
+    """The speed of a row; None when it prints none that can be turned into tokens/s. Raises
+    BadInput for no number."""
     if cells["time_per_iter_s"]:
         rate = gbs * seq_len / _figure(cells, "time_per_iter_s") / devices
         return Speed(tokens_per_s_per_device=rate, origin="time of a step")
     turned = _from_flops(cells, _flops_per_token(cells, model, seq_len))
     if not cells["tokens_per_s_per_gpu"]:
         return turned
-    printed = Speed(tokens_per_s_per_device=_figure(cells, "tokens_per_s_per_gpu"), origin="tokens/s")
+    printed = Speed(
+        tokens_per_s_per_device=_figure(cells, "tokens_per_s_per_gpu"), origin="tokens/s"
+    )
     if turned is None or cells["date_release"] not in _ROUNDED:
         return printed
     close = abs(turned.tokens_per_s_per_device / printed.tokens_per_s_per_device - 1) < _SAME
-    return replace(turned, origin=turned.origin + "; the printed tokens/s are rounded") if close else printed
+    return (
+        replace(turned, origin=turned.origin + "; the printed tokens/s are rounded")
+        if close
+        else printed
+    )
 
 
 def _figure(cells: Mapping[str, str], column: str) -> float:
@@ -71,18 +85,24 @@ def _from_flops(cells: Mapping[str, str], per_token: int) -> Speed | None:
     if not per_token or not (cells["tflops_per_gpu"] or cells["mfu_pct"]):
         return None
     if cells["tflops_per_gpu"]:
-        rate, origin = _figure(cells, "tflops_per_gpu") * TERA, f"TFLOP/s at {per_token / 1e9:.2f} GFLOP a token"
+        rate, origin = (
+            _figure(cells, "tflops_per_gpu") * TERA,
+            f"TFLOP/s at {per_token / 1e9:.2f} GFLOP a token",
+        )
     else:
         rate, origin = _figure(cells, "mfu_pct") / 100 * _MFU_OF, "MFU of 989.5 TFLOP/s"
     return Speed(tokens_per_s_per_device=rate / per_token, origin=origin)
 
 
 def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> int:
-    """FLOPs of a token as the row's source counts them; 0 where its convention changed over time."""
+    """FLOPs of a token as the row's source counts them; 0 where its convention changed over
+    time."""
     if "gpt-oss" in model.name:
         return 0
     counted = flops.model_flops_per_token(model, seq_len)
     if any(name in cells["source"] for name in _FULL_ATTENTION):
-        halves = sum(flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers))
+        halves = sum(
+            flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
+        )
         counted += flops.TRAIN_OVER_FORWARD * halves // seq_len
     return counted

@@ -1,7 +1,8 @@
 """Tables of measured runs: each row as model, workload, hardware and layout, with what it measured.
 
-The columns are those of data/README's measurements.csv. Facts a source does not state stay unknown: the default is
-taken and the column is listed with the row. A row that cannot be scored is skipped with its reason.
+The columns are those of data/README's measurements.csv. Facts a source does not state stay unknown:
+the default is taken and the column is listed with the row. A row that cannot be scored is skipped
+with its reason.
 """
 
 from __future__ import annotations
@@ -32,11 +33,37 @@ from moewright.spec.workload import Routing, Workload
 
 # Every column that is read; a table may leave any but the needed ones out, and may have more.
 COLUMNS = (
-    *("id", "source", "date_release", "task", "model", "hardware", "num_gpus", "precision", "seq_len", "gbs", "mbs"),
+    *(
+        "id",
+        "source",
+        "date_release",
+        "task",
+        "model",
+        "hardware",
+        "num_gpus",
+        "precision",
+        "seq_len",
+        "gbs",
+        "mbs",
+    ),
     *("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp", "fsdp", "zero1", "pp_layout"),
-    *("recompute_granularity", "recompute_modules", "offload", "cuda_graph", "dispatcher", *read.OVERLAP_COLUMNS),
+    *(
+        "recompute_granularity",
+        "recompute_modules",
+        "offload",
+        "cuda_graph",
+        "dispatcher",
+        *read.OVERLAP_COLUMNS,
+    ),
     *("force_balance", "capacity_factor", "optimizer"),
-    *("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_memory_gb", "peak_memory_kind"),
+    *(
+        "time_per_iter_s",
+        "tokens_per_s_per_gpu",
+        "tflops_per_gpu",
+        "mfu_pct",
+        "peak_memory_gb",
+        "peak_memory_kind",
+    ),
     *("oom", "notes"),
 )
 _NEEDED = ("model", "hardware", "num_gpus")
@@ -65,9 +92,9 @@ class Peak:
 class Measured:
     """One run: what it was, as far as its source says, and what it measured.
 
-    `unknown` names the columns that decide its speed or memory and are not stated; `least` those taken at the values
-    that need least memory (out-of-memory rows alone); `same_as` is the earlier row that reports the same measurement
-    ("" for none).
+    `unknown` names the columns that decide its speed or memory and are not stated; `least` those
+    taken at the values that need least memory (out-of-memory rows alone); `same_as` is the earlier
+    row that reports the same measurement ("" for none).
     """
 
     id: str
@@ -90,7 +117,8 @@ class Measured:
 
     @property
     def release(self) -> str:
-        """Software family: the release up to its second number for dated releases, else the kind of source."""
+        """Software family: the release up to its second number for dated releases, else the kind of
+        source."""
         dated = re.match(r"\d\d\.\d\d", self.cells["date_release"])
         return dated[0] if dated else self.id.rpartition("-")[0]
 
@@ -108,8 +136,8 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows in the order of the file; `order` holds all ids, made unique by their line where the file repeats one.
-    `contradictions` are pairs that say the same layout."""
+    """Rows in the order of the file; `order` holds all ids, made unique by their line where the
+    file repeats one. `contradictions` are pairs that say the same layout."""
 
     order: tuple[str, ...]
     rows: tuple[Measured, ...]
@@ -118,16 +146,21 @@ class Table:
 
 
 def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
-    """The rows of a table; `own` are parts beside the catalogue's that its hardware column may name.
+    """The rows of a table; `own` are parts beside the catalogue's that its hardware column may
+    name.
 
     Raises BadInput when the file is no such table; a bad row is skipped, not raised."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = list(csv.DictReader(file))
     except OSError as error:
-        raise BadInput(Reason(field="table", value=str(path), rule=error.strerror or "cannot be read")) from None
+        raise BadInput(
+            Reason(field="table", value=str(path), rule=error.strerror or "cannot be read")
+        ) from None
     except (UnicodeDecodeError, csv.Error):
-        raise BadInput(Reason(field="table", value=str(path), rule="is no CSV text in UTF-8")) from None
+        raise BadInput(
+            Reason(field="table", value=str(path), rule="is no CSV text in UTF-8")
+        ) from None
     titles = {title: column_of(title) for title in (lines[0] if lines else ()) if title}
     missing = [column for column in _NEEDED if column not in titles.values()]
     if missing:
@@ -139,18 +172,27 @@ def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
     for place, line in enumerate(lines, 2):
         given = dict.fromkeys(COLUMNS, "")
         # A column that stands there by its own name is not overruled by one of another name.
-        for title, column in sorted(titles.items(), key=lambda pair: pair[0] != pair[1], reverse=True):
+        for title, column in sorted(
+            titles.items(), key=lambda pair: pair[0] != pair[1], reverse=True
+        ):
             given[column] = cell_of(column, line[title] or "") or given.get(column, "")
         if not given["id"] or given["id"] in order:
             given["id"] = f"{given['id']}@line{place}"
         order.append(given["id"])
         try:
             given = with_layout(given)
-            rows.append(_out_of_memory(given, own) if given["oom"] == "true" else _measured(given, own))
+            rows.append(
+                _out_of_memory(given, own) if given["oom"] == "true" else _measured(given, own)
+            )
         except BadInput as bad:
             skipped.append(Skipped(id=given["id"], cells=given, reason=str(bad)))
     marked = tuple(_repeats(rows))
-    return Table(order=tuple(order), rows=marked, skipped=tuple(skipped), contradictions=tuple(_contradictions(marked)))
+    return Table(
+        order=tuple(order),
+        rows=marked,
+        skipped=tuple(skipped),
+        contradictions=tuple(_contradictions(marked)),
+    )
 
 
 def _out_of_memory(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
@@ -179,12 +221,19 @@ def _measured(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
     for column in ("model", "hardware", "num_gpus", "seq_len", "mbs"):
         if not given[column]:
             raise read.wrong(column, "", "is not stated")
-    timed = any(given[c] for c in ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"))
+    timed = any(
+        given[c] for c in ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
+    )
     if not (timed or given["peak_memory_gb"] or given["oom"] == "true"):
         raise read.wrong("id", given["id"], "states neither speed nor memory")
     if not given["vpp"] and re.search(r"VPP[^;]*degree not stated", given["notes"]):
-        raise read.wrong("vpp", given["vpp"], "the source switches VPP on and does not state its degree")
-    devices, seq_len = read.whole("num_gpus", given["num_gpus"]), read.whole("seq_len", given["seq_len"])
+        raise read.wrong(
+            "vpp", given["vpp"], "the source switches VPP on and does not state its degree"
+        )
+    devices, seq_len = (
+        read.whole("num_gpus", given["num_gpus"]),
+        read.whole("seq_len", given["seq_len"]),
+    )
     model = catalogue.model(given["model"])
     notes = []
     if without_mtp(given, model, seq_len):
@@ -225,7 +274,8 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
     if model.moe and not given["ep"]:
         raise read.wrong("ep", "", "is not stated")
     tp, cp, pp, vpp, ep, etp, mbs = (
-        read.whole(column, given[column] or "1") for column in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
+        read.whole(column, given[column] or "1")
+        for column in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
     )
     stages = read.stage_text(given["pp_layout"], model, pp)
     if stages and not given["vpp"]:
@@ -243,14 +293,20 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
         zero=3 if fsdp else 0 if given["zero1"] == "false" else 1,
         schedule=Schedule.INTERLEAVED if pp > 1 and vpp > 1 else Schedule.ONE_F_ONE_B,
         recompute=read.recomputed(given["recompute_granularity"], given["recompute_modules"]),
-        recompute_block=read.recomputed_layers(given["recompute_granularity"], given["recompute_modules"], "block")
+        recompute_block=read.recomputed_layers(
+            given["recompute_granularity"], given["recompute_modules"], "block"
+        )
         or 0,
-        recompute_span=read.recomputed_layers(given["recompute_granularity"], given["recompute_modules"], "uniform")
+        recompute_span=read.recomputed_layers(
+            given["recompute_granularity"], given["recompute_modules"], "uniform"
+        )
         or 1,
         offload=read.offloaded(given["offload"]),
         offload_fraction=read.offloaded_fraction(given["offload"]),
         dispatcher=read.dispatcher(given["dispatcher"] if model.moe else ""),
-        capacity=read.number("capacity_factor", given["capacity_factor"]) if given["capacity_factor"] else 0.0,
+        capacity=read.number("capacity_factor", given["capacity_factor"])
+        if given["capacity_factor"]
+        else 0.0,
         overlap=tuple(one for one in read.overlapped(given) if one is not Overlap.TP or tp > 1),
         graphs=read.graphs(given["cuda_graph"]),
         stages=stages,
@@ -273,7 +329,8 @@ def _workload(given: Mapping[str, str], seq_len: int, gbs: int) -> Workload:
 
 
 def _global_batch(given: Mapping[str, str], layout: Layout, *, timed: bool) -> int:
-    """The batch, or for a row that tells memory alone a pipeline kept full: its peak does not depend on more."""
+    """The batch, or for a row that tells memory alone a pipeline kept full: its peak does not
+    depend on more."""
     if given["gbs"]:
         return read.whole("gbs", given["gbs"])
     if timed:
@@ -282,8 +339,8 @@ def _global_batch(given: Mapping[str, str], layout: Layout, *, timed: bool) -> i
 
 
 def _unknown(given: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
-    """Columns that decide and are empty. What no part of this layout uses is not asked for; a switch that an
-    otherwise full row leaves open is off."""
+    """Columns that decide and are empty. What no part of this layout uses is not asked for; a
+    switch that an otherwise full row leaves open is off."""
     moe = model.moe is not None
     asked = ["precision", "recompute_granularity", "cuda_graph"]
     if moe:
@@ -333,13 +390,45 @@ def _peak(given: Mapping[str, str]) -> Peak | None:
     return Peak(value=value, unit_bytes=GIB if "GiB" in said else GB, kind=kind)
 
 
-# What makes two rows the same job, feature by feature; and what two reports of one measurement share.
+# What makes two rows the same job, feature by feature; and what two reports of one measurement
+# share.
 _IDENTITY = (
-    *("hardware", "num_gpus", "precision", "seq_len", "gbs", "mbs", "tp", "pp", "vpp", "cp", "ep", "etp", "fsdp"),
-    *("recompute_granularity", "recompute_modules", "offload", "cuda_graph", "dispatcher", *read.OVERLAP_COLUMNS),
+    *(
+        "hardware",
+        "num_gpus",
+        "precision",
+        "seq_len",
+        "gbs",
+        "mbs",
+        "tp",
+        "pp",
+        "vpp",
+        "cp",
+        "ep",
+        "etp",
+        "fsdp",
+    ),
+    *(
+        "recompute_granularity",
+        "recompute_modules",
+        "offload",
+        "cuda_graph",
+        "dispatcher",
+        *read.OVERLAP_COLUMNS,
+    ),
     *("force_balance", "capacity_factor", "pp_layout"),
 )
-_SHARED = ("hardware", "num_gpus", "precision", "seq_len", "gbs", "tp", "pp", "ep", "tflops_per_gpu")
+_SHARED = (
+    "hardware",
+    "num_gpus",
+    "precision",
+    "seq_len",
+    "gbs",
+    "tp",
+    "pp",
+    "ep",
+    "tflops_per_gpu",
+)
 
 
 def _repeats(rows: Sequence[Measured]) -> Iterator[Measured]:
@@ -356,11 +445,16 @@ def _repeats(rows: Sequence[Measured]) -> Iterator[Measured]:
 
 
 def _contradictions(rows: Sequence[Measured]) -> Iterator[str]:
-    """Pairs that state the same job, feature by feature, and differ by more than a tenth: no model can fit both."""
+    """Pairs that state the same job, feature by feature, and differ by more than a tenth: no model
+    can fit both."""
     groups: dict[tuple[str, ...], list[Measured]] = {}
     for row in rows:
         if row.speed and not row.same_as:
-            key = row.model.name, str(row.model.mtp_layers), *(row.cells[column] for column in _IDENTITY)
+            key = (
+                row.model.name,
+                str(row.model.mtp_layers),
+                *(row.cells[column] for column in _IDENTITY),
+            )
             groups.setdefault(key, []).append(row)
     for group in groups.values():
         for one, other in combinations(group, 2):

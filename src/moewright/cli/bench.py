@@ -1,4 +1,5 @@
-"""`moewright bench`: measure this machine and write its hardware file; the speed of planner and engine."""
+"""`moewright bench`: measure this machine and write its hardware file; the speed of planner and
+engine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def bench_machine(
     out: Path = Path("runs/machine.toml"),
     force: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Measure GEMM, grouped GEMM, attention and collectives here, in under a minute, and write a hardware file.
+    """Measure GEMM, grouped GEMM, attention and collectives here, in under a minute, and write a
+    hardware file.
 
     Parameters
     ----------
@@ -45,7 +47,8 @@ def bench_machine(
 
 
 def _print_bandwidths(path: Path) -> None:
-    """What nccl-tests would say of the largest message of each collective and group size, and which link is slow."""
+    """What nccl-tests would say of the largest message of each collective and group size, and which
+    link is slow."""
     from moewright.codec import read_toml
     from moewright.diagnosis.bandwidth import bandwidths, slow_links
     from moewright.spec.hardware import Hardware
@@ -65,13 +68,17 @@ def _print_bandwidths(path: Path) -> None:
 
 
 def bench_search() -> int:
-    """Search large models over many devices, and print how many layouts a second are scored, beside other planners."""
+    """Search large models over many devices, and print how many layouts a second are scored, beside
+    other planners."""
     from moewright.bench.rate import RIVALS, SCORED, rates
 
     print(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
     for rate in rates():
         case = f"{rate.model} on {rate.hardware}"
-        print(f"{case:<34}{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}", flush=True)
+        print(
+            f"{case:<34}{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}",
+            flush=True,
+        )
     print(SCORED)
     print("other planners, measured on a machine of two cores:")
     for rival in RIVALS:
@@ -80,7 +87,8 @@ def bench_search() -> int:
 
 
 def bench_engine(*, nproc: int = 2) -> int:
-    """Time the engine beside a plain PyTorch loop over the same modules, and ZeRO-1 with overlap beside without.
+    """Time the engine beside a plain PyTorch loop over the same modules, and ZeRO-1 with overlap
+    beside without.
 
     Parameters
     ----------
@@ -107,15 +115,20 @@ def bench_engine(*, nproc: int = 2) -> int:
         ("engine", found.engine_s, found.engine_outside_s),
         ("plain PyTorch loop", found.plain_s, found.plain_outside_s),
     ):
-        print(f"{name:<26}{step_s * 1e3:>7.1f} ms{tokens / step_s:>11,.0f}{outside_s * 1e3:>22.1f} ms")
+        print(
+            f"{name:<26}{step_s * 1e3:>7.1f} ms{tokens / step_s:>11,.0f}{outside_s * 1e3:>22.1f} ms"
+        )
     print(f"engine over plain: {found.ratio:.3f} of the tokens/s")
     if ratio is not None:
-        print(f"ZeRO-1 over {nproc} processes: overlap=grad+param gives {ratio:.3f} of the tokens/s without")
+        print(
+            f"ZeRO-1 over {nproc} processes: overlap=grad+param gives {ratio:.3f} of the tokens/s without"
+        )
     return 0
 
 
 def bench_peers(*, threads: int = 0, folder: Path = Path("runs/peers")) -> int:
-    """Time the engine beside other MoE trainers, turn by turn: the whole step and the MoE layer, in bf16 and fp32.
+    """Time the engine beside other MoE trainers, turn by turn: the whole step and the MoE layer, in
+    bf16 and fp32.
 
     Parameters
     ----------
@@ -137,39 +150,60 @@ def bench_peers(*, threads: int = 0, folder: Path = Path("runs/peers")) -> int:
     for part in Part:
         for dtype in (Dtype.BF16, Dtype.FP32):
             turns, split = compete(
-                ready, part=part, dtype=dtype, threads=threads or os.cpu_count() or 1, environment=os.environ
+                ready,
+                part=part,
+                dtype=dtype,
+                threads=threads or os.cpu_count() or 1,
+                environment=os.environ,
             )
             ours = next(one for one in turns if one.name == ENGINE.name)
             best = statistics.median(next(one for one in turns if one.name == GEMM.name).values)
             print(f"{part} in {dtype}; best GEMM {best / GIGA:.0f} GFLOP/s")
-            print(f"{'':<34}{'median':>10}{'tokens/s':>10}{'of GEMM':>9}  moewright is faster, paired")
+            print(
+                f"{'':<34}{'median':>10}{'tokens/s':>10}{'of GEMM':>9}  moewright is faster, paired"
+            )
             for one in turns:
                 if one.name == GEMM.name:
                     continue
                 share = model_flops(part) / one.median_s / best
-                paired = "" if one is ours else "{:.2f}x ({:.2f} to {:.2f})".format(*ours.ahead_of(one))
+                paired = (
+                    "" if one is ours else "{:.2f}x ({:.2f} to {:.2f})".format(*ours.ahead_of(one))
+                )
                 rate = WORK.tokens_per_step / one.median_s
-                print(f"{one.name:<34}{one.median_s * 1e3:>7.0f} ms{rate:>10,.0f}{share:>9.1%}  {paired}", flush=True)
+                print(
+                    f"{one.name:<34}{one.median_s * 1e3:>7.0f} ms{rate:>10,.0f}{share:>9.1%}  {paired}",
+                    flush=True,
+                )
             total = sum(split.values())
-            print("where ours goes: " + ", ".join(f"{kind} {value / total:.0%}" for kind, value in split.items()))
+            print(
+                "where ours goes: "
+                + ", ".join(f"{kind} {value / total:.0%}" for kind, value in split.items())
+            )
     return 0
 
 
 def measure_to(path: Path, *, nproc: int) -> None:
-    """Measure with `nproc` processes and write the hardware file. A path it cannot go to is refused first."""
+    """Measure with `nproc` processes and write the hardware file. A path it cannot go to is refused
+    first."""
     from moewright.bench.machine import measure
     from moewright.codec import write_text, write_toml
 
     if path.suffix != ".toml":
         rule = "a hardware file is TOML, and is known by its name"
-        raise BadInput(Reason(field="--out", value=str(path), rule=rule, nearest=str(path.with_suffix(".toml"))))
+        raise BadInput(
+            Reason(
+                field="--out", value=str(path), rule=rule, nearest=str(path.with_suffix(".toml"))
+            )
+        )
     if not path.exists():
         write_text(path, "")  # refuses what cannot be written now rather than when all is measured
         path.unlink()
     started = time.monotonic()
     hardware = measure(nproc=nproc)
     write_toml(path, hardware)
-    peaks = ", ".join(f"{peak.dtype} {peak.rate.value / GIGA:.3g}" for peak in hardware.device.peaks)
+    peaks = ", ".join(
+        f"{peak.dtype} {peak.rate.value / GIGA:.3g}" for peak in hardware.device.peaks
+    )
     print(f"{hardware.name}: best GEMM a process in GFLOP/s: {peaks}")
     print(f"wrote {path} after {time.monotonic() - started:.0f} s", flush=True)
 

@@ -1,4 +1,5 @@
-"""`moewright bench tune`: how near tuning comes to the best of its space, and in how many trials."""
+"""`moewright bench tune`: how near tuning comes to the best of its space, and in how many
+trials."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ def bench_tune(
     out: Path | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
 ) -> int:
-    """Tune a job, then run every point of its section tune, and say how near the winner comes to the best of them.
+    """Tune a job, then run every point of its section tune, and say how near the winner comes to
+    the best of them.
 
-    All points run once a round, so that what the machine does meanwhile meets them alike; the best and the winner then
-    run in turns. The same command goes on where it was stopped.
+    All points run once a round, so that what the machine does meanwhile meets them alike; the best
+    and the winner then run in turns. The same command goes on where it was stopped.
 
     Parameters
     ----------
@@ -57,7 +59,14 @@ def bench_tune(
 
     if not 1 <= rounds <= MAX_ROUNDS:
         close = str(min(max(rounds, 1), MAX_ROUNDS))
-        raise BadInput(Reason(field="--rounds", value=str(rounds), rule=f"must be in 1..{MAX_ROUNDS}", nearest=close))
+        raise BadInput(
+            Reason(
+                field="--rounds",
+                value=str(rounds),
+                rule=f"must be in 1..{MAX_ROUNDS}",
+                nearest=close,
+            )
+        )
     folder = out or Path("runs") / f"{job.stem}_bench"
     space = read_tuning(job, on="", predict=False, overrides=tuple(set_ or ())).space
     points = space.all_points()
@@ -68,7 +77,9 @@ def bench_tune(
     journal = Journal(folder / "all", partial(run_trial, folder / "all"), time.monotonic)
     seconds: dict[Point, list[float]] = {}
     for number in range(1, rounds + 1):
-        turn = points if number % 2 else points[::-1]  # a drift of the machine meets no end of the list twice
+        turn = (
+            points if number % 2 else points[::-1]
+        )  # a drift of the machine meets no end of the list twice
         for point in turn:
             outcome = _run(space, journal, point, number)
             if outcome.step_s:

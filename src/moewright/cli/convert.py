@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def convert_import(hf_dir: Path, /, *, out: Path) -> int:
-    """Write the weights of a Hugging Face folder as a checkpoint, for `weights` of a job's model section.
+    """Write the weights of a Hugging Face folder as a checkpoint, for `weights` of a job's model
+    section.
 
-    Every tensor is written exactly once, or nothing is; memory holds about one file of the folder at most. Weights in
-    FP8 blocks or MXFP4 are written as what they stand for.
+    Every tensor is written exactly once, or nothing is; memory holds about one file of the folder
+    at most. Weights in FP8 blocks or MXFP4 are written as what they stand for.
 
     Parameters
     ----------
@@ -35,10 +36,14 @@ def convert_import(hf_dir: Path, /, *, out: Path) -> int:
     return 0
 
 
-def convert_export(checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf16", "fp16"] | None = None) -> int:
-    """Write a checkpoint, whatever layout wrote it, as a Hugging Face folder that transformers loads.
+def convert_export(
+    checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf16", "fp16"] | None = None
+) -> int:
+    """Write a checkpoint, whatever layout wrote it, as a Hugging Face folder that transformers
+    loads.
 
-    What `convert import` wrote goes back byte for byte, but for packed weights, which go back in bf16.
+    What `convert import` wrote goes back byte for byte, but for packed weights, which go back in
+    bf16.
 
     Parameters
     ----------
@@ -73,10 +78,24 @@ def _config(model: ModelSpec, dtype: Dtype) -> str:
 def _told(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal's stderr, moved by bytes."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda nbytes: bar.advance(task, nbytes)

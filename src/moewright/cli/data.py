@@ -17,7 +17,8 @@ def data_build(
     tokenizer: Literal["bpe", "bytes"] = "bpe",
     force: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Turn text into Megatron .bin/.idx files for training and held-out loss, with a tokenizer trained on it.
+    """Turn text into Megatron .bin/.idx files for training and held-out loss, with a tokenizer
+    trained on it.
 
     Parameters
     ----------
@@ -47,8 +48,12 @@ def data_build(
     if made.outcome is Outcome.REUSED:
         print(f"{out} already holds this corpus; --force builds it again")
     else:
-        skipped = f", {corpus.skipped_files} skipped as not UTF-8 text" if corpus.skipped_files else ""
-        print(f"read {show_bytes(corpus.text_bytes)} from {corpus.files} files of {corpus.source}{skipped}")
+        skipped = (
+            f", {corpus.skipped_files} skipped as not UTF-8 text" if corpus.skipped_files else ""
+        )
+        print(
+            f"read {show_bytes(corpus.text_bytes)} from {corpus.files} files of {corpus.source}{skipped}"
+        )
     print(
         f"{out}: {corpus.train.tokens:,} tokens to train on, {corpus.heldout.tokens:,} held out, "
         f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}), unigram entropy {corpus.unigram_entropy:.3f} nats "

@@ -32,10 +32,11 @@ def diagnose(
     global_batch: int | None = None,
     precision: Dtype | None = None,
 ) -> int:
-    """Name the wall that holds a run back, with its evidence, where the step goes, and what to change next.
+    """Name the wall that holds a run back, with its evidence, where the step goes, and what to
+    change next.
 
-    Fixes stand in the order of trying; where the job is known (a run of ours, or MODEL, hardware and layout given
-    here) each says what the planner expects of it.
+    Fixes stand in the order of trying; where the job is known (a run of ours, or MODEL, hardware
+    and layout given here) each says what the planner expects of it.
 
     Parameters
     ----------
@@ -66,7 +67,13 @@ def diagnose(
         return _own_run(console, run)
     if script is not None:
         if layout:
-            raise BadInput(Reason(field="--layout", value=layout, rule="cannot stand beside --script, which tells it"))
+            raise BadInput(
+                Reason(
+                    field="--layout",
+                    value=layout,
+                    rule="cannot stand beside --script, which tells it",
+                )
+            )
         known: Known | None = _of_script(console, script, model, on)
     else:
         known = _known(model, on, layout, seq_len, global_batch, precision)
@@ -87,7 +94,12 @@ def _is_sqlite(path: Path) -> bool:
 
 
 def _known(
-    model: str, on: str, layout: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None
+    model: str,
+    on: str,
+    layout: str,
+    seq_len: int | None,
+    global_batch: int | None,
+    precision: Dtype | None,
 ) -> Known | None:
     """The job as the options tell it; None when no model is given."""
     from moewright.cli.jobs import as_written, option_field, read_asked
@@ -100,11 +112,19 @@ def _known(
         if given:
             raise BadInput(Reason(field=given[0], rule="needs --model beside it"))
         return None
-    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    asked = read_asked(
+        model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision
+    )
     with as_written(option_field("--layout")):
         chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
         found = estimate(asked.model, asked.workload, asked.hardware, chosen)
-    return Known(model=asked.model, workload=asked.workload, hardware=asked.hardware, layout=chosen, estimate=found)
+    return Known(
+        model=asked.model,
+        workload=asked.workload,
+        hardware=asked.hardware,
+        layout=chosen,
+        estimate=found,
+    )
 
 
 def _of_script(console: Console, script: Path, model: str, on: str) -> Known:
@@ -121,7 +141,11 @@ def _of_plan(plan: Plan) -> Known:
     from moewright.diagnosis.priced_fixes import Known
 
     return Known(
-        model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=plan.estimate
+        model=plan.model,
+        workload=plan.workload,
+        hardware=plan.hardware,
+        layout=plan.layout,
+        estimate=plan.estimate,
     )
 
 
@@ -135,7 +159,13 @@ def _own_run(console: Console, run: Path) -> int:
     record = read_run(run)
     findings = findings_of(record)
     if not findings:
-        raise BadInput(Reason(field=str(run), rule="holds no finished steps to diagnose", nearest="a run that trained"))
+        raise BadInput(
+            Reason(
+                field=str(run),
+                rule="holds no finished steps to diagnose",
+                nearest="a run that trained",
+            )
+        )
     known = _of_plan(record.plan)
     print_findings(console, priced(findings, known))
     print_waterfall(
@@ -175,7 +205,8 @@ def _traces(console: Console, path: Path, known: Known | None) -> int:
 
 
 def _of_dump(console: Console, log: MegatronLog, path: Path, model: str, on: str) -> Known | None:
-    """The job by the arguments that the log itself printed; None, with the reason, where they do not make one."""
+    """The job by the arguments that the log itself printed; None, with the reason, where they do
+    not make one."""
     from moewright.cli.flags import plan_of_dump
 
     if not log.arguments or not on:
@@ -183,7 +214,9 @@ def _of_dump(console: Console, log: MegatronLog, path: Path, model: str, on: str
     try:
         found = plan_of_dump(log.arguments, path, model=model, on=on)
     except BadInput as error:
-        console.print(f"the log's arguments make no job that can be planned: {error}", soft_wrap=True)
+        console.print(
+            f"the log's arguments make no job that can be planned: {error}", soft_wrap=True
+        )
         return None
     return _of_plan(found[0]) if found else None
 
@@ -203,9 +236,12 @@ def _log(console: Console, path: Path, known: Known | None, model: str, on: str)
     if known is None:
         rest = "what nobody timed" if log.timers else "a wall of time"
         console.print(
-            f"the log alone does not tell {rest}: say --on (and --model, --layout, or --script)", soft_wrap=True
+            f"the log alone does not tell {rest}: say --on (and --model, --layout, or --script)",
+            soft_wrap=True,
         )
     elif log.step_s:
         fall = predicted(known, log.step_s, timed_parts(log.timers))
-        print_waterfall(console, fall, known.estimate.model_flops_per_step / known.layout.world_size)
+        print_waterfall(
+            console, fall, known.estimate.model_flops_per_step / known.layout.world_size
+        )
     return 0

@@ -1,4 +1,5 @@
-"""`moewright dryrun`: become one rank of a job of any size in this process, without data and without the others."""
+"""`moewright dryrun`: become one rank of a job of any size in this process, without data and
+without the others."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ def dryrun(
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     json: Annotated[Path | None, Parameter(name="--json")] = None,
 ) -> int:
-    """Count what one rank of a job would hold, send and compute in a step, beside what the planner predicts for it.
+    """Count what one rank of a job would hold, send and compute in a step, beside what the planner
+    predicts for it.
 
-    Every layer, collective and update of the rank runs, on tensors without data; routing is even. What the job leaves
-    open of the layout takes its default. Exit code 1 when a count that should equal its prediction does not.
+    Every layer, collective and update of the rank runs, on tensors without data; routing is even.
+    What the job leaves open of the layout takes its default. Exit code 1 when a count that should
+    equal its prediction does not.
 
     Parameters
     ----------
@@ -51,34 +54,51 @@ def dryrun(
 
     asked = read_job(job, tuple(set_ or ()))
     with as_written(lambda field: "--rank" if field == "rank" else job_field(job)(field)):
-        device = catalogue.hardware(f"{asked.nproc}x{asked.hardware}") if _is_known(asked.hardware) else None
+        device = (
+            catalogue.hardware(f"{asked.nproc}x{asked.hardware}")
+            if _is_known(asked.hardware)
+            else None
+        )
         layout = parse_layout(asked.layout_text, world_size=asked.nproc)
         if device is not None:
             layout = on_fabric(layout, device.fabric.domain_size)
         refuse_unrunnable(asked.model, asked.workload, layout)
         coordinate(layout, rank, "pp")  # refuses a rank outside of the world
 
-        from moewright.engine.run.dryrun import dry_run  # torch takes seconds: after what is refused without it
+        from moewright.engine.run.dryrun import (
+            dry_run,
+        )  # torch takes seconds: after what is refused without it
 
         count = micro_batches(asked.workload, layout)
         run = enough_micro_batches(layout, count)
-        whole = replace(asked.workload.data, attended_share=1.0)  # sequences without data have no documents
+        whole = replace(
+            asked.workload.data, attended_share=1.0
+        )  # sequences without data have no documents
         workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp, data=whole)
         found = dry_run(asked.model, workload, layout, rank=rank)
     selection = selection_in_turn(asked.model, workload, layout, micro_batches=run)
-    comparison = compare(predict_rank(asked.model, workload, layout, rank=rank, selection=selection), found.ledger)
+    comparison = compare(
+        predict_rank(asked.model, workload, layout, rank=rank, selection=selection), found.ledger
+    )
     planned = None
     if device is not None:
-        planned = plan_of(asked.model, asked.workload, device, layout).estimate.ledgers[found.ledger.pp_rank]
+        planned = plan_of(asked.model, asked.workload, device, layout).estimate.ledgers[
+            found.ledger.pp_rank
+        ]
     console = console_for(sys.stdout)
     name = asked.model.name or "model"
-    console.print(f"{name}, rank {rank} of {asked.nproc} (pipeline rank {found.ledger.pp_rank})", soft_wrap=True)
+    console.print(
+        f"{name}, rank {rank} of {asked.nproc} (pipeline rank {found.ledger.pp_rank})",
+        soft_wrap=True,
+    )
     console.print(f"layout    {layout_text(layout)}", soft_wrap=True)
     console.print(
         f"{run} of the step's {count} micro-batches: the peak does not grow after; the rest of the table is of these",
         soft_wrap=True,
     )
-    print_dry_run(console, comparison, states=found.states_bytes, beside=found.beside, planned=planned)
+    print_dry_run(
+        console, comparison, states=found.states_bytes, beside=found.beside, planned=planned
+    )
     if json is not None:
         write_json(json, found)
         console.print(f"wrote {json}", soft_wrap=True)
@@ -86,5 +106,6 @@ def dryrun(
 
 
 def _is_known(hardware: str) -> bool:
-    """A device of the catalogue, or a file that is there; a machine not measured yet has no plan to compare with."""
+    """A device of the catalogue, or a file that is there; a machine not measured yet has no plan to
+    compare with."""
     return Path(hardware).suffix != ".toml" or Path(hardware).exists()

@@ -77,12 +77,20 @@ def estimate(
         }
         beside = next((name for name, value in said.items() if value), "")
         if beside:
-            raise BadInput(Reason(field=beside, rule="the script of --from-flags says it", nearest="leave it out"))
+            raise BadInput(
+                Reason(
+                    field=beside, rule="the script of --from-flags says it", nearest="leave it out"
+                )
+            )
         result, found = plan_of_script(from_flags, arguments=script_args, model=model, on=on)
         chosen_lines = found.notes
     else:
-        asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load)
-        with as_written(option_field("--layout") if layout or not asked.fixed else job_field(Path(model))):
+        asked = read_asked(
+            model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load
+        )
+        with as_written(
+            option_field("--layout") if layout or not asked.fixed else job_field(Path(model))
+        ):
             chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
             result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
         chosen_lines = asked.chosen

@@ -1,4 +1,5 @@
-"""`moewright export`: a plan as the launch file of a trainer; a launch script of Megatron-LM as a plan."""
+"""`moewright export`: a plan as the launch file of a trainer; a launch script of Megatron-LM as a
+plan."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def export(
 ) -> int:
     """Print a plan as the launch file of a trainer; what the target cannot say is refused.
 
-    With --from-flags a launch script of Megatron-LM stands in the plan's place: alone it is estimated beside what would
-    be better, with --to it is written for another target.
+    With --from-flags a launch script of Megatron-LM stands in the plan's place: alone it is
+    estimated beside what would be better, with --to it is written for another target.
 
     Parameters
     ----------
@@ -64,7 +65,11 @@ def export(
         raise BadInput(Reason(field="PLAN or --from-flags", rule=rule))
     if plan is not None:
         if to is None:
-            raise BadInput(Reason(field="--to", rule="is needed with a plan: the target", nearest="--to megatron"))
+            raise BadInput(
+                Reason(
+                    field="--to", rule="is needed with a plan: the target", nearest="--to megatron"
+                )
+            )
         given = read_json(Plan, plan)
     else:
         assert from_flags is not None  # one of the two is given
@@ -73,7 +78,9 @@ def export(
             write_json(json, given)
     if to is not None:
         run_dir = str(plan.parent if plan else Path())
-        print(_written(given, to, job=str(job) if job else "", image=image, run_dir=run_dir), end="")
+        print(
+            _written(given, to, job=str(job) if job else "", image=image, run_dir=run_dir), end=""
+        )
     return 0
 
 
@@ -101,7 +108,9 @@ def _written(plan: PlanNoun, to: Target, *, job: str, image: str, run_dir: str) 
     from moewright.exporters.torchtitan import torchtitan
 
     if job and to in ("megatron", "bridge", "torchtitan"):
-        raise BadInput(Reason(field="--job", value=job, rule=f"says nothing to {to}", nearest="leave it out"))
+        raise BadInput(
+            Reason(field="--job", value=job, rule=f"says nothing to {to}", nearest="leave it out")
+        )
     if to == "megatron":
         return megatron(plan)
     if to == "bridge":
@@ -113,5 +122,7 @@ def _written(plan: PlanNoun, to: Target, *, job: str, image: str, run_dir: str) 
     if to == "k8s":
         return kubernetes(plan, job=job, run_dir=run_dir, image=image)
     if not job:
-        raise BadInput(Reason(field="--job", rule="is needed for torchrun: the job file of the plan"))
+        raise BadInput(
+            Reason(field="--job", rule="is needed for torchrun: the job file of the plan")
+        )
     return torchrun(plan, job=job, run_dir=run_dir) + "\n"

@@ -38,7 +38,15 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
 
     from moewright.calibration.fit import Centre, leave_out
     from moewright.calibration.fit import fit as fit_runs
-    from moewright.calibration.fit_inputs import elsewhere, enough, errors, fitted_hardware, next_run, runs_of, unfit
+    from moewright.calibration.fit_inputs import (
+        elsewhere,
+        enough,
+        errors,
+        fitted_hardware,
+        next_run,
+        runs_of,
+        unfit,
+    )
     from moewright.calibration.own_runs import read_runs
     from moewright.calibration.table import read_table
     from moewright.codec import write_toml
@@ -50,7 +58,11 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
     # On a CPU, and for runs of our own, only what the engine runs can be measured next.
     own = table.is_dir() or hardware.device.kind is DeviceKind.CPU
     left = {row.id: unfit(row) for row in read.rows}
-    left |= {row.id: f"was measured on {row.hardware.name}" for row in read.rows if elsewhere(row, hardware)}
+    left |= {
+        row.id: f"was measured on {row.hardware.name}"
+        for row in read.rows
+        if elsewhere(row, hardware)
+    }
     rows = [row for row in read.rows if not left[row.id]]
     runs = runs_of(rows, hardware)
     enough(runs, where=str(table))
@@ -58,21 +70,33 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
     fitted, learnt = fitted_hardware(hardware, found, source=table.name)
 
     console = console_for(sys.stdout)
-    for row_id, reason in [(one.id, one.reason) for one in read.skipped] + [(i, why) for i, why in left.items() if why]:
+    for row_id, reason in [(one.id, one.reason) for one in read.skipped] + [
+        (i, why) for i, why in left.items() if why
+    ]:
         console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
     before = errors(runs, [run.prepared.step_s(()) for run in runs])
     after = errors(runs, [run.prepared.step_s(found.constants(run.hardware)) for run in runs])
     held = errors(runs, leave_out(runs, lambda run: run.id, centre=Centre.HARDWARE))
-    for name, values in (("before", before), ("after", after), ("each run left out of its fit", held)):
+    for name, values in (
+        ("before", before),
+        ("after", after),
+        ("each run left out of its fit", held),
+    ):
         worst = max(values, key=abs)
         mean = fmean(abs(value) for value in values)
-        console.print(f"error {name}: mean {mean:.1%}, worst {worst:+.1%} ({len(runs)} runs)", highlight=False)
+        console.print(
+            f"error {name}: mean {mean:.1%}, worst {worst:+.1%} ({len(runs)} runs)", highlight=False
+        )
     for one in learnt:
         spread = f"+-{one.sd:.0%}, was +-{one.prior_sd:.0%}"
         console.print(f"{one.name}: {one.prior:.4g} -> {one.value:.4g} ({spread})", highlight=False)
     unseen = len(found.free) - len(learnt)
-    console.print(f"{unseen} constants keep their value: these runs say too little of them", highlight=False)
-    ask = next_run(found, rows, hardware, runs=_runs_here) if own else next_run(found, rows, hardware)
+    console.print(
+        f"{unseen} constants keep their value: these runs say too little of them", highlight=False
+    )
+    ask = (
+        next_run(found, rows, hardware, runs=_runs_here) if own else next_run(found, rows, hardware)
+    )
     if ask is not None:
         told = f"{ask.constant} from +-{ask.sd:.0%} to +-{ask.sd_after:.0%}"
         line = f"next, measure {ask.model} in {ask.layout}: uncertain by {ask.spread:.0%}; it takes {told}"

@@ -1,4 +1,5 @@
-"""What the verbs share that read a Megatron-LM launch script: the job in it, on hardware it does not name."""
+"""What the verbs share that read a Megatron-LM launch script: the job in it, on hardware it does
+not name."""
 
 from __future__ import annotations
 
@@ -47,20 +48,25 @@ _SPELLED = {
 def plan_of_script(script: Path, *, model: str, on: str, arguments: str = "") -> tuple[Plan, Read]:
     """The plan that a launch script asks for, estimated on the hardware `on`; and how it was read.
 
-    `arguments` stand behind the script's name, as a shell reads them. `on` may leave out how many devices: the script
-    says it. `model` stands in where the script gives no sizes.
+    `arguments` stand behind the script's name, as a shell reads them. `on` may leave out how many
+    devices: the script says it. `model` stands in where the script gives no sizes.
     """
     from moewright.intake.megatron.read import launch_of
 
     try:
         words = shlex.split(arguments)
     except ValueError as error:
-        raise BadInput(Reason(field="--script-args", value=arguments[:60], rule=f"is not read: {error}")) from None
+        raise BadInput(
+            Reason(field="--script-args", value=arguments[:60], rule=f"is not read: {error}")
+        ) from None
     return _plan_of(launch_of(script, os.environ, words), script, model=model, on=on)
 
 
-def plan_of_dump(arguments: Sequence[tuple[str, str]], log: Path, *, model: str, on: str) -> tuple[Plan, Read] | None:
-    """The plan of the arguments that a log printed; None when it does not say how many ranks there were."""
+def plan_of_dump(
+    arguments: Sequence[tuple[str, str]], log: Path, *, model: str, on: str
+) -> tuple[Plan, Read] | None:
+    """The plan of the arguments that a log printed; None when it does not say how many ranks there
+    were."""
     from moewright.intake.megatron.bash import commands
     from moewright.intake.megatron.logged_arguments import command_of
     from moewright.intake.megatron.options import launch
@@ -76,14 +82,24 @@ def _plan_of(command: Launch, script: Path, *, model: str, on: str) -> tuple[Pla
     from moewright.search.search import plan_of
 
     if not on:
-        raise BadInput(Reason(field="--on", rule="is needed: a script does not name its devices", nearest="--on H100"))
+        raise BadInput(
+            Reason(
+                field="--on",
+                rule="is needed: a script does not name its devices",
+                nearest="--on H100",
+            )
+        )
     with as_written(lambda field: "--on" if field == "hardware" else field):
         hardware = catalogue.hardware(on)
     if command.world and not on.strip()[0].isdigit():
         hardware = replace(hardware, count=command.world)
     if command.world not in (0, hardware.count):
-        rule = f"the script starts {command.nodes} x {command.ranks_per_node} = {command.world} ranks"
-        raise BadInput(Reason(field="--on", value=on[:60], rule=rule, nearest=f"{command.world}x..."))
+        rule = (
+            f"the script starts {command.nodes} x {command.ranks_per_node} = {command.world} ranks"
+        )
+        raise BadInput(
+            Reason(field="--on", value=on[:60], rule=rule, nearest=f"{command.world}x...")
+        )
     named = catalogue.model(model) if model else None
     found = read(command, world=hardware.count, folder=script.parent, named=named)
     with as_written(flag_field(script)):
@@ -114,8 +130,14 @@ def print_better(console: Console, plan: Plan) -> None:
     if best.layout == plan.layout:
         console.print("nothing that is planned here: the script's layout comes first")
     elif estimate.verdict is Verdict.OOM:
-        console.print(f"{layout_text(best.layout)} fits, the script's layout does not", soft_wrap=True)
+        console.print(
+            f"{layout_text(best.layout)} fits, the script's layout does not", soft_wrap=True
+        )
     else:
         gain = estimate.step_s / best.estimate.step_s - 1
-        change = f"{gain:.1%} more tokens/s" if gain > 0 else f"{-gain:.1%} fewer tokens/s, but it fits"
-        console.print(f"{layout_text(best.layout)}: {change} than the script's, by estimate", soft_wrap=True)
+        change = (
+            f"{gain:.1%} more tokens/s" if gain > 0 else f"{-gain:.1%} fewer tokens/s, but it fits"
+        )
+        console.print(
+            f"{layout_text(best.layout)}: {change} than the script's, by estimate", soft_wrap=True
+        )

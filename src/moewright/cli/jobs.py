@@ -1,4 +1,5 @@
-"""What several verbs read alike: a model name or a job file, the hardware, and the defaults that were chosen."""
+"""What several verbs read alike: a model name or a job file, the hardware, and the defaults that
+were chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global ba
 
 
 class Purpose(StrEnum):
-    """What a plan is for: a job is to be trained here, so only what the engine runs counts; a model may go anywhere."""
+    """What a plan is for: a job is to be trained here, so only what the engine runs counts; a model
+    may go anywhere."""
 
     PLAN = "plan"
     TRAIN = "train"
@@ -52,18 +54,26 @@ def read_asked(
     precision: Dtype | None,
     load: Path | None = None,
 ) -> Asked:
-    """From MODEL (a catalogue name, a config.json or its folder, or a job .toml) and the options beside it."""
+    """From MODEL (a catalogue name, a config.json or its folder, or a job .toml) and the options
+    beside it."""
     from moewright.intake.load import read_load
     from moewright.rules.routing import load_reasons
 
-    asked = _read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    asked = _read_asked(
+        model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision
+    )
     if load is None:
         return asked
     if not asked.model.moe_layer_count:
-        raise BadInput(Reason(field="--load", value=str(load), rule=f"{asked.model.name} has no experts"))
+        raise BadInput(
+            Reason(field="--load", value=str(load), rule=f"{asked.model.name} has no experts")
+        )
     workload = replace(asked.workload, routing=Routing.MEASURED, load_histogram=read_load(load))
     if reasons := load_reasons(asked.model, workload, Layout(world_size=1)):
-        found = (replace(one, field=one.field.replace("workload.load_histogram", f"--load {load}")) for one in reasons)
+        found = (
+            replace(one, field=one.field.replace("workload.load_histogram", f"--load {load}"))
+            for one in reasons
+        )
         raise BadInput(*found)
     return replace(asked, workload=workload)
 
@@ -75,9 +85,15 @@ def _read_asked(
     from moewright.intake.job import MAX_BATCH, MAX_SEQ_LEN
 
     if Path(model).suffix == ".toml":
-        return _from_job(Path(model), on=on, seq_len=seq_len, global_batch=global_batch, precision=precision)
+        return _from_job(
+            Path(model), on=on, seq_len=seq_len, global_batch=global_batch, precision=precision
+        )
     if not on:
-        raise BadInput(Reason(field="--on", rule="is needed with a model: count x device", nearest="--on 8xH100"))
+        raise BadInput(
+            Reason(
+                field="--on", rule="is needed with a model: count x device", nearest="--on 8xH100"
+            )
+        )
     spec = catalogue.model(model)
     hardware = _hardware(on)
     chosen = []
@@ -88,16 +104,30 @@ def _read_asked(
         chosen.append(f"sequence length {seq_len} (default; --seq-len)")
     if global_batch is None:
         global_batch = SEQUENCES_PER_DEVICE * hardware.count
-        chosen.append(f"global batch {global_batch} ({SEQUENCES_PER_DEVICE} sequences a device; --global-batch)")
+        chosen.append(
+            f"global batch {global_batch} ({SEQUENCES_PER_DEVICE} sequences a device; --global-batch)"
+        )
     if precision is None:
         precision = Dtype.BF16
         chosen.append(f"precision {precision} (default; --precision)")
-    for field, value, high in (("--seq-len", seq_len, MAX_SEQ_LEN), ("--global-batch", global_batch, MAX_BATCH)):
+    for field, value, high in (
+        ("--seq-len", seq_len, MAX_SEQ_LEN),
+        ("--global-batch", global_batch, MAX_BATCH),
+    ):
         if not 1 <= value <= high:
             close = str(min(max(value, 1), high))
-            raise BadInput(Reason(field=field, value=str(value), rule=f"must be in 1..{high}", nearest=close))
+            raise BadInput(
+                Reason(field=field, value=str(value), rule=f"must be in 1..{high}", nearest=close)
+            )
     workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=precision)
-    return Asked(model=spec, workload=workload, hardware=hardware, fixed="", purpose=Purpose.PLAN, chosen=tuple(chosen))
+    return Asked(
+        model=spec,
+        workload=workload,
+        hardware=hardware,
+        fixed="",
+        purpose=Purpose.PLAN,
+        chosen=tuple(chosen),
+    )
 
 
 def _hardware(on: str) -> Hardware:
@@ -107,12 +137,16 @@ def _hardware(on: str) -> Hardware:
         return catalogue.hardware(on)
 
 
-def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None) -> Asked:
+def _from_job(
+    path: Path, *, on: str, seq_len: int | None, global_batch: int | None, precision: Dtype | None
+) -> Asked:
     from moewright.intake import catalogue
     from moewright.intake.job import read_job
 
     options = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
-    job = read_job(path, [f"train.{key}={value}" for key, value in options.items() if value is not None])
+    job = read_job(
+        path, [f"train.{key}={value}" for key, value in options.items() if value is not None]
+    )
     return Asked(
         model=job.model,
         workload=with_measured_documents(job.workload),
@@ -124,9 +158,14 @@ def _from_job(path: Path, *, on: str, seq_len: int | None, global_batch: int | N
 
 
 def with_measured_documents(workload: Workload) -> Workload:
-    """The workload with the attention that the documents of its training files leave, unless the job says how much."""
+    """The workload with the attention that the documents of its training files leave, unless the
+    job says how much."""
     data = workload.data
-    if data.documents is Documents.JOINED or data.attended_share != 1 or not Path(f"{data.train}.idx").is_file():
+    if (
+        data.documents is Documents.JOINED
+        or data.attended_share != 1
+        or not Path(f"{data.train}.idx").is_file()
+    ):
         return workload
     from moewright.engine.data.indexed import open_indexed
     from moewright.engine.data.sampler import attended_share
@@ -141,7 +180,9 @@ def beside_even(plan: Plan) -> Estimate | None:
 
     if plan.workload.routing is not Routing.MEASURED or not plan.model.moe_layer_count:
         return None
-    return plan_of(plan.model, replace(plan.workload, routing=Routing.BALANCED), plan.hardware, plan.layout).estimate
+    return plan_of(
+        plan.model, replace(plan.workload, routing=Routing.BALANCED), plan.hardware, plan.layout
+    ).estimate
 
 
 @contextmanager
@@ -150,22 +191,34 @@ def as_written(name: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        raise BadInput(*(replace(reason, field=name(reason.field)) for reason in error.reasons)) from None
+        raise BadInput(
+            *(replace(reason, field=name(reason.field)) for reason in error.reasons)
+        ) from None
 
 
 def job_field(job: Path) -> Callable[[str], str]:
-    """Fields as the keys of a job file: "job.toml: train.global_batch" for workload.global_batch."""
-    spelled = {"dp": "layout.dp", "layout.stages": "layout.layout", "layout.world_size": "train.nproc"}
+    """Fields as the keys of a job file: "job.toml: train.global_batch" for
+    workload.global_batch."""
+    spelled = {
+        "dp": "layout.dp",
+        "layout.stages": "layout.layout",
+        "layout.world_size": "train.nproc",
+    }
 
     def name(field: str) -> str:
         key = spelled.get(field, field.replace("workload.", "train."))
-        return f"{job.name}: {key}" if key.split(".")[0] in ("model", "data", "layout", "train") else field
+        return (
+            f"{job.name}: {key}"
+            if key.split(".")[0] in ("model", "data", "layout", "train")
+            else field
+        )
 
     return name
 
 
 def option_field(option: str) -> Callable[[str], str]:
-    """Fields as options: "--global-batch" for workload.global_batch, "--layout ep" for ep where that is the option."""
+    """Fields as options: "--global-batch" for workload.global_batch, "--layout ep" for ep where
+    that is the option."""
     spelled = {"layout": option, "layout.stages": f"{option} layout", "layout.world_size": "--on"}
 
     def name(field: str) -> str:
@@ -177,9 +230,16 @@ def option_field(option: str) -> Callable[[str], str]:
 
 
 def nothing_fits(
-    model: ModelSpec, workload: Workload, hardware: Hardware, *, fixed: str, allowed: Allowed, ranked: Ranked
+    model: ModelSpec,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    fixed: str,
+    allowed: Allowed,
+    ranked: Ranked,
 ) -> BadInput:
-    """Why a search came back empty: what is wrong with the pinned keys by themselves, else the commonest rejection."""
+    """Why a search came back empty: what is wrong with the pinned keys by themselves, else the
+    commonest rejection."""
     from moewright.codec import given_fields, parse_layout
     from moewright.rules.legality import illegal
     from moewright.search.search import DOES_NOT_FIT
@@ -188,7 +248,9 @@ def nothing_fits(
     reasons = (*illegal(model, workload, layout), *allowed(layout))
     if reasons:
         pinned = given_fields(fixed)
-        return BadInput(*sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in pinned))
+        return BadInput(
+            *sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in pinned)
+        )
     most = max(ranked.rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
     rule = f"no layout over {hardware.count} devices will do; most often: {most}"
     close = "more devices, or a shorter sequence" if most == DOES_NOT_FIT else ""

@@ -16,7 +16,9 @@ _ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")
 def run() -> None:
     """Entry point of the `moewright` program."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started with it closed; unwritten files must not get its number
+        if (
+            getattr(sys, name) is None
+        ):  # started with it closed; unwritten files must not get its number
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     sys.exit(main(sys.argv[1:]))
 
@@ -30,19 +32,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _answer(arguments: Sequence[str]) -> int:
-    from cyclopts import CycloptsError  # takes a moment, as the verbs do: an interrupt meanwhile is no traceback
+    from cyclopts import (
+        CycloptsError,
+    )  # takes a moment, as the verbs do: an interrupt meanwhile is no traceback
 
     from moewright.cli.verbs import app
 
     try:
-        code = app()(arguments, print_error=False, exit_on_error=False, result_action="return_value")
+        code = app()(
+            arguments, print_error=False, exit_on_error=False, result_action="return_value"
+        )
         sys.stdout.flush()
     except (BadInput, CycloptsError) as error:
         return _say(str(error), BAD_INPUT) if _speaks() else BAD_INPUT
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE_PACKAGES:
             raise
-        return _say(f"this verb needs {error.name}; install it with: pip install 'moewright[engine]'", BAD_INPUT)
+        return _say(
+            f"this verb needs {error.name}; install it with: pip install 'moewright[engine]'",
+            BAD_INPUT,
+        )
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
@@ -52,7 +61,8 @@ def _answer(arguments: Sequence[str]) -> int:
 
 
 def _speaks() -> bool:
-    """Whether this process tells of a refusal: the ranks that torchrun starts on a machine all find the same."""
+    """Whether this process tells of a refusal: the ranks that torchrun starts on a machine all find
+    the same."""
     from moewright.engine.run.env import torchrun
 
     try:

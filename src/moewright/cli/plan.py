@@ -55,7 +55,15 @@ def plan(
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file.
     """
-    from moewright.cli.jobs import Purpose, as_written, beside_even, job_field, nothing_fits, option_field, read_asked
+    from moewright.cli.jobs import (
+        Purpose,
+        as_written,
+        beside_even,
+        job_field,
+        nothing_fits,
+        option_field,
+        read_asked,
+    )
     from moewright.codec import parse_layout, write_json
     from moewright.report.console import console_for, print_load, print_plans
     from moewright.rules.runnable import unsupported_layout
@@ -63,25 +71,34 @@ def plan(
 
     if not 1 <= top <= MAX_TOP:
         close = str(min(max(top, 1), MAX_TOP))
-        raise BadInput(Reason(field="--top", value=str(top), rule=f"must be in 1..{MAX_TOP}", nearest=close))
-    asked = read_asked(model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load)
+        raise BadInput(
+            Reason(field="--top", value=str(top), rule=f"must be in 1..{MAX_TOP}", nearest=close)
+        )
+    asked = read_asked(
+        model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load
+    )
     with as_written(option_field("--why-not")):
         parse_layout(why_not, world_size=asked.hardware.count)
     runs_here = partial(unsupported_layout, model=asked.model, workload=asked.workload)
     allowed = runs_here if asked.purpose is Purpose.TRAIN else space.everything
     with as_written(job_field(Path(model))):
-        ranked = search.search(asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed)
+        ranked = search.search(
+            asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed
+        )
     console = console_for(sys.stdout)
     for line in asked.chosen:
         console.print(line, soft_wrap=True)
     shown = ranked.plans
     if asked.fixed and ranked.plans:
-        free = search.search(asked.model, asked.workload, asked.hardware, fixed="", top=top, allowed=allowed).plans
+        free = search.search(
+            asked.model, asked.workload, asked.hardware, fixed="", top=top, allowed=allowed
+        ).plans
         shown = tuple(ranked.plans[0] if plan == ranked.plans[0] else plan for plan in free)
         shown = shown if ranked.plans[0] in free else (*free, ranked.plans[0])
         console.print(f"layout {asked.fixed} (given by the job)", soft_wrap=True)
     picked = tuple(
-        replace(p, gains=what_if.gains(ranked, fixed=asked.fixed, allowed=allowed)) for p in ranked.plans[:1]
+        replace(p, gains=what_if.gains(ranked, fixed=asked.fixed, allowed=allowed))
+        for p in ranked.plans[:1]
     )
     shown = tuple(picked[0] if plan is ranked.plans[0] else plan for plan in shown)
     why = (*ranked.why, *explain.binding(picked[0])) if picked else ()
@@ -92,9 +109,16 @@ def plan(
         for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
             console.print(line, soft_wrap=True)
     if not ranked.plans:
-        with as_written(job_field(Path(model)) if asked.purpose is Purpose.TRAIN else option_field("layout")):
+        with as_written(
+            job_field(Path(model)) if asked.purpose is Purpose.TRAIN else option_field("layout")
+        ):
             raise nothing_fits(
-                asked.model, asked.workload, asked.hardware, fixed=asked.fixed, allowed=allowed, ranked=ranked
+                asked.model,
+                asked.workload,
+                asked.hardware,
+                fixed=asked.fixed,
+                allowed=allowed,
+                ranked=ranked,
             )
     if json is not None:
         write_json(json, picked[0])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def report(run: Path, /, *, out: Path | None = None) -> int:
-    """Write one HTML page about a run that opens offline: verdict, curves, predicted beside counted, expert load.
+    """Write one HTML page about a run that opens offline: verdict, curves, predicted beside
+    counted, expert load.
 
     Parameters
     ----------
@@ -20,7 +21,8 @@ def report(run: Path, /, *, out: Path | None = None) -> int:
 
 
 def write_run_report(run: Path, out: Path) -> Path:
-    """Predict the ledger of every counted rank, on the routing the run recorded, and write the page."""
+    """Predict the ledger of every counted rank, on the routing the run recorded, and write the
+    page."""
     from moewright.codec import read_run
     from moewright.diagnosis.compare_ledgers import comparisons
     from moewright.diagnosis.own_run import diagnose

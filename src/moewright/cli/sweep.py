@@ -26,8 +26,8 @@ def bench_sweep(
 ) -> int:
     """Run the layouts of a sweep one after the other, or only estimate them, and print the table.
 
-    A trial that is finished is not run again: the same command goes on where it was stopped. Beside the table in
-    Markdown the folder gets it as CSV and as a drawing.
+    A trial that is finished is not run again: the same command goes on where it was stopped. Beside
+    the table in Markdown the folder gets it as CSV and as a drawing.
 
     Parameters
     ----------
@@ -55,7 +55,9 @@ def bench_sweep(
             _try(row, model, workload_of(row, workload), hardware, folder)
     trials = read_trials(folder)
     tables = {
-        table.title: [row_of(row, model, workload_of(row, workload), hardware, trials) for row in table.row]
+        table.title: [
+            row_of(row, model, workload_of(row, workload), hardware, trials) for row in table.row
+        ]
         for table in spec.table
     }
     notes = {table.title: table.note for table in spec.table}
@@ -96,8 +98,11 @@ def _job(spec: SweepSpec, path: Path) -> tuple[ModelSpec, Workload, Hardware]:
     return asked.model, asked.workload, asked.hardware
 
 
-def _try(row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, folder: Path) -> None:
-    """Run one row, unless it has been; what cannot run here is a trial that failed, with its reason."""
+def _try(
+    row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, folder: Path
+) -> None:
+    """Run one row, unless it has been; what cannot run here is a trial that failed, with its
+    reason."""
     from moewright.tuning.sweep import Trial, key_of, read_trials, write_trial
 
     layout, batch = key_of(row, workload)
@@ -111,7 +116,9 @@ def _try(row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware,
     write_trial(folder, trial)
 
 
-def _run(row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, folder: Path) -> Trial:
+def _run(
+    row: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, folder: Path
+) -> Trial:
     from statistics import median
 
     from moewright.codec import fingerprint, read_run

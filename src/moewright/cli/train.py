@@ -29,7 +29,8 @@ def train(
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     extend: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Train a job. It resumes by itself where its run folder stands; the same command also runs under torchrun.
+    """Train a job. It resumes by itself where its run folder stands; the same command also runs
+    under torchrun.
 
     Exit codes: 0 done, 2 bad input, 3 a rank failed, 143 saved on SIGTERM.
 
@@ -57,10 +58,19 @@ def train(
     world = nproc if nproc is not None else launched.world if launched else asked.nproc
     if not 1 <= world <= MAX_DEVICES:
         close = str(min(max(world, 1), MAX_DEVICES))
-        raise BadInput(Reason(field="--nproc", value=str(world), rule=f"must be in 1..{MAX_DEVICES}", nearest=close))
+        raise BadInput(
+            Reason(
+                field="--nproc",
+                value=str(world),
+                rule=f"must be in 1..{MAX_DEVICES}",
+                nearest=close,
+            )
+        )
     if launched and world != launched.world:
         rule = "is not the number of processes torchrun started"
-        raise BadInput(Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world)))
+        raise BadInput(
+            Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world))
+        )
     if launched is None:
         with as_written(job_field(job)):
             refuse_crowd(world, field="train.nproc" if nproc is None else "--nproc")
@@ -90,14 +100,19 @@ def _refuse_untrainable(job: Job) -> None:
     from moewright.rules.runnable import unsupported_model
 
     steps = job.workload.steps
-    few = (Reason(field="train.steps", value=str(steps), rule="must be at least 1", nearest="1"),) if steps < 1 else ()
+    few = (
+        (Reason(field="train.steps", value=str(steps), rule="must be at least 1", nearest="1"),)
+        if steps < 1
+        else ()
+    )
     if reasons := (*few, *unsupported_model(job.model, job.workload)):
         raise BadInput(*reasons)
     check_data(job.model, job.workload)
 
 
 def _plan(job: Job, run_dir: Path, *, measure: bool, say: bool) -> Plan:
-    """The run's own plan when it is of this very job; else a new one, the best that the engine runs."""
+    """The run's own plan when it is of this very job; else a new one, the best that the engine
+    runs."""
     from moewright.codec import layout_text
 
     hardware = _hardware(job, measure=measure)
@@ -109,7 +124,9 @@ def _plan(job: Job, run_dir: Path, *, measure: bool, say: bool) -> Plan:
             return kept
         if "model" in changed and (run_dir / STEPS_FILE).exists():
             rule = f"holds a run of another model ({kept.model.name})"
-            raise BadInput(Reason(field="--out", value=str(run_dir), rule=rule, nearest=f"{run_dir}-2"))
+            raise BadInput(
+                Reason(field="--out", value=str(run_dir), rule=rule, nearest=f"{run_dir}-2")
+            )
         if say:
             print(f"{path} is not of this job ({', '.join(changed)}): planning again")
     plan = _search(job, hardware)
@@ -125,7 +142,9 @@ def _read_plan(path: Path) -> Plan:
     try:
         return read_json(Plan, path)
     except BadInput as error:
-        raise BadInput(*(replace(reason, nearest="delete it to plan again") for reason in error.reasons)) from None
+        raise BadInput(
+            *(replace(reason, nearest="delete it to plan again") for reason in error.reasons)
+        ) from None
 
 
 def _hardware(job: Job, *, measure: bool) -> Hardware:
@@ -141,7 +160,8 @@ def _hardware(job: Job, *, measure: bool) -> Hardware:
 
 
 def _refuse_illegal(job: Job) -> None:
-    """Raise BadInput when no layout of the job is legal, which any device tells as well as one yet to be measured."""
+    """Raise BadInput when no layout of the job is legal, which any device tells as well as one yet
+    to be measured."""
     from moewright.intake import catalogue
     from moewright.search.search import DOES_NOT_FIT
 
@@ -159,7 +179,9 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
     pinned = parse_layout(job.layout_text, world_size=job.nproc)
     old, new = kept.workload, job.workload
     changed = [] if kept.model == job.model else ["model"]
-    changed += [field.name for field in fields(new) if getattr(old, field.name) != getattr(new, field.name)]
+    changed += [
+        field.name for field in fields(new) if getattr(old, field.name) != getattr(new, field.name)
+    ]
     changed += [] if kept.hardware == hardware else ["hardware"]
     keys = sorted({"world_size", *given_fields(job.layout_text)})
     changed += [key for key in keys if getattr(kept.layout, key) != getattr(pinned, key)]
@@ -177,5 +199,7 @@ def _search(job: Job, hardware: Hardware) -> Plan:
     allowed = partial(unsupported_layout, model=job.model, workload=job.workload)
     ranked = search(job.model, job.workload, hardware, fixed=fixed, top=1, allowed=allowed)
     if not ranked.plans:
-        raise nothing_fits(job.model, job.workload, hardware, fixed=fixed, allowed=allowed, ranked=ranked)
+        raise nothing_fits(
+            job.model, job.workload, hardware, fixed=fixed, allowed=allowed, ranked=ranked
+        )
     return ranked.plans[0]

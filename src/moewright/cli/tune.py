@@ -1,4 +1,5 @@
-"""`moewright tune`: from a job's layout to a better one, by trials here or by predictions for another machine."""
+"""`moewright tune`: from a job's layout to a better one, by trials here or by predictions for
+another machine."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ REPORT_FILE, PLAN_FILE, MACHINE_FILE = "report.md", "plan.json", "machine.toml"
 MAX_MINUTES = 10_000.0
 NOT_VALID, STOPPED = 1, 143
 # What allocators, the kernel and the launcher say when there is no memory left.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "MemoryError", "killed by SIGKILL")
+_NO_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "MemoryError",
+    "killed by SIGKILL",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +61,13 @@ def tune(
     out: Path | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
 ) -> int:
-    """Tune the layout of a job by trials on this machine: fit, scale, profile, retune one variable, validate.
+    """Tune the layout of a job by trials on this machine: fit, scale, profile, retune one variable,
+    validate.
 
-    A trial is a short run of the engine; a gain is one whose interval over pairs of runs, taken in turns, excludes
-    noise. The winner runs 50 steps more. The same command goes on where it was stopped; report.md in the folder tells
-    what was tried, plan.json is what `train` takes up, machine.toml the refitted hardware.
+    A trial is a short run of the engine; a gain is one whose interval over pairs of runs, taken in
+    turns, excludes noise. The winner runs 50 steps more. The same command goes on where it was
+    stopped; report.md in the folder tells what was tried, plan.json is what `train` takes up,
+    machine.toml the refitted hardware.
 
     Exit codes: 0 done, 1 nothing was found valid, 2 bad input, 143 stopped by a signal.
 
@@ -82,24 +91,40 @@ def tune(
     from moewright.tuning.trials import predicted_outcome
 
     if not 0 <= budget_minutes <= MAX_MINUTES:
-        close = f"{min(max(budget_minutes, 0.0), MAX_MINUTES):g}" if budget_minutes == budget_minutes else "60"
+        close = (
+            f"{min(max(budget_minutes, 0.0), MAX_MINUTES):g}"
+            if budget_minutes == budget_minutes
+            else "60"
+        )
         rule = f"must be in 0..{MAX_MINUTES:g}, 0 for no limit"
-        raise BadInput(Reason(field="--budget-minutes", value=f"{budget_minutes:g}", rule=rule, nearest=close))
+        raise BadInput(
+            Reason(field="--budget-minutes", value=f"{budget_minutes:g}", rule=rule, nearest=close)
+        )
     if on and not predict:
-        raise BadInput(Reason(field="--on", value=on, rule="trials run on this machine", nearest="--predict beside it"))
+        raise BadInput(
+            Reason(
+                field="--on",
+                value=on,
+                rule="trials run on this machine",
+                nearest="--predict beside it",
+            )
+        )
     folder = out or Path("runs") / f"{job.stem}_tune"
     asked = read_tuning(job, on=on, predict=predict, overrides=tuple(set_ or ()))
     if predict:
         return _tuned(asked, folder, predicted_outcome, rules=PREDICTED, budget_s=0.0)
     try:
-        return _tuned(asked, folder, partial(run_trial, folder), rules=Rules(), budget_s=60 * budget_minutes)
+        return _tuned(
+            asked, folder, partial(run_trial, folder), rules=Rules(), budget_s=60 * budget_minutes
+        )
     except _StoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED
 
 
 def read_tuning(job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]) -> Asked:
-    """The job as a space to tune in, with its contract. Raises BadInput for a job that cannot be tuned."""
+    """The job as a space to tune in, with its contract. Raises BadInput for a job that cannot be
+    tuned."""
     from moewright import __version__
     from moewright.cli.jobs import as_written, job_field, with_measured_documents
     from moewright.codec import parse_layout
@@ -113,7 +138,9 @@ def read_tuning(job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]
     with as_written(job_field(job)):
         data, torch = ("", "") if predict else _runnable(asked)
         hardware = _hardware(asked, on=on, predict=predict)
-        asked = replace(asked, nproc=hardware.count, workload=with_measured_documents(asked.workload))
+        asked = replace(
+            asked, nproc=hardware.count, workload=with_measured_documents(asked.workload)
+        )
         layout = parse_layout(asked.layout_text, world_size=hardware.count)
         allowed = partial(unsupported_layout, model=asked.model, workload=asked.workload)
         space = Space(
@@ -155,7 +182,8 @@ def _hardware(job: Job, *, on: str, predict: bool) -> Hardware:
 
 
 def _runnable(job: Job) -> tuple[str, str]:
-    """Fingerprint of the data and version of torch, once nothing but the layout can keep the job from running."""
+    """Fingerprint of the data and version of torch, once nothing but the layout can keep the job
+    from running."""
     import torch
 
     from moewright.engine.data.preflight import check_data
@@ -164,7 +192,11 @@ def _runnable(job: Job) -> tuple[str, str]:
     from moewright.rules.runnable import unsupported_model
 
     if torchrun() is not None:
-        raise BadInput(Reason(field="torchrun", rule="tuning starts its ranks itself", nearest="moewright tune"))
+        raise BadInput(
+            Reason(
+                field="torchrun", rule="tuning starts its ranks itself", nearest="moewright tune"
+            )
+        )
     refuse_crowd(job.nproc, field="train.nproc")
     if reasons := unsupported_model(job.model, job.workload):
         raise BadInput(*reasons)
@@ -209,12 +241,15 @@ def _tuned(asked: Asked, folder: Path, run_one: RunOne, *, rules: Rules, budget_
     write_json(folder / PLAN_FILE, plan)
     if measured:
         write_toml(folder / MACHINE_FILE, tuning.prices.learnt)
-    print(f"winner: {winner}; {folder / REPORT_FILE} tells what was tried, {folder / PLAN_FILE} is its plan")
+    print(
+        f"winner: {winner}; {folder / REPORT_FILE} tells what was tried, {folder / PLAN_FILE} is its plan"
+    )
     return 0
 
 
 def run_trial(folder: Path, ask: Ask) -> Outcome:
-    """Run the engine in a folder of its own, its output beside it; the state that it saved goes, its records stay."""
+    """Run the engine in a folder of its own, its output beside it; the state that it saved goes,
+    its records stay."""
     from moewright.codec import fingerprint, read_run
     from moewright.engine.run.train import run
     from moewright.engine.run.worker import Exit
@@ -235,8 +270,15 @@ def run_trial(folder: Path, ask: Ask) -> Outcome:
         raise _StoppedError
     if code is not Exit.DONE:
         text = log.read_text(encoding="utf-8", errors="replace")
-        failure = Failure.MEMORY if any(word.lower() in text.lower() for word in _NO_MEMORY) else Failure.OTHER
-        said = next((one for one in text.splitlines() if one.startswith("rank ")), f"ended with code {int(code)}")
+        failure = (
+            Failure.MEMORY
+            if any(word.lower() in text.lower() for word in _NO_MEMORY)
+            else Failure.OTHER
+        )
+        said = next(
+            (one for one in text.splitlines() if one.startswith("rank ")),
+            f"ended with code {int(code)}",
+        )
         return Outcome(failure=failure, said=said[:200])
     return outcome_of(read_run(place), ask.length)
 

@@ -31,9 +31,11 @@ def upcycle(
     router: Literal["post-softmax", "pre-softmax"] = "post-softmax",
     seed: int = 1234,
 ) -> int:
-    """Turn a dense checkpoint into one with experts that computes the same, for `train` to start from.
+    """Turn a dense checkpoint into one with experts that computes the same, for `train` to start
+    from.
 
-    Writes config.json and a checkpoint; a job starts from them with model.config = OUT and model.weights = OUT.
+    Writes config.json and a checkpoint; a job starts from them with model.config = OUT and
+    model.weights = OUT.
 
     Parameters
     ----------
@@ -64,7 +66,11 @@ def upcycle(
     from moewright.rules.upcycling import Scaling, Upcycling, Weighing, upcycled
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(Reason(field="--out", value=str(out), rule="holds something already", nearest=f"{out}-2"))
+        raise BadInput(
+            Reason(
+                field="--out", value=str(out), rule="holds something already", nearest=f"{out}-2"
+            )
+        )
     choice = Upcycling(
         experts=experts,
         top_k=top_k,
@@ -75,7 +81,9 @@ def upcycle(
         weighing=Weighing(router),
     )
     source, source_of = _dense(dense)
-    with as_written(lambda field: field if field.startswith("model") else f"--{field.replace('_', '-')}"):
+    with as_written(
+        lambda field: field if field.startswith("model") else f"--{field.replace('_', '-')}"
+    ):
         model = upcycled(source, choice)
     config = _config_of(model)
 
@@ -112,7 +120,11 @@ def _config_of(model: ModelSpec) -> dict[str, Any]:
 
     config = config_of(model)
     read = spec_of(config, where="config.json", name=model.name)
-    lost = [field.name for field in fields(model) if getattr(read, field.name) != getattr(model, field.name)]
+    lost = [
+        field.name
+        for field in fields(model)
+        if getattr(read, field.name) != getattr(model, field.name)
+    ]
     if lost:
         rule = f"its config.json cannot say {', '.join(lost)} of this model"
         raise BadInput(Reason(field="model", value=model.family, rule=rule))

@@ -19,7 +19,8 @@ def validate(
     fit_on: Path | None = None,
     leave_out: str = "",
 ) -> int:
-    """Score the planner on measured runs: errors, order of layouts, memory, verdicts; every skipped row says why.
+    """Score the planner on measured runs: errors, order of layouts, memory, verdicts; every skipped
+    row says why.
 
     Parameters
     ----------
@@ -42,7 +43,9 @@ def validate(
 
     if fit_on is not None and leave_out:
         rule = "says where constants come from, and so does --leave-out"
-        raise BadInput(Reason(field="--fit-on", value=str(fit_on), rule=rule, nearest="one of the two"))
+        raise BadInput(
+            Reason(field="--fit-on", value=str(fit_on), rule=rule, nearest="one of the two")
+        )
     rows = read_table(table)
     columns = [column.strip() for column in leave_out.split(",") if column.strip()]
     if fit_on is not None:

@@ -1,4 +1,5 @@
-"""The verbs of the command line. Apart from `main`, which answers an interrupt while these are being imported."""
+"""The verbs of the command line. Apart from `main`, which answers an interrupt while these are
+being imported."""
 
 from __future__ import annotations
 

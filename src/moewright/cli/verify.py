@@ -1,4 +1,5 @@
-"""`moewright verify`: run a Hugging Face checkpoint in a layout and write its logits, gradients and curve."""
+"""`moewright verify`: run a Hugging Face checkpoint in a layout and write its logits, gradients and
+curve."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ def verify(
     weight_decay: float = 0.0,
     clip: float = 0.0,
 ) -> int:
-    """Run a checkpoint on given batches in a layout, in fp32, and write what came out under its own names.
+    """Run a checkpoint on given batches in a layout, in fp32, and write what came out under its own
+    names.
 
-    tensors.safetensors holds logits, nll and grad/<name> of the first batch, curve.json loss and grad_norm by step.
+    tensors.safetensors holds logits, nll and grad/<name> of the first batch, curve.json loss and
+    grad_norm by step.
 
     Parameters
     ----------
@@ -65,15 +68,24 @@ def verify(
 
     for field, value, low in (("--nproc", nproc, 1), ("--steps", steps, 1)):
         if value < low:
-            raise BadInput(Reason(field=field, value=str(value), rule=f"must be at least {low}", nearest=str(low)))
+            raise BadInput(
+                Reason(
+                    field=field, value=str(value), rule=f"must be at least {low}", nearest=str(low)
+                )
+            )
     model = read_config(hf_dir)
     chosen = parse_layout(layout, world_size=nproc)
     beta1, beta2 = _betas(betas)
 
-    adjusted = OptimizerSpec(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip_norm=clip)
+    adjusted = OptimizerSpec(
+        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip_norm=clip
+    )
     refuse_crowd(nproc, field="--nproc")
-    # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint may leave out.
-    refuse_unrunnable(replace(model, mtp_layers=0), workload_of(batch, steps=steps, optimizer=adjusted), chosen)
+    # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint
+    # may leave out.
+    refuse_unrunnable(
+        replace(model, mtp_layers=0), workload_of(batch, steps=steps, optimizer=adjusted), chosen
+    )
 
     from moewright.engine.run.verify import Rule, Verification
     from moewright.engine.run.verify import verify as run

@@ -1,4 +1,5 @@
-"""Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way out."""
+"""Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way
+out."""
 
 from moewright.codec.data import Numbers, fingerprint, from_data, nearest, shown, to_data, unsaid
 from moewright.codec.files import (

@@ -24,7 +24,8 @@ INT_LIMIT = 2**63
 
 
 class Numbers(StrEnum):
-    """Which floats are read: what people write is finite; what a diverged run measured may not be."""
+    """Which floats are read: what people write is finite; what a diverged run measured may not
+    be."""
 
     FINITE = "finite"
     MEASURED = "measured"
@@ -53,8 +54,8 @@ def to_data(noun: object) -> Any:
 
 
 def unsaid(noun: object) -> dict[str, Any]:
-    """What `from_data` takes the fields of a noun, and of the nouns in it, for that are left out; without those that
-    may not be.
+    """What `from_data` takes the fields of a noun, and of the nouns in it, for that are left out;
+    without those that may not be.
     """
     found: dict[str, Any] = {}
     for field in fields(cast(Any, noun)):
@@ -67,9 +68,11 @@ def unsaid(noun: object) -> dict[str, Any]:
 
 
 def from_data(cls: type[T], data: Any, *, where: str, numbers: Numbers = Numbers.FINITE) -> T:
-    """The noun that `data` describes. Keys must be fields of `cls`, types must match exactly (an int does for a float).
+    """The noun that `data` describes. Keys must be fields of `cls`, types must match exactly (an
+    int does for a float).
 
-    Raises BadInput with one Reason a fault, its field as "job.toml: layout.ep" for where="job.toml".
+    Raises BadInput with one Reason a fault, its field as "job.toml: layout.ep" for
+    where="job.toml".
     """
     try:
         return _converter(numbers).structure(data, cls)
@@ -80,8 +83,11 @@ def from_data(cls: type[T], data: Any, *, where: str, numbers: Numbers = Numbers
 
 
 def fingerprint(*nouns: object) -> str:
-    """16 hex digits of the SHA-256 over the nouns' canonical JSON: equal nouns, equal fingerprint."""
-    canonical = json.dumps([[type(noun).__name__, to_data(noun)] for noun in nouns], sort_keys=True, allow_nan=False)
+    """16 hex digits of the SHA-256 over the nouns' canonical JSON: equal nouns, equal
+    fingerprint."""
+    canonical = json.dumps(
+        [[type(noun).__name__, to_data(noun)] for noun in nouns], sort_keys=True, allow_nan=False
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -90,7 +96,9 @@ def _converter(numbers: Numbers) -> Converter:
     converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_structure_hook(bool, _bool)
     converter.register_structure_hook(int, _int)
-    converter.register_structure_hook(float, _float if numbers is Numbers.FINITE else _measured_float)
+    converter.register_structure_hook(
+        float, _float if numbers is Numbers.FINITE else _measured_float
+    )
     converter.register_structure_hook(str, _str)
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
     converter.register_structure_hook_factory(is_dataclass, lambda cls: _record(converter, cls))
@@ -182,9 +190,12 @@ def _record(converter: Converter, cls: Any) -> Callable[[Any, Any], Any]:
 
 
 def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
-    """Flatten a tree of cattrs errors; unknown keys first, for a misspelt key also shows as a missing one."""
+    """Flatten a tree of cattrs errors; unknown keys first, for a misspelt key also shows as a
+    missing one."""
     if isinstance(error, BaseValidationError):
-        for inner in sorted(error.exceptions, key=lambda e: not isinstance(e, ForbiddenExtraKeysError)):
+        for inner in sorted(
+            error.exceptions, key=lambda e: not isinstance(e, ForbiddenExtraKeysError)
+        ):
             yield from _reasons(inner, path + _step(inner, path), where)
     elif isinstance(error, ForbiddenExtraKeysError):
         legal = [field.name for field in fields(cast(Any, error.cl))]
@@ -194,7 +205,9 @@ def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
             known = "" if close else f"; known here: {', '.join(legal)}"
             yield Reason(field=field, rule=f"unknown key{known}", nearest=close)
     elif isinstance(error, _Refused):
-        yield Reason(field=_located(where, path), rule=error.rule, value=error.value, nearest=error.nearest)
+        yield Reason(
+            field=_located(where, path), rule=error.rule, value=error.value, nearest=error.nearest
+        )
     elif isinstance(error, KeyError):
         yield Reason(field=_located(where, path), rule="is missing")
     else:

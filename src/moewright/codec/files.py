@@ -1,4 +1,5 @@
-"""Files of nouns: JSON and TOML, refused in one line when malformed, replaced whole when written."""
+"""Files of nouns: JSON and TOML, refused in one line when malformed, replaced whole when
+written."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class _Malformed(ValueError):
 
 
 def read_json(cls: type[T], path: Path) -> T:
-    """The noun in a JSON file; BadInput names the file, the key, the rule and the nearest legal value."""
+    """The noun in a JSON file; BadInput names the file, the key, the rule and the nearest legal
+    value."""
     return from_data(cls, json_data(path), where=str(path))
 
 
@@ -38,12 +40,14 @@ def write_json(path: Path, noun: object) -> None:
 
 
 def write_toml(path: Path, noun: object) -> None:
-    """Write a noun as TOML (which has no null: nouns with a None in them go to JSON), replaced whole."""
+    """Write a noun as TOML (which has no null: nouns with a None in them go to JSON), replaced
+    whole."""
     write_text(path, tomli_w.dumps(to_data(noun)))
 
 
 def json_data(path: Path) -> Any:
-    """Plain data of a JSON file; repeated keys, NaN, Infinity, bytes not UTF-8, endless nesting are refused."""
+    """Plain data of a JSON file; repeated keys, NaN, Infinity, bytes not UTF-8, endless nesting are
+    refused."""
     return parse_json(read_text(path), where=str(path))
 
 
@@ -79,7 +83,8 @@ def toml_data(path: Path) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file through a temporary neighbour and os.replace; folders are made. BadInput when it cannot be."""
+    """Write a text file through a temporary neighbour and os.replace; folders are made. BadInput
+    when it cannot be."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +100,14 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise BadInput(Reason(field=str(path), rule=f"cannot be written: {error.strerror or error}")) from None
+        raise BadInput(
+            Reason(field=str(path), rule=f"cannot be written: {error.strerror or error}")
+        ) from None
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file, whole; BadInput for a missing file (nearest name beside it), a folder, other bytes."""
+    """A UTF-8 text file, whole; BadInput for a missing file (nearest name beside it), a folder,
+    other bytes."""
     try:
         if path.is_dir():
             rule = "is a folder, a file is wanted"
@@ -107,7 +115,11 @@ def read_text(path: Path) -> str:
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             close = nearest(path.name, beside)
             raise BadInput(
-                Reason(field=str(path), rule="no such file", nearest=str(path.with_name(close)) if close else "")
+                Reason(
+                    field=str(path),
+                    rule="no such file",
+                    nearest=str(path.with_name(close)) if close else "",
+                )
             )
         elif not path.is_file():
             rule = "is not a regular file"
@@ -133,7 +145,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that have their end: whoever wrote what stands behind them was killed over it. [] of none."""
+    """The lines of a file that have their end: whoever wrote what stands behind them was killed
+    over it. [] of none."""
     return read_text(path).split("\n")[:-1] if path.exists() else []
 
 

@@ -69,12 +69,16 @@ class _Item:
 def parse_layout(text: str, *, world_size: int) -> Layout:
     """The layout that `text` writes over `world_size` ranks; "" is the default layout.
 
-    Not given: sp is on when tp > 1, the schedule is interleaved when vpp > 1, vpp is 2 on a V (zbv, dualpipev). dp is
-    derived; when given it must agree.
-    Raises BadInput with one Reason a fault. Whether the degrees suit a model is rules.legality's question.
+    Not given: sp is on when tp > 1, the schedule is interleaved when vpp > 1, vpp is 2 on a V (zbv,
+    dualpipev). dp is derived; when given it must agree. Raises BadInput with one Reason a fault.
+    Whether the degrees suit a model is rules.legality's question.
     """
     if world_size < 1:
-        raise BadInput(Reason(field="world_size", value=str(world_size), rule="must be at least 1", nearest="1"))
+        raise BadInput(
+            Reason(
+                field="world_size", value=str(world_size), rule="must be at least 1", nearest="1"
+            )
+        )
     values, dp = _fields(text)
     if values.get("tp", 1) > 1:
         values.setdefault("sp", True)
@@ -86,8 +90,12 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     dense = layout.tp * layout.cp * layout.pp
     if dp is not None and dp * dense != world_size:
         fits = world_size % dense == 0
-        rule = f"must be the {world_size} ranks over tp * cp * pp = {dense}" + ("" if fits else ", which do not divide")
-        raise BadInput(Reason(field="dp", value=str(dp), rule=rule, nearest=str(layout.dp) if fits else ""))
+        rule = f"must be the {world_size} ranks over tp * cp * pp = {dense}" + (
+            "" if fits else ", which do not divide"
+        )
+        raise BadInput(
+            Reason(field="dp", value=str(dp), rule=rule, nearest=str(layout.dp) if fits else "")
+        )
     return layout
 
 
@@ -97,9 +105,14 @@ def given_fields(text: str) -> frozenset[str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """The shortest text that parse_layout reads back to `layout`, degrees first; ep, pp and mbs always shown."""
+    """The shortest text that parse_layout reads back to `layout`, degrees first; ep, pp and mbs
+    always shown."""
     shown = ("tp", "pp", "ep", "mbs", *(("vpp",) if layout.schedule.v_shaped else ()))
-    parts = [f"{key}{getattr(layout, key)}" for key in _DEGREES if key in shown or getattr(layout, key) != 1]
+    parts = [
+        f"{key}{getattr(layout, key)}"
+        for key in _DEGREES
+        if key in shown or getattr(layout, key) != 1
+    ]
     if layout.sp != (layout.tp > 1):
         parts.append(f"sp{int(layout.sp)}")
     if layout.zero != 1:
@@ -161,7 +174,9 @@ def _parts(text: str) -> Iterator[str]:
             quote = "" if quote else letter
         part += letter
     if quote:
-        raise BadInput(Reason(field="layout", value=part.strip(), rule=f"the quote {quote} is not closed"))
+        raise BadInput(
+            Reason(field="layout", value=part.strip(), rule=f"the quote {quote} is not closed")
+        )
     if part.strip() or "," in text:
         yield part
 
@@ -175,10 +190,16 @@ def _item(part: str) -> _Item:
         key, value = match.groups()
     folded = key.casefold()
     if folded == "edp":
-        raise BadInput(Reason(field="edp", value=value, rule="is derived from the other degrees; leave it out"))
+        raise BadInput(
+            Reason(field="edp", value=value, rule="is derived from the other degrees; leave it out")
+        )
     if folded not in KEYS:
         if not stripped:
-            raise BadInput(Reason(field="layout", rule="has an empty place between commas", nearest="leave it out"))
+            raise BadInput(
+                Reason(
+                    field="layout", rule="has an empty place between commas", nearest="leave it out"
+                )
+            )
         rule = f"is no layout key; keys are {' '.join(KEYS)}; a value with commas is quoted"
         raise BadInput(Reason(field=key or stripped, rule=rule, nearest=nearest(folded, KEYS)))
     if not equals and folded not in _NUMBERS:
@@ -200,8 +221,9 @@ def _words(layout: Layout, key: str) -> Iterator[str]:
 
 
 def _counted(item: _Item, values: dict[str, Any]) -> _Item:
-    """The item without the numbers of its words, which go to fields of their own: "block5" and "uniform2" are full
-    recompute of the first 5 layers of each chunk, and of 2 layers a checkpoint; "optimizer0.5" offloads half.
+    """The item without the numbers of its words, which go to fields of their own: "block5" and
+    "uniform2" are full recompute of the first 5 layers of each chunk, and of 2 layers a checkpoint;
+    "optimizer0.5" offloads half.
     """
     if item.key not in ("recompute", "offload"):
         return item
@@ -227,7 +249,14 @@ def _fraction(text: str, word: str) -> float:
         number = 0.0
     if 0 < number <= 1:
         return number
-    raise BadInput(Reason(field="offload", value=word, rule="takes a fraction above 0, at most 1", nearest="optimizer"))
+    raise BadInput(
+        Reason(
+            field="offload",
+            value=word,
+            rule="takes a fraction above 0, at most 1",
+            nearest="optimizer",
+        )
+    )
 
 
 def _value(item: _Item) -> Any:
@@ -250,17 +279,34 @@ def _whole(item: _Item) -> int:
     lowest = 0 if item.key in ("zero", "shard", "vpp_group", "ep_node", "spare") else 1
     if not re.fullmatch(r"-?[0-9]+", item.value):
         raise BadInput(
-            Reason(field=item.key, value=item.value[:60], rule="must be a whole number", nearest=str(lowest))
+            Reason(
+                field=item.key,
+                value=item.value[:60],
+                rule="must be a whole number",
+                nearest=str(lowest),
+            )
         )
     if len(item.value) > MAX_DIGITS:
         rule = f"must have {MAX_DIGITS} digits at most"
         raise BadInput(Reason(field=item.key, value=f"{item.value[:MAX_DIGITS]}...", rule=rule))
     number = int(item.value)
     if number < lowest:
-        raise BadInput(Reason(field=item.key, value=item.value, rule=f"must be at least {lowest}", nearest=str(lowest)))
+        raise BadInput(
+            Reason(
+                field=item.key,
+                value=item.value,
+                rule=f"must be at least {lowest}",
+                nearest=str(lowest),
+            )
+        )
     if item.key == "zero" and number not in (0, 1, 3):
         raise BadInput(
-            Reason(field="zero", value=item.value, rule="must be 0, 1 or 3", nearest="1" if number == 2 else "3")
+            Reason(
+                field="zero",
+                value=item.value,
+                rule="must be 0, 1 or 3",
+                nearest="1" if number == 2 else "3",
+            )
         )
     return number
 
@@ -280,7 +326,12 @@ def _capacity(item: _Item) -> float:
     if math.isfinite(number) and number >= 0:
         return number + 0.0  # -0 reads as 0
     raise BadInput(
-        Reason(field="capacity", value=item.value, rule="must be a factor, or 0 for dropless", nearest="1.0")
+        Reason(
+            field="capacity",
+            value=item.value,
+            rule="must be a factor, or 0 for dropless",
+            nearest="1.0",
+        )
     )
 
 
@@ -305,14 +356,22 @@ def _set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
             members.add(_choice(item.key, word, choices))
     if len(members - _BESIDE) > 1 and (alone := members.intersection(_ALONE)):
         rule = f"{next(iter(alone))} stands alone"
-        raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(next(iter(alone)))))
+        raise BadInput(
+            Reason(field=item.key, value=item.value, rule=rule, nearest=str(next(iter(alone))))
+        )
     return tuple(sorted(members))
 
 
 def _stages(item: _Item) -> str:
     quoted = item.value[:1] in ("'", '"')
-    text = item.value[1:-1] if quoted and len(item.value) > 1 and item.value[-1] == item.value[0] else item.value
+    text = (
+        item.value[1:-1]
+        if quoted and len(item.value) > 1 and item.value[-1] == item.value[0]
+        else item.value
+    )
     if re.fullmatch(r"[EtmL|()*0-9, ]+", text):
         return text
     rule = "is made of E t m L | ( ) * and numbers"
-    raise BadInput(Reason(field="layout", value=item.value, rule=rule, nearest="'Et*3|(tt|)*29,m|L'"))
+    raise BadInput(
+        Reason(field="layout", value=item.value, rule=rule, nearest="'Et*3|(tt|)*29,m|L'")
+    )

@@ -30,8 +30,9 @@ def record_line(record: Session | StepRecord | EvalRecord) -> str:
 def read_run(directory: Path) -> RunRecord:
     """All that a run left behind, in step order.
 
-    A last line without its end (the writer was killed) is left out and noted; steps that a later session did over
-    are superseded by it. BadInput when the folder holds no run or a line is damaged.
+    A last line without its end (the writer was killed) is left out and noted; steps that a later
+    session did over are superseded by it. BadInput when the folder holds no run or a line is
+    damaged.
     """
     if not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="no such run folder"))
@@ -41,7 +42,9 @@ def read_run(directory: Path) -> RunRecord:
     evals: dict[int, EvalRecord] = {}
     records, notes = _read_records(directory / "steps.jsonl")
     if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
-        notes += ("plan.json does not hold its own fingerprint: edited, or of another version of moewright",)
+        notes += (
+            "plan.json does not hold its own fingerprint: edited, or of another version of moewright",
+        )
     for record in records:
         match record:
             case Session(first_step=first):
@@ -58,7 +61,9 @@ def read_run(directory: Path) -> RunRecord:
         sessions=tuple(sessions),
         steps=tuple(steps[step] for step in sorted(steps)),
         evals=tuple(evals[step] for step in sorted(evals)),
-        ledgers=tuple(read_json(Ledger, path) for path in sorted((directory / "ledger").glob("rank*.json"))),
+        ledgers=tuple(
+            read_json(Ledger, path) for path in sorted((directory / "ledger").glob("rank*.json"))
+        ),
         selection=read_json(Selection, selection) if selection.exists() else None,
         paces=_paces(directory / PACES_FILE),
         notes=notes,
@@ -77,8 +82,12 @@ def _paces(path: Path) -> tuple[RankPace, ...]:
 def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], tuple[str, ...]]:
     lines = read_text(path).split("\n")
     torn = lines.pop()  # "" when the last line is whole
-    notes = (f"{path.name}: a torn last line ({len(torn)} characters) was left out",) if torn else ()
-    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()], notes
+    notes = (
+        (f"{path.name}: a torn last line ({len(torn)} characters) was left out",) if torn else ()
+    )
+    return [
+        _record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+    ], notes
 
 
 def _record(line: str, where: str) -> Session | StepRecord | EvalRecord:
@@ -87,4 +96,6 @@ def _record(line: str, where: str) -> Session | StepRecord | EvalRecord:
     for name, cls in _KINDS:
         if name == kind:
             return from_data(cls, data, where=where, numbers=Numbers.MEASURED)
-    raise BadInput(Reason(field=f"{where}: kind", value=str(kind), rule="must be one of session, step, eval"))
+    raise BadInput(
+        Reason(field=f"{where}: kind", value=str(kind), rule="must be one of session, step, eval")
+    )

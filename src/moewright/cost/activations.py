@@ -39,8 +39,10 @@ _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
 )
 
 
-# Inputs of 8-bit linears: each keeps a quantised copy of its own and nobody keeps the 16 bits. The output projection is
-# told to keep its input as it is, which attention keeps anyway. (Megatron-LM, attention.py: save_original_input.)
+# Inputs of 8-bit linears: each keeps a quantised copy of its own and nobody keeps the 16 bits. The
+# output projection is
+# told to keep its input as it is, which attention keeps anyway. (Megatron-LM, attention.py:
+# save_original_input.)
 _QUANTISED = frozenset(
     {
         *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
@@ -63,12 +65,15 @@ def layer_bytes(
     place: int = 0,
     fused: bool = False,
 ) -> dict[Module, int]:
-    """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and offload, by module.
+    """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and
+    offload, by module.
 
-    `load` and `moved` as in rules.recompute; `place` of the layer in its chunk. `inputs`: the quantised input of an
-    8-bit linear over its 16-bit size; None where linears are not 8-bit.
+    `load` and `moved` as in rules.recompute; `place` of the layer in its chunk. `inputs`: the
+    quantised input of an 8-bit linear over its 16-bit size; None where linears are not 8-bit.
     """
-    rows = recompute.saved_by_layer(model, workload, layout, layer, load=load, moved=moved, exchanged_again=fused)
+    rows = recompute.saved_by_layer(
+        model, workload, layout, layer, load=load, moved=moved, exchanged_again=fused
+    )
     sums: dict[Module, int] = {}
     for row in recompute.kept_at(rows, layout, place):
         if not offloaded(row, layout.offload):
@@ -80,7 +85,8 @@ def layer_bytes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Away:
-    """Bytes that a layer and micro-batch sends to the host, and of how many modules: numbers, or arrays of choices."""
+    """Bytes that a layer and micro-batch sends to the host, and of how many modules: numbers, or
+    arrays of choices."""
 
     bytes: Any
     modules: Any
@@ -118,10 +124,12 @@ def offloaded(row: recompute.Saved, choices: Collection[Offload]) -> bool:
 
 
 def quantised(model: ModelSpec, row: recompute.Saved, inputs: float | None) -> int:
-    """Bytes of a kept tensor where 8-bit linears keep their inputs in `inputs` of their 16-bit size.
+    """Bytes of a kept tensor where 8-bit linears keep their inputs in `inputs` of their 16-bit
+    size.
 
-    The two down-projections of latent attention read one norm's output and keep a copy each. The router reads its
-    input in 16 bits, shared experts keep a copy beside. Together they are what arXiv 2603.07685 prints of DeepSeek-V3.
+    The two down-projections of latent attention read one norm's output and keep a copy each. The
+    router reads its input in 16 bits, shared experts keep a copy beside. Together they are what
+    arXiv 2603.07685 prints of DeepSeek-V3.
     """
     if inputs is None:
         return row.bytes
@@ -129,15 +137,20 @@ def quantised(model: ModelSpec, row: recompute.Saved, inputs: float | None) -> i
     if (row.module, row.name) in _QUANTISED:
         twice = row.name == "input_norm_out" and model.attention.kind is AttentionKind.MLA
         share = inputs * (2 if twice else 1)
-    elif (row.module, row.name) == (Module.ROUTER, "post_norm_out") and model.moe and model.moe.shared_ffn_size:
+    elif (
+        (row.module, row.name) == (Module.ROUTER, "post_norm_out")
+        and model.moe
+        and model.moe.shared_ffn_size
+    ):
         share = 1.0 + inputs
     return round(row.bytes * share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extras:
-    """Short-lived bytes beside the saved activations, by chunk of a rank: while its forward ends, and its backward
-    runs. `logits_kept` tells whether the logits are among the saved activations (else they are such an extra).
+    """Short-lived bytes beside the saved activations, by chunk of a rank: while its forward ends,
+    and its backward runs. `logits_kept` tells whether the logits are among the saved activations
+    (else they are such an extra).
     """
 
     forward: tuple[int, ...]
@@ -148,9 +161,9 @@ class Extras:
 def outside_bytes(
     model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, *, logits_kept: bool = True
 ) -> dict[Module, int]:
-    """What embedding, final norm, head and loss keep: token ids; the norm's input and statistic; the head's input,
-    the logits (once, in the compute dtype) unless they are made again, and the targets. An MTP depth makes a pass
-    through the head too.
+    """What embedding, final norm, head and loss keep: token ids; the norm's input and statistic;
+    the head's input, the logits (once, in the compute dtype) unless they are made again, and the
+    targets. An MTP depth makes a pass through the head too.
     """
     c, t = recompute.activation_bytes(workload), routing.micro_batch_tokens(workload, layout)
     T = workload.seq_len * layout.mbs // layout.cp
@@ -162,7 +175,8 @@ def outside_bytes(
         sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
         again = Recompute.LOSS in layout.recompute
         logits = 0 if again else c * T * shards.even_part(model.vocab_size, layout.tp)
-        # Each token's log of the partition sum, which no rank can find alone, nor from a piece of the vocabulary.
+        # Each token's log of the partition sum, which no rank can find alone, nor from a piece of
+        # the vocabulary.
         logits += FP32_BYTES * T if again or layout.tp > 1 else 0
         logits = logits if logits_kept else 0
         sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits + INT64_BYTES * T)
@@ -180,12 +194,14 @@ def saved_rows(
     extras: Extras | None = None,
     inputs: float | None = None,
 ) -> tuple[MemoryRow, ...]:
-    """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs `table`.
+    """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs
+    `table`.
 
-    What the head keeps is booked as logits. `extras` count towards the peak, and are booked as logits (forward) and
-    transient (backward). A chunk whose weight gradients are split off is held until they are made. Where expert
-    communication overlaps, a forward runs layer by layer beside the backward of another micro-batch, which frees a
-    layer for each that it keeps: the two hold one layer more, not a chunk.
+    What the head keeps is booked as logits. `extras` count towards the peak, and are booked as
+    logits (forward) and transient (backward). A chunk whose weight gradients are split off is held
+    until they are made. Where expert communication overlaps, a forward runs layer by layer beside
+    the backward of another micro-batch, which frees a layer for each that it keeps: the two hold
+    one layer more, not a chunk.
     """
     known: dict[tuple[int, tuple[_Load, ...]], ByModule] = {}
     logits_kept = extras is None or extras.logits_kept
@@ -193,16 +209,22 @@ def saved_rows(
     @cache
     def kept(micro_batch: int, chunk: int) -> ByModule:
         layers = chunk_layers(model, chunks[chunk])
-        loads = tuple((rows.load(micro_batch, layer), rows.moved(micro_batch, layer)) for layer in layers)
+        loads = tuple(
+            (rows.load(micro_batch, layer), rows.moved(micro_batch, layer)) for layer in layers
+        )
         key = chunk, loads
         if key not in known:
-            known[key] = _chunk_bytes(model, workload, layout, chunks[chunk], loads, logits_kept, inputs)
+            known[key] = _chunk_bytes(
+                model, workload, layout, chunks[chunk], loads, logits_kept, inputs
+            )
         return known[key]
 
     walk, owing = _Walk(), schedule.split_backwards(table)
     for row, after in zip(table, (*table[1:], None), strict=True):
         key = row.micro_batch, row.chunk
-        forward, backward = (0, 0) if extras is None else (extras.forward[row.chunk], extras.backward[row.chunk])
+        forward, backward = (
+            (0, 0) if extras is None else (extras.forward[row.chunk], extras.backward[row.chunk])
+        )
         if row.kind is schedule.Kind.F and after is not None and _paired(layout, row, after):
             layers = max(1, len(chunk_layers(model, chunks[row.chunk])))
             beside = 0 if extras is None else extras.backward[after.chunk]
@@ -262,7 +284,9 @@ def _chunk_bytes(
     inputs: float | None,
 ) -> ByModule:
     sums = outside_bytes(model, workload, layout, chunk, logits_kept=logits_kept)
-    if chunk.mtp and not chunk.loss:  # no final norm beside it keeps the hidden state that the first depth norms
+    if (
+        chunk.mtp and not chunk.loss
+    ):  # no final norm beside it keeps the hidden state that the first depth norms
         hidden = routing.micro_batch_tokens(workload, layout) * model.hidden_size
         sums[Module.MTP] = recompute.activation_bytes(workload) * hidden
     kinds: dict[tuple[object, ...], dict[Module, int]] = {}

@@ -10,8 +10,10 @@ from moewright.spec.layout import Dispatcher, Graphs, Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
-# DeepEP's defaults: channels (two SMs each), tokens that a peer may have under way inside the node and between nodes,
-# and what travels beside a token's hidden state (routing, weights, scales). deep_ep/csrc/config.hpp.
+# DeepEP's defaults: channels (two SMs each), tokens that a peer may have under way inside the node
+# and between nodes,
+# and what travels beside a token's hidden state (routing, weights, scales).
+# deep_ep/csrc/config.hpp.
 _DEEPEP_PEERS = 8
 _DEEPEP_CHANNELS = 10
 _DEEPEP_TOKENS_INSIDE = 256
@@ -24,9 +26,9 @@ _GATHERED_UNITS = 2  # the layer at work and the one after it
 def dispatcher_bytes(size: Sizes) -> int:
     """What a dispatcher keeps registered whatever it sends.
 
-    DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for every token of its
-    group going to one rank, once each way (assumed: its buffers are not documented). All-to-all and all-gather keep
-    nothing.
+    DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for
+    every token of its group going to one rank, once each way (assumed: its buffers are not
+    documented). All-to-all and all-gather keep nothing.
     """
     layout, token = size.layout, size.c * size.model.expert_width
     if size.model.moe is None or layout.ep == 1:
@@ -42,10 +44,11 @@ def dispatcher_bytes(size: Sizes) -> int:
 
 
 def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
-    """What the graph of one layer and micro-batch in flight pins: its static input and the gradient of its output.
+    """What the graph of one layer and micro-batch in flight pins: its static input and the gradient
+    of its output.
 
-    60 of them in DeepSeek-V3 on GB200 are 7.05 GB; arXiv 2603.07685 prints 7. A graph of the whole iteration pins what
-    its run holds anyway.
+    60 of them in DeepSeek-V3 on GB200 are 7.05 GB; arXiv 2603.07685 prints 7. A graph of the whole
+    iteration pins what its run holds anyway.
     """
     if not layout.graphs or Graphs.FULL in layout.graphs:
         return 0
@@ -54,7 +57,8 @@ def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
 
 
 def gathered_bytes(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int) -> int:
-    """Whole weights and gradients of the layers that ZeRO-3 has gathered at once; 0 under any other."""
+    """Whole weights and gradients of the layers that ZeRO-3 has gathered at once; 0 under any
+    other."""
     if layout.zero != 3:
         return 0
     sums: dict[int, int] = {}

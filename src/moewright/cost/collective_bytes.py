@@ -1,4 +1,5 @@
-"""Collectives of one rank in one training step: payload handed in and calls, by (operation, group)."""
+"""Collectives of one rank in one training step: payload handed in and calls, by (operation,
+group)."""
 
 from __future__ import annotations
 
@@ -37,42 +38,63 @@ def comm_rows(
     sets: Sequence[BucketSet],
     units: Sequence[fsdp.Unit] | None = None,
 ) -> tuple[CommRow, ...]:
-    """Sorted rows; groups of one rank make no call. `units`: of our engine under zero=3, whose `sets` are flat buffers
-    beside them; None where the sets hold all parameters, whatever is cut.
+    """Sorted rows; groups of one rank make no call. `units`: of our engine under zero=3, whose
+    `sets` are flat buffers beside them; None where the sets hold all parameters, whatever is cut.
     """
     chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     calls = [
         *_step(model, workload, layout, rows),
-        *_gradients(workload, layout if units is None else fsdp.flat_layout(layout), sets, len(rows.rows)),
+        *_gradients(
+            workload, layout if units is None else fsdp.flat_layout(layout), sets, len(rows.rows)
+        ),
         *_units(workload, units or (), len(rows.rows)),
-        *((Collective.ALL_TO_ALL, "ep", *sizes) for sizes in replica_calls(model, workload, layout, rank)),
+        *(
+            (Collective.ALL_TO_ALL, "ep", *sizes)
+            for sizes in replica_calls(model, workload, layout, rank)
+        ),
         *_pipeline(model, workload, layout, rank, len(rows.rows)),
-        *(_some_replayed if layout.recompute_block else _layers)(model, workload, layout, chunks, rows),
+        *(_some_replayed if layout.recompute_block else _layers)(
+            model, workload, layout, chunks, rows
+        ),
     ]
     for op, group, nbytes, count in calls:
         if grid.group_size(layout, group) > 1 and count:
             had = sums.get((op, group), (0, 0))
             sums[op, group] = had[0] + nbytes, had[1] + count
     return tuple(
-        CommRow(op=op, group=group, bytes=nbytes, calls=count) for (op, group), (nbytes, count) in sorted(sums.items())
+        CommRow(op=op, group=group, bytes=nbytes, calls=count)
+        for (op, group), (nbytes, count) in sorted(sums.items())
     )
 
 
 def _layers(
-    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], rows: Routed
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    chunks: Sequence[stages.Chunk],
+    rows: Routed,
 ) -> Iterator[_Call]:
-    """Of the layers in `chunks`, whose expert rows are `rows`, and of the embedding and head around them."""
+    """Of the layers in `chunks`, whose expert rows are `rows`, and of the embedding and head around
+    them."""
     yield from _expert(model, workload, layout, rows)
     yield from _tensor(model, workload, layout, chunks, len(rows.rows))
     yield from _context(model, workload, layout, chunks, len(rows.rows))
 
 
 def _some_replayed(
-    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], rows: Routed
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    chunks: Sequence[stages.Chunk],
+    rows: Routed,
 ) -> Iterator[_Call]:
-    """The same where some layers alone are replayed: all without replays, and what replays add to these layers."""
-    again, plain = replace(layout, recompute_block=0), replace(layout, recompute_block=0, recompute=())
+    """The same where some layers alone are replayed: all without replays, and what replays add to
+    these layers."""
+    again, plain = (
+        replace(layout, recompute_block=0),
+        replace(layout, recompute_block=0, recompute=()),
+    )
     layers = replayed_layers(model, layout, chunks)
     part = [
         replace(
@@ -90,16 +112,21 @@ def _some_replayed(
 
 
 def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
-    """Valid targets (int64), the four statistics and the losses of all routers, and the expert counts of all layers for
-    the record; with a balance loss those of each micro-batch and layer of the rank too, over the ranks that share its
-    tokens (of each sequence where they count), or over all that share the global batch; with Sinkhorn routing the
-    logits of the rank's tokens.
+    """Valid targets (int64), the four statistics and the losses of all routers, and the expert
+    counts of all layers for the record; with a balance loss those of each micro-batch and layer of
+    the rank too, over the ranks that share its tokens (of each sequence where they count), or over
+    all that share the global batch; with Sinkhorn routing the logits of the rank's tokens.
     """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     layers = len(model.routed_layers) if model.moe else 0
     yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES + layers * _LAYER_LOSS_BYTES, 1
     if model.moe is not None:
-        yield Collective.ALL_REDUCE, "world", INT64_BYTES * len(model.routed_layers) * model.moe.experts, 1
+        yield (
+            Collective.ALL_REDUCE,
+            "world",
+            INT64_BYTES * len(model.routed_layers) * model.moe.experts,
+            1,
+        )
     if model.moe is not None and rows.layers:
         counts = INT64_BYTES * len(rows.layers) * model.moe.experts
         loss, passes = workload.loss, len(rows.rows) * len(rows.layers)
@@ -111,7 +138,12 @@ def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) ->
             yield Collective.ALL_REDUCE, "tp_cp_dp", len(rows.rows) * counts, passes
         if workload.router.assignment is Assignment.SINKHORN:
             logits = routing.micro_batch_tokens(workload, layout) * model.moe.experts
-            yield Collective.ALL_GATHER, "tp_cp", passes * logits * workload.router.router_dtype.nbytes, passes
+            yield (
+                Collective.ALL_GATHER,
+                "tp_cp",
+                passes * logits * workload.router.router_dtype.nbytes,
+                passes,
+            )
 
 
 def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
@@ -119,7 +151,9 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     if model.moe is None or not rows.layers:
         return
     passes, forwards = len(rows.rows) * len(rows.layers), 1 + _replayed(layout, Recompute.MOE)
-    slots = len(rows.rows) * sum(expert_placement.slot_count(model, workload, layout, layer) for layer in rows.layers)
+    slots = len(rows.rows) * sum(
+        expert_placement.slot_count(model, workload, layout, layer) for layer in rows.layers
+    )
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         yield from _gathered(model.moe, workload, layout, model.expert_width, passes, forwards)
         return
@@ -131,19 +165,31 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     if layout.dispatcher is Dispatcher.DEDUP:
         yield from _copied(model.moe, layout, c * h, moves, forwards, passes, slots)
         return
-    # Counts, but where sizes are known; rows out, probabilities, rows back; backward the last three the other way.
+    # Counts, but where sizes are known; rows out, probabilities, rows back; backward the last three
+    # the other way.
     told = layout.capacity_fill is CapacityFill.USED
     sent, received = sum(times * moved.sent for moved, times in moves), summed(rows.sent_here)
     counts = told * INT64_BYTES * slots
     out, back = sent * (c * h + FP32_BYTES), received * c * h
-    yield Collective.ALL_TO_ALL, "ep", forwards * (counts + out + back), forwards * (told + 3) * passes
+    yield (
+        Collective.ALL_TO_ALL,
+        "ep",
+        forwards * (counts + out + back),
+        forwards * (told + 3) * passes,
+    )
     yield Collective.ALL_TO_ALL, "ep", sent * c * h + back + received * FP32_BYTES, 3 * passes
-    # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and reduce-scatter the
+    # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and
+    # reduce-scatter the
     # results; in backward the transposed.
     widest = summed(rows.widest)
     gathered = counts + widest * (c * h + FP32_BYTES)
     yield Collective.ALL_GATHER, "etp", forwards * gathered, forwards * (told + 2) * passes
-    yield Collective.REDUCE_SCATTER, "etp", forwards * layout.etp * widest * c * h, forwards * passes
+    yield (
+        Collective.REDUCE_SCATTER,
+        "etp",
+        forwards * layout.etp * widest * c * h,
+        forwards * passes,
+    )
     yield Collective.ALL_GATHER, "etp", widest * c * h, passes
     yield Collective.REDUCE_SCATTER, "etp", layout.etp * widest * (c * h + FP32_BYTES), 2 * passes
 
@@ -151,12 +197,22 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
 def _gathered(
     moe: MoeSpec, workload: Workload, layout: Layout, hidden: int, passes: int, forwards: int
 ) -> Iterator[_Call]:
-    """The all-gather dispatcher: choices, tokens, probabilities gathered, sums scattered; backward the transposed."""
-    t, k, ranks = routing.micro_batch_tokens(workload, layout), moe.router.top_k, layout.ep * layout.etp
+    """The all-gather dispatcher: choices, tokens, probabilities gathered, sums scattered; backward
+    the transposed."""
+    t, k, ranks = (
+        routing.micro_batch_tokens(workload, layout),
+        moe.router.top_k,
+        layout.ep * layout.etp,
+    )
     row = activation_bytes(workload) * hidden
     tokens, probs = passes * t * row, passes * t * k * FP32_BYTES
     choices = passes * t * k * INT64_BYTES
-    yield Collective.ALL_GATHER, "etp_ep", forwards * (choices + tokens + probs), forwards * 3 * passes
+    yield (
+        Collective.ALL_GATHER,
+        "etp_ep",
+        forwards * (choices + tokens + probs),
+        forwards * 3 * passes,
+    )
     yield Collective.REDUCE_SCATTER, "etp_ep", forwards * ranks * tokens, forwards * passes
     yield Collective.ALL_GATHER, "etp_ep", tokens, passes
     yield Collective.REDUCE_SCATTER, "etp_ep", ranks * (tokens + probs), 2 * passes
@@ -171,10 +227,10 @@ def _copied(
     passes: int,
     slots: int,
 ) -> Iterator[_Call]:
-    """The de-duplicating dispatcher, once a crossing: counts; a copy's wanted experts (int32), its row and its
-    probabilities; partial sums back. Backward: gradients of the sums out, of rows and probabilities back. ETP ranks
-    gather all that each other receives, parts padded to the widest, and reduce-scatter the sums; in backward the
-    transposed. `slots`: of experts, of all passes.
+    """The de-duplicating dispatcher, once a crossing: counts; a copy's wanted experts (int32), its
+    row and its probabilities; partial sums back. Backward: gradients of the sums out, of rows and
+    probabilities back. ETP ranks gather all that each other receives, parts padded to the widest,
+    and reduce-scatter the sums; in backward the transposed. `slots`: of experts, of all passes.
     """
     out = sum(times * moved.copies_out for moved, times in moves)
     coming = sum(times * moved.copies_in for moved, times in moves)
@@ -184,7 +240,9 @@ def _copied(
     if nodes := routing.nodes_of(layout):
         leaving = sum(times * moved.node_out for moved, times in moves)
         entering = sum(times * moved.node_in for moved, times in moves)
-        crossings.append(("ep_far", INT64_BYTES * (slots + passes * (layout.ep + nodes)), leaving, entering))
+        crossings.append(
+            ("ep_far", INT64_BYTES * (slots + passes * (layout.ep + nodes)), leaving, entering)
+        )
     for group, counts, there, back in crossings:
         forward = counts + there * (INT32_BYTES * k + row + FP32_BYTES * k) + back * row
         yield Collective.ALL_TO_ALL, group, forwards * forward, forwards * 5 * passes
@@ -207,8 +265,9 @@ def _left_to_a_library(
     forwards: int,
     passes: int,
 ) -> Iterator[_Call]:
-    """What DeepEP and HybridEP are handed, not what they move: tokens, choices (int64) and probabilities; sums of each
-    copy here. Backward: gradients of the sums, and of copies and their probabilities.
+    """What DeepEP and HybridEP are handed, not what they move: tokens, choices (int64) and
+    probabilities; sums of each copy here. Backward: gradients of the sums, and of copies and their
+    probabilities.
     """
     t, k = passes * routing.micro_batch_tokens(workload, layout), moe.router.top_k
     here = sum(times * moved.copies_in for moved, times in moves)
@@ -219,13 +278,17 @@ def _left_to_a_library(
 
 
 def _replayed(layout: Layout, *policies: Recompute) -> bool:
-    """Whether backward runs the forward of a block again: under full recompute, or one of `policies`."""
+    """Whether backward runs the forward of a block again: under full recompute, or one of
+    `policies`."""
     return any(policy in layout.recompute for policy in (Recompute.FULL, *policies))
 
 
-def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], micro_batches: int) -> Iterator[_Call]:
-    """Reduction of gradients and gather of updated weights, a call a bucket; zero=3 reduces every micro-batch, and
-    gathers for each forward and each backward. Hybrid sharding sums the cut gradients over the copies once a step.
+def _gradients(
+    workload: Workload, layout: Layout, sets: Sequence[BucketSet], micro_batches: int
+) -> Iterator[_Call]:
+    """Reduction of gradients and gather of updated weights, a call a bucket; zero=3 reduces every
+    micro-batch, and gathers for each forward and each backward. Hybrid sharding sums the cut
+    gradients over the copies once a step.
     """
     sharded = layout.zero == 3
     reductions, gathers = (micro_batches, 2 * micro_batches) if sharded else (1, 1)
@@ -238,32 +301,52 @@ def _gradients(workload: Workload, layout: Layout, sets: Sequence[BucketSet], mi
             copies = fsdp.spread(layout, held.group).copies
             yield Collective.ALL_REDUCE, copies, grad * held.numel // held.shards, count
         if held.holders:
-            yield Collective.ALL_REDUCE, "pp", reductions * grad * held.numel // held.shards, reductions * count
+            yield (
+                Collective.ALL_REDUCE,
+                "pp",
+                reductions * grad * held.numel // held.shards,
+                reductions * count,
+            )
         if layout.zero:
-            yield Collective.ALL_GATHER, group, gathers * c * held.numel // held.shards, gathers * count
+            yield (
+                Collective.ALL_GATHER,
+                group,
+                gathers * c * held.numel // held.shards,
+                gathers * count,
+            )
 
 
 def _units(workload: Workload, units: Sequence[fsdp.Unit], micro_batches: int) -> Iterator[_Call]:
-    """fully_shard: a unit is gathered for each forward and each backward, and reduced after each backward; once a step
-    the ranks that hold copies of its parts sum their gradients.
+    """fully_shard: a unit is gathered for each forward and each backward, and reduced after each
+    backward; once a step the ranks that hold copies of its parts sum their gradients.
     """
     c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
     for unit in units:
         gathers = micro_batches * (1 if unit.stays else 2)
         yield Collective.ALL_GATHER, unit.group, gathers * c * unit.room, gathers
-        yield Collective.REDUCE_SCATTER, unit.group, micro_batches * grad * unit.ranks * unit.room, micro_batches
+        yield (
+            Collective.REDUCE_SCATTER,
+            unit.group,
+            micro_batches * grad * unit.ranks * unit.room,
+            micro_batches,
+        )
         for group, own in unit.copied.items():
             yield Collective.ALL_REDUCE, group, grad * own, int(own > 0)
 
 
 def _tensor(
-    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], micro_batches: int
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    chunks: Sequence[stages.Chunk],
+    micro_batches: int,
 ) -> Iterator[_Call]:
-    """Sequence parallelism: each dense MLP gathers its input (again for its weight gradient) and reduce-scatters its
-    output, with the transposed pair in backward, attention likewise; the head gathers, the embedding scatters. The
-    loss all-reduces the top of the logits, then their sum and the target's; norms of queries and keys over all heads
-    their mean square, and a mean again in backward. Without sequence parallelism nothing is gathered, and what would be
-    scattered is all-reduced. More ranks than key heads gather the parts of those.
+    """Sequence parallelism: each dense MLP gathers its input (again for its weight gradient) and
+    reduce-scatters its output, with the transposed pair in backward, attention likewise; the head
+    gathers, the embedding scatters. The loss all-reduces the top of the logits, then their sum and
+    the target's; norms of queries and keys over all heads their mean square, and a mean again in
+    backward. Without sequence parallelism nothing is gathered, and what would be scattered is
+    all-reduced. More ranks than key heads gather the parts of those.
     """
     c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
     shared = model.moe is not None and model.moe.shared_ffn_size > 0
@@ -284,16 +367,27 @@ def _tensor(
         # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
         widths[Collective.ALL_GATHER] += (2 + attention_again) * chunk.mtp * [2 * model.hidden_size]
         whole = 2 * blocks + replays + heads + chunk.embedding + chunk.mtp
-        widths[Collective.REDUCE_SCATTER] += [*len(layers) * scattered, *whole * [model.hidden_size]]
+        widths[Collective.REDUCE_SCATTER] += [
+            *len(layers) * scattered,
+            *whole * [model.hidden_size],
+        ]
         widths[Collective.REDUCE_SCATTER] += chunk.mtp * [2 * model.hidden_size]
         traded += (2 + attention_again) * chunk.mtp
         losses += heads
         attentions += len(layers)
-        means += len(layers) * (4 + 2 * attention_again) if model.attention.qk_norm is QkNorm.FULL else 0
+        means += (
+            len(layers) * (4 + 2 * attention_again) if model.attention.qk_norm is QkNorm.FULL else 0
+        )
     if not layout.sp:
         summed = widths[Collective.REDUCE_SCATTER]
-        yield Collective.ALL_REDUCE, "tp", micro_batches * sum(summed) * c * T, micro_batches * len(summed)
-        # All ranks need all columns of an MTP projection: they gather them; of their gradients each keeps its part.
+        yield (
+            Collective.ALL_REDUCE,
+            "tp",
+            micro_batches * sum(summed) * c * T,
+            micro_batches * len(summed),
+        )
+        # All ranks need all columns of an MTP projection: they gather them; of their gradients each
+        # keeps its part.
         columns = sum(chunk.mtp for chunk in chunks) * (1 + attention_again) * [model.hidden_size]
         widths, traded = {Collective.ALL_GATHER: columns, Collective.REDUCE_SCATTER: []}, 0
     if model.attention.kind is AttentionKind.GQA and layout.tp > model.attention.kv_heads:
@@ -301,7 +395,12 @@ def _tensor(
         widths[Collective.ALL_GATHER] += (1 + attention_again) * keys_and_values
         widths[Collective.REDUCE_SCATTER] += keys_and_values
     for op, parts in ((Collective.ALL_GATHER, layout.tp), (Collective.REDUCE_SCATTER, 1)):
-        yield op, "tp", micro_batches * sum(widths[op]) * c * T // parts, micro_batches * len(widths[op])
+        yield (
+            op,
+            "tp",
+            micro_batches * sum(widths[op]) * c * T // parts,
+            micro_batches * len(widths[op]),
+        )
     traded *= micro_batches  # columns of an MTP projection for tokens, there and back
     yield Collective.ALL_TO_ALL, "tp", traded * c * T * model.hidden_size // layout.tp, traded
     reduced = FP32_BYTES * T * (means + 3 * losses)
@@ -311,9 +410,9 @@ def _tensor(
 def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list[int]]:
     """Widths of what one attention layer gathers and scatters over TP in a micro-batch.
 
-    Its input is gathered for the products and again for their weight gradients; latent attention gathers its latents
-    instead, and the rotated part of the keys. The output's gradient is gathered, the output and the gradients of what
-    was gathered are summed and scattered.
+    Its input is gathered for the products and again for their weight gradients; latent attention
+    gathers its latents instead, and the rotated part of the keys. The output's gradient is
+    gathered, the output and the gradients of what was gathered are summed and scattered.
     """
     spec, h = model.attention, model.hidden_size
     inputs, also = [h], []
@@ -325,11 +424,16 @@ def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list
 
 
 def _context(
-    model: ModelSpec, workload: Workload, layout: Layout, chunks: Sequence[stages.Chunk], micro_batches: int
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    chunks: Sequence[stages.Chunk],
+    micro_batches: int,
 ) -> Iterator[_Call]:
-    """Of every attention layer: queries, keys, values and the output between ranks that exchange heads for tokens, and
-    in backward their gradients. Between the others keys and values, sent on by all ranks but one (or gathered once) in
-    forward and in backward, where their gradients, summed in fp32, go all the way round (or are reduced and scattered).
+    """Of every attention layer: queries, keys, values and the output between ranks that exchange
+    heads for tokens, and in backward their gradients. Between the others keys and values, sent on
+    by all ranks but one (or gathered once) in forward and in backward, where their gradients,
+    summed in fp32, go all the way round (or are reduced and scattered).
     """
     spec, tp, mla = model.attention, layout.tp, model.attention.kind is AttentionKind.MLA
     passes = micro_batches * sum(len(chunk_layers(model, chunk)) for chunk in chunks)
@@ -339,7 +443,12 @@ def _context(
     block = T * key_heads * (spec.head_dim + spec.v_head_dim)
     inputs, calls = c * (T * spec.q_width // tp + block), 2 if mla else 3
     again = _replayed(layout, Recompute.MLA_UP_PROJ)
-    yield Collective.ALL_TO_ALL, "cp_a2a", (2 + again) * passes * inputs, (2 + again) * passes * calls
+    yield (
+        Collective.ALL_TO_ALL,
+        "cp_a2a",
+        (2 + again) * passes * inputs,
+        (2 + again) * passes * calls,
+    )
     outs = passes * (2 + _replayed(layout))
     yield Collective.ALL_TO_ALL, "cp_a2a", outs * c * T * spec.out_width // tp, outs
     visits = passes * (2 + _replayed(layout, Recompute.CORE_ATTN))
@@ -351,8 +460,11 @@ def _context(
         yield Collective.P2P, "cp_kv", ring * passes * FP32_BYTES * block, ring * passes
 
 
-def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int) -> Iterator[_Call]:
-    """One hidden state to the next virtual stage, and its gradient back, where that lies on another rank."""
+def _pipeline(
+    model: ModelSpec, workload: Workload, layout: Layout, rank: int, micro_batches: int
+) -> Iterator[_Call]:
+    """One hidden state to the next virtual stage, and its gradient back, where that lies on another
+    rank."""
     c, t, pp_rank = (
         activation_bytes(workload),
         routing.micro_batch_tokens(workload, layout),
@@ -363,4 +475,9 @@ def _pipeline(model: ModelSpec, workload: Workload, layout: Layout, rank: int, m
         stage = stages.stage_of(layout, pp_rank, number)
         targets = (p2p.result_to(layout, kind, stage) for kind in (Kind.F, Kind.B))
         sends += sum(stages.seat_of(layout, to)[0] != pp_rank for to in targets if to is not None)
-    yield Collective.P2P, "pp", micro_batches * sends * c * t * model.hidden_size, micro_batches * sends
+    yield (
+        Collective.P2P,
+        "pp",
+        micro_batches * sends * c * t * model.hidden_size,
+        micro_batches * sends,
+    )

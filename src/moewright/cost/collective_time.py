@@ -1,4 +1,5 @@
-"""Seconds of collectives: a measured curve where the hardware file has one, else bytes over a two-level fabric."""
+"""Seconds of collectives: a measured curve where the hardware file has one, else bytes over a
+two-level fabric."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from moewright.spec.layout import Dispatcher, Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """How a group lies on the fabric: `size` ranks, `inside` of them in each of `domains` fast domains."""
+    """How a group lies on the fabric: `size` ranks, `inside` of them in each of `domains` fast
+    domains."""
 
     size: int
     inside: int
@@ -22,7 +24,8 @@ class Span:
 
 
 def span(layout: Layout, group: str, domain_size: int) -> Span:
-    """A group's ranks are a run with the stride of its first axis, so a domain holds domain_size / stride of them."""
+    """A group's ranks are a run with the stride of its first axis, so a domain holds domain_size /
+    stride of them."""
     axes = grid.GROUPS[group]
     stride = grid.stride(layout, axes[0])
     size = prod(grid.axis_size(layout, axis) for axis in axes)
@@ -31,7 +34,8 @@ def span(layout: Layout, group: str, domain_size: int) -> Span:
 
 
 class Links:
-    """Collectives on one hardware. Payloads are the bytes one rank hands in, its own part included."""
+    """Collectives on one hardware. Payloads are the bytes one rank hands in, its own part
+    included."""
 
     __slots__ = ("_curves", "_domain_Bps", "_fabric", "_network_Bps", "constants")
 
@@ -48,10 +52,13 @@ class Links:
     def measured(self, op: Collective, size: int) -> Curve | None:
         return self._curves.get((op, size))
 
-    def seconds(self, op: Collective, where: Span, payload_bytes: float, *, efficiency: float = 1.0) -> float:
-        """One call. Ring collectives move (n-1)/n of the whole buffer past each rank, and past each network port only
-        what leaves a domain, shared by the ports of its ranks; the slower level counts. An all-to-all uses both
-        levels in turn. `efficiency` scales the bandwidth of the formula, not a measured curve.
+    def seconds(
+        self, op: Collective, where: Span, payload_bytes: float, *, efficiency: float = 1.0
+    ) -> float:
+        """One call. Ring collectives move (n-1)/n of the whole buffer past each rank, and past each
+        network port only what leaves a domain, shared by the ports of its ranks; the slower level
+        counts. An all-to-all uses both levels in turn. `efficiency` scales the bandwidth of the
+        formula, not a measured curve.
         """
         if where.size == 1 or payload_bytes == 0:
             return 0.0
@@ -65,7 +72,9 @@ class Links:
         if op is Collective.P2P:
             near = where.domains == 1  # a ring is as slow as its slowest hop
             return whole / (self._domain_Bps if near else self._network_Bps) + self._latency(near)
-        inside = whole * (where.size - 1) / where.size / self._domain_Bps if where.inside > 1 else 0.0
+        inside = (
+            whole * (where.size - 1) / where.size / self._domain_Bps if where.inside > 1 else 0.0
+        )
         between = whole * (where.domains - 1) / where.domains / (where.inside * self._network_Bps)
         return rounds * (max(inside, between) / efficiency + self._latency(where.domains == 1))
 
@@ -74,16 +83,24 @@ class Links:
 
     def _exchange(self, where: Span, payload_bytes: float) -> float:
         c = self.constants
-        inside = payload_bytes / where.domains * (where.inside - 1) / where.inside / self._domain_Bps
+        inside = (
+            payload_bytes / where.domains * (where.inside - 1) / where.inside / self._domain_Bps
+        )
         between = payload_bytes * (1 - 1 / where.domains) / self._network_Bps
-        moving = c["alltoall_inside_time_scale"] * inside + c["alltoall_between_time_scale"] * between
+        moving = (
+            c["alltoall_inside_time_scale"] * inside + c["alltoall_between_time_scale"] * between
+        )
         return moving + self._latency(where.domains == 1)
 
-    def dispatch_s(self, layout: Layout, *, tokens: int, top_k: int, row_bytes: int, load: float) -> float:
-        """One direction of expert parallelism (dispatch or combine) of `tokens` tokens with `top_k` rows each.
+    def dispatch_s(
+        self, layout: Layout, *, tokens: int, top_k: int, row_bytes: int, load: float
+    ) -> float:
+        """One direction of expert parallelism (dispatch or combine) of `tokens` tokens with `top_k`
+        rows each.
 
-        A plain all-to-all sends every row. De-duplicating dispatchers send one copy to each domain that a token
-        visits, and fan it out to the distinct ranks there; nodes that the layout names count for domains.
+        A plain all-to-all sends every row. De-duplicating dispatchers send one copy to each domain
+        that a token visits, and fan it out to the distinct ranks there; nodes that the layout names
+        count for domains.
         """
         where = self.span(layout, "ep")
         if where.size == 1:
@@ -92,17 +109,27 @@ class Links:
             return self.seconds(Collective.ALL_GATHER, where, tokens * row_bytes)
         if layout.dispatcher is Dispatcher.ALL_TO_ALL:
             return self.seconds(Collective.ALL_TO_ALL, where, load * tokens * top_k * row_bytes)
-        n, near = where.size // layout.ep_node if layout.ep_node else where.domains, where.domains == 1
+        n, near = (
+            where.size // layout.ep_node if layout.ep_node else where.domains,
+            where.domains == 1,
+        )
         leaving = tokens * routing.expected_distinct(n, top_k) * (1 - 1 / n) * row_bytes
         between = leaving / (self._domain_Bps if near else self._network_Bps)
         fan_out = tokens * routing.expected_distinct(where.size, top_k) * row_bytes
-        inside = fan_out / (self._fabric.domain_Bps.value * self.constants["dedup_domain_efficiency"])
+        inside = fan_out / (
+            self._fabric.domain_Bps.value * self.constants["dedup_domain_efficiency"]
+        )
         c = self.constants
         moving = c["dedup_inside_time_scale"] * inside + c["dedup_between_time_scale"] * between
         return load * moving + self._latency(near)
 
 
 def _along(curve: Curve, payload_bytes: float) -> float:
-    """A measured time; beyond the largest payload it grows with the bytes instead of staying flat."""
+    """A measured time; beyond the largest payload it grows with the bytes instead of staying
+    flat."""
     largest, seconds = curve.points[-1]
-    return seconds * payload_bytes / largest if payload_bytes > largest else interpolate(curve, payload_bytes)
+    return (
+        seconds * payload_bytes / largest
+        if payload_bytes > largest
+        else interpolate(curve, payload_bytes)
+    )

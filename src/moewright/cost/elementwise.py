@@ -1,10 +1,11 @@
 """Elementwise work of one layer, in bytes read and written.
 
-CUDA stacks fuse a chain into one kernel: it reads its inputs and writes its outputs. The engine on CPU runs one pass
-an operation, mostly in fp32: its bytes are counted operation by operation from what each function does (widen c + 4,
-multiply in place 8, multiply two 12, narrow 4 + c, and so on), and an exponential as EXP_BYTES. With
-fused_kernels=plain it does so on CUDA too, exponentials hidden behind the bytes, for the chains that are kernels of its
-own: norms, rotation, gated activations, copies and sums of rows, the router and cross-entropy.
+CUDA stacks fuse a chain into one kernel: it reads its inputs and writes its outputs. The engine on
+CPU runs one pass an operation, mostly in fp32: its bytes are counted operation by operation from
+what each function does (widen c + 4, multiply in place 8, multiply two 12, narrow 4 + c, and so
+on), and an exponential as EXP_BYTES. With fused_kernels=plain it does so on CUDA too, exponentials
+hidden behind the bytes, for the chains that are kernels of its own: norms, rotation, gated
+activations, copies and sums of rows, the router and cross-entropy.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _FUSED_BACKWARD = 1.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """Bytes an element costs, as (constant, multiple of c), and exponentials it takes eagerly, forward and backward;
-    `calls` passes, so that one call's size is known.
+    """Bytes an element costs, as (constant, multiple of c), and exponentials it takes eagerly,
+    forward and backward; `calls` passes, so that one call's size is known.
     """
 
     fused: tuple[float, float]
@@ -41,8 +42,10 @@ class Kernel:
     fused_backward: float = _FUSED_BACKWARD
 
 
-# What an element's exponential costs on a CPU core, in bytes it could move instead: beside passes at 45 GB/s softmax
-# and its logarithm take 0.5-0.8 ns an element more, silu hardly any (each function alone, 256 columns, AVX-512).
+# What an element's exponential costs on a CPU core, in bytes it could move instead: beside passes
+# at 45 GB/s softmax
+# and its logarithm take 0.5-0.8 ns an element more, silu hardly any (each function alone, 256
+# columns, AVX-512).
 EXP_BYTES = 20
 
 # Per element of the tensor named in each row of `layer_rows`.
@@ -54,17 +57,31 @@ UNGATED = Kernel(fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8), 
 SPREAD = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0)
 GATHER = Kernel(fused=(0, 2.4), forward=(0, 3), backward=(0, 2), calls=(2, 1), fused_backward=1.0)
 REORDER = Kernel(fused=(0, 2.4), forward=(0, 2), backward=(0, 2), calls=(1, 1), fused_backward=1.0)
-# Router scores: softmax, top-k (a partial sort: counted as eight passes), counts and auxiliary loss, all fp32.
+# Router scores: softmax, top-k (a partial sort: counted as eight passes), counts and auxiliary
+# loss, all fp32.
 ROUTE = Kernel(fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6), exps=(1, 0))
-# Logits: widen, log-softmax; backward widen, softmax, scale, narrow. Fused: read for the sums, read again and the
+# Logits: widen, log-softmax; backward widen, softmax, scale, narrow. Fused: read for the sums, read
+# again and the
 # gradient written in their place; backward scales it.
-CROSS_ENTROPY = Kernel(fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(1, 1), fused_backward=2 / 3)
+CROSS_ENTROPY = Kernel(
+    fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(1, 1), fused_backward=2 / 3
+)
 
-_KERNELS = (RMS_NORM, ROTATE, GATED, SPREAD, GATHER, ROUTE, CROSS_ENTROPY)  # of the engine's seam (docs/adr/0019)
+_KERNELS = (
+    RMS_NORM,
+    ROTATE,
+    GATED,
+    SPREAD,
+    GATHER,
+    ROUTE,
+    CROSS_ENTROPY,
+)  # of the engine's seam (docs/adr/0019)
 
 
 def _fuses(kernel: Kernel, size: Sizes) -> bool:
-    return size.fused and not (size.workload.fused_kernels is FusedKernels.PLAIN and kernel in _KERNELS)
+    return size.fused and not (
+        size.workload.fused_kernels is FusedKernels.PLAIN and kernel in _KERNELS
+    )
 
 
 def light(
@@ -76,12 +93,15 @@ def light(
     part: TimePart = TimePart.ELEMENTWISE,
     pieces: float = 1.0,
 ) -> tuple[OpRow, OpRow]:
-    """The forward and the backward row of a kernel over so many elements, taken eagerly in so many pieces."""
+    """The forward and the backward row of a kernel over so many elements, taken eagerly in so many
+    pieces."""
     if _fuses(kernel, size):
         constant, factor = kernel.fused
         forward_bytes = (constant + factor * size.c) * elements
         back_bytes = forward_bytes * kernel.fused_backward
-        return moved(name, size, forward_bytes, *replay, part=part), moved(name, size, back_bytes, part=part)
+        return moved(name, size, forward_bytes, *replay, part=part), moved(
+            name, size, back_bytes, part=part
+        )
     rows, exp_bytes = [], 0 if size.fused else EXP_BYTES
     for (constant, factor), calls, exps, replays in (
         (kernel.forward, kernel.calls[0], kernel.exps[0], replay),
@@ -137,7 +157,9 @@ def layer_rows(size: Sizes, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
     else:
         if size.narrow:
             yield _quantise(size, "mlp.quantise", t * h + size.T * size.model.dense_ffn_size / tp)
-        yield _activation(size, "mlp.activation", size.T * size.model.dense_ffn_size / tp, Recompute.MLP)
+        yield _activation(
+            size, "mlp.activation", size.T * size.model.dense_ffn_size / tp, Recompute.MLP
+        )
 
 
 def _moe_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
@@ -164,14 +186,16 @@ def expert_rows(size: Sizes) -> Iterator[tuple[OpRow, OpRow]]:
     if size.narrow:
         yield _quantise(size, "experts.quantise", size.R * (h + width), MOE)
     yield _activation(size, "experts.activation", size.R * width, Recompute.MOE_ACT, MOE)
-    # A plain all-to-all hands over rows ordered by source: they are sorted by expert, and back, on arrival too.
+    # A plain all-to-all hands over rows ordered by source: they are sorted by expert, and back, on
+    # arrival too.
     if layout.dispatcher not in DEDUP and (size.fused or layout.ep > 1):
         yield light(REORDER, "sort_received", size, 2 * size.R * h, MOE)
 
 
 def _quantise(size: Sizes, name: str, elements: float, *replay: Recompute) -> tuple[OpRow, OpRow]:
-    """Operands of 8-bit GEMMs: read in 16 bits, written in 8; 3 bytes an element (time_model_findings, section 2).
-    Those of 4-bit ones are read twice, as the scale of the tensor comes first, and written in 4 + 8/16 bits both ways.
+    """Operands of 8-bit GEMMs: read in 16 bits, written in 8; 3 bytes an element
+    (time_model_findings, section 2). Those of 4-bit ones are read twice, as the scale of the tensor
+    comes first, and written in 4 + 8/16 bits both ways.
     """
     amount = (4 + 2 * 9 / 16 if size.dtype is Dtype.NVFP4 else 3) * elements
     return moved(name, size, amount, *replay), moved(name, size, _FUSED_BACKWARD * amount)

@@ -52,7 +52,9 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     if layout.world_size != hardware.count:
         rule = f"the hardware has {hardware.count} devices"
         have = str(hardware.count)
-        world = Reason(field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=have)
+        world = Reason(
+            field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=have
+        )
         reasons = (world, *reasons)
     reasons = (*unmultiplied(workload, hardware), *reasons)
     if reasons:
@@ -82,13 +84,22 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     )
     first = held_share(sets[0])
     optimizer = optimizer_ops(size, held=first.dense + first.expert, owned=owned_by(layout, first))
-    assumptions = (*_assumptions(hardware, rates, size, workload), *misses(rates, (*all_rows(size), *optimizer)))
+    assumptions = (
+        *_assumptions(hardware, rates, size, workload),
+        *misses(rates, (*all_rows(size), *optimizer)),
+    )
     found = _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
-    limit = routing.expected_load(model, workload, layout) + found.margin_bytes / a_load if a_load > 0 else 0.0
+    limit = (
+        routing.expected_load(model, workload, layout) + found.margin_bytes / a_load
+        if a_load > 0
+        else 0.0
+    )
     return replace(found, load_limit=max(0.0, limit) if limit < layout.ep else 0.0)
 
 
-def size_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants) -> Sizes:
+def size_of(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants
+) -> Sizes:
     """The symbols of a layout, under the expert load that the workload expects."""
     return sizes(
         model,
@@ -113,10 +124,14 @@ def held_share(sets: Sequence[BucketSet]) -> Share:
 
 
 def _memory(
-    workload: Workload, constants: Constants, size: Sizes, sets: Sequence[Sequence[BucketSet]], count: int
+    workload: Workload,
+    constants: Constants,
+    size: Sizes,
+    sets: Sequence[Sequence[BucketSet]],
+    count: int,
 ) -> tuple[tuple[memory.Held, ...], float]:
-    """Peak of every pipeline rank, and how much the highest grows with the rows of the hottest expert rank: bytes for
-    each time the even ones more."""
+    """Peak of every pipeline rank, and how much the highest grows with the rows of the hottest
+    expert rank: bytes for each time the even ones more."""
     layout = size.layout
     enough = memory.enough_micro_batches(layout, count)
     table = schedule.timetable(layout, enough)
@@ -141,9 +156,13 @@ def _memory(
     return found, float(held(fullest, hotter, load + 1).peak_bytes - found[fullest].peak_bytes)
 
 
-def _expected_rows(size: Sizes, workload: Workload, pp_rank: int, count: int, *, load: float) -> Routed:
+def _expected_rows(
+    size: Sizes, workload: Workload, pp_rank: int, count: int, *, load: float
+) -> Routed:
     rank = pp_rank * size.layout.world_size // size.layout.pp
-    return routed(size.model, workload, size.layout, rank, micro_batches=count, selection=None, load=load)
+    return routed(
+        size.model, workload, size.layout, rank, micro_batches=count, selection=None, load=load
+    )
 
 
 def _ledger(
@@ -161,7 +180,9 @@ def _ledger(
     notes = (
         ()
         if size.fused
-        else ("CPU: no allowance for allocator, context or communicators; the interpreter's own memory is not counted",)
+        else (
+            "CPU: no allowance for allocator, context or communicators; the interpreter's own memory is not counted",
+        )
     )
     return Ledger(
         rank=rank,
@@ -174,7 +195,9 @@ def _ledger(
     )
 
 
-def _phases(step: Step, tails: Sequence[Tail], times: Sequence[Times], pp_rank: int, count: int) -> tuple[TimeRow, ...]:
+def _phases(
+    step: Step, tails: Sequence[Tail], times: Sequence[Times], pp_rank: int, count: int
+) -> tuple[TimeRow, ...]:
     """The step of one pipeline rank by phase; what it waits for others is OTHER."""
     last, stage = tails[pp_rank], times[pp_rank]
     own = {
@@ -185,7 +208,11 @@ def _phases(step: Step, tails: Sequence[Tail], times: Sequence[Times], pp_rank: 
         Phase.PARAM_GATHER: last.gather_s,
     }
     own[Phase.OTHER] = step.step_s - sum(own.values())
-    return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in sorted(own.items()) if seconds > 0)
+    return tuple(
+        TimeRow(phase=phase, seconds=seconds)
+        for phase, seconds in sorted(own.items())
+        if seconds > 0
+    )
 
 
 def _joined(
@@ -204,7 +231,9 @@ def _joined(
     peak = held[peak_rank]
     capacity = round(hardware.device.memory_bytes.value)
     largest = max(peak.rows, key=lambda row: row.bytes)
-    per_token = flops.model_flops_per_token(size.model, workload.seq_len, attended_share=size.attended_share)
+    per_token = flops.model_flops_per_token(
+        size.model, workload.seq_len, attended_share=size.attended_share
+    )
     model_flops = per_token * workload.tokens_per_step
     per_device = model_flops / step.step_s / devices
     replayed = _replayed_flops(size, workload)
@@ -221,7 +250,9 @@ def _joined(
         step_s=step.step_s,
         step_sd=rates.constants["step_time_sd"],
         shares=tuple(
-            TimeShare(part=part, seconds=step.exposed.get(part, 0.0), hidden_s=step.hidden.get(part, 0.0))
+            TimeShare(
+                part=part, seconds=step.exposed.get(part, 0.0), hidden_s=step.hidden.get(part, 0.0)
+            )
             for part in TimePart
             if part in step.exposed or step.hidden.get(part)
         ),
@@ -264,7 +295,9 @@ def _replayed_flops(size: Sizes, workload: Workload) -> int:
     return flops.total_model_flops((*logits, *replayed_rows(model, workload, one, whole)))
 
 
-def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Workload) -> Iterator[Assumption]:
+def _assumptions(
+    hardware: Hardware, rates: Rates, size: Sizes, workload: Workload
+) -> Iterator[Assumption]:
     """Facts and constants behind an estimate, and what the workload is taken to do."""
     device, fabric, layout = hardware.device, hardware.fabric, size.layout
     load = routing.expected_load(size.model, workload, layout)
@@ -282,13 +315,27 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
             source="workload.load_histogram: rules.placement",
         )
     if workload.data.documents is not Documents.JOINED:
-        share, source = workload.data.attended_share, "data.attended_share, measured where the files are at hand"
+        share, source = (
+            workload.data.attended_share,
+            "data.attended_share, measured where the files are at hand",
+        )
         kind = SourceKind.MEASURED if share < 1 else SourceKind.ASSUMED
-        yield Assumption(name="documents", value=f"leave {share:.4g} of attention", kind=kind, source=source)
+        yield Assumption(
+            name="documents", value=f"leave {share:.4g} of attention", kind=kind, source=source
+        )
     if layout.offload:
         source = "copies of activations hide under as much compute as there is; the optimizer runs on the host"
-        part = "" if layout.offload_fraction == 1 else f" ({layout.offload_fraction:.0%} of the optimizer)"
-        yield Assumption(name="offload", value="+".join(layout.offload) + part, kind=SourceKind.ASSUMED, source=source)
+        part = (
+            ""
+            if layout.offload_fraction == 1
+            else f" ({layout.offload_fraction:.0%} of the optimizer)"
+        )
+        yield Assumption(
+            name="offload",
+            value="+".join(layout.offload) + part,
+            kind=SourceKind.ASSUMED,
+            source=source,
+        )
     facts = [
         ("memory_bytes", device.memory_bytes),
         ("memory_Bps", device.memory_Bps),
@@ -310,7 +357,10 @@ def _assumptions(hardware: Hardware, rates: Rates, size: Sizes, workload: Worklo
         points = rate.curve.points
         value_text = f"{points[0][1]:.4g} to {points[-1][1]:.4g} over {len(points)} points"
         yield Assumption(
-            name=f"rate {rate.op} {rate.dtype}", value=value_text, kind=rate.curve.kind, source=rate.curve.source
+            name=f"rate {rate.op} {rate.dtype}",
+            value=value_text,
+            kind=rate.curve.kind,
+            source=rate.curve.source,
         )
     for time in fabric.times:
         yield Assumption(

@@ -23,29 +23,48 @@ def embedding_ops(size: Sizes) -> LayerOps:
 
     The eager backward sums in a full fp32 table that it clears and narrows.
     """
-    elements, table = size.t * size.model.hidden_size, size.model.vocab_size * size.model.hidden_size / size.layout.tp
+    elements, table = (
+        size.t * size.model.hidden_size,
+        size.model.vocab_size * size.model.hidden_size / size.layout.tp,
+    )
     forward = moved("embedding", size, 2 * size.c * elements, part=_HEAD)
     if size.fused:
-        return LayerOps(forward=(forward,), backward=(moved("embedding", size, 3 * size.c * elements, part=_HEAD),))
+        return LayerOps(
+            forward=(forward,),
+            backward=(moved("embedding", size, 3 * size.c * elements, part=_HEAD),),
+        )
     back_bytes = (16 + size.c) * elements + (8 + size.c + summed_bytes(size)) * table
-    return LayerOps(forward=(forward,), backward=(moved("embedding", size, back_bytes, part=_HEAD, calls=5),))
+    return LayerOps(
+        forward=(forward,), backward=(moved("embedding", size, back_bytes, part=_HEAD, calls=5),)
+    )
 
 
 def head_ops(size: Sizes) -> LayerOps:
-    """Final norm, logits, and cross-entropy over the vocabulary. Logits that are not kept are made again, in pieces;
-    the gradient of the head's input is summed over these in fp32, and its weight's is never put off.
+    """Final norm, logits, and cross-entropy over the vocabulary. Logits that are not kept are made
+    again, in pieces; the gradient of the head's input is summed over these in fp32, and its
+    weight's is never put off.
     """
     h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
     norm, norm_back = light(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
     passes = max(1.0, size.T / (LOSS_ROWS if size.fused else rows_at_a_time(int(vocab), IN_CACHE)))
-    loss, loss_back = light(CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=passes)
+    loss, loss_back = light(
+        CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, pieces=passes
+    )
     logits = replace(gemm("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide)
     again = Recompute.LOSS in size.layout.recompute
     if again:
         pieces = max(1.0, vocab / loss_columns(size.model, size.layout))
         logits = replace(logits, x=logits.x / pieces)
-        products = replace(logits, name=f"head.logits.{AT_ONCE}", amount=3 * logits.amount, replay=())
-        summing = moved("head.input_gradient", size, (8 + size.c) * size.T * h * pieces, part=_HEAD, calls=pieces)
+        products = replace(
+            logits, name=f"head.logits.{AT_ONCE}", amount=3 * logits.amount, replay=()
+        )
+        summing = moved(
+            "head.input_gradient",
+            size,
+            (8 + size.c) * size.T * h * pieces,
+            part=_HEAD,
+            calls=pieces,
+        )
         backward = [products, norm_back, loss_back, summing]
     else:
         backward = [_twice(logits), norm_back, loss_back]
@@ -57,7 +76,8 @@ def head_ops(size: Sizes) -> LayerOps:
 
 
 def mtp_ops(size: Sizes) -> LayerOps:
-    """What an MTP depth has besides a layer and a pass through the head: two norms and the projection [h, 2h]."""
+    """What an MTP depth has besides a layer and a pass through the head: two norms and the
+    projection [h, 2h]."""
     h = size.model.hidden_size
     projection = gemm("mtp.projection", size, size.T, h / size.layout.tp, 2 * h, TimePart.DENSE)
     norm, norm_back = light(RMS_NORM, "mtp.norms", size, 2 * size.t * h)

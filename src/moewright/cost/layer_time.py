@@ -1,7 +1,9 @@
-"""Seconds of one layer, or of what stands outside the layers, for one micro-batch: rows, collectives and host time.
+"""Seconds of one layer, or of what stands outside the layers, for one micro-batch: rows,
+collectives and host time.
 
-time_model_findings section 2. Device and host overlap in part: time = (device^p + host^p)^(1/p), for forward, backward
-and a replayed block each; p = 1 adds them. Waits for the split sizes of an all-to-all are always added.
+time_model_findings section 2. Device and host overlap in part: time = (device^p + host^p)^(1/p),
+for forward, backward and a replayed block each; p = 1 adds them. Waits for the split sizes of an
+all-to-all are always added.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Seconds of one micro-batch, forward and backward: exposed by part, and hidden under other work.
+    """Seconds of one micro-batch, forward and backward: exposed by part, and hidden under other
+    work.
 
     `forward_s` of the exposed seconds belong to forward, `weight_s` to the weight gradients.
     """
@@ -84,15 +87,20 @@ def exchanged(priced: Priced, experts: Priced) -> Priced:
 
     def mixed(rows: Seconds, others: Seconds) -> Seconds:
         other = iter(others)
-        return tuple(next(other) if row.name.startswith(BETWEEN) else (row, seconds) for row, seconds in rows)
+        return tuple(
+            next(other) if row.name.startswith(BETWEEN) else (row, seconds) for row, seconds in rows
+        )
 
-    return Priced(forward=mixed(priced.forward, experts.forward), backward=mixed(priced.backward, experts.backward))
+    return Priced(
+        forward=mixed(priced.forward, experts.forward),
+        backward=mixed(priced.backward, experts.backward),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """Collectives of one layer and micro-batch, forward; `tp` one gather or scatter, `ep` dispatch and combine;
-    `tp_means` those of norms over all heads, where ranks hold a part each.
+    """Collectives of one layer and micro-batch, forward; `tp` one gather or scatter, `ep` dispatch
+    and combine; `tp_means` those of norms over all heads, where ranks hold a part each.
     """
 
     ep_forward: float
@@ -125,7 +133,9 @@ def tp_s(links: Links, layout: Layout, whole_bytes: float) -> float:
     if layout.tp == 1:
         return 0.0
     where = links.span(layout, "tp")
-    seconds = links.seconds(Collective.REDUCE_SCATTER, where, whole_bytes, efficiency=c["tp_efficiency"])
+    seconds = links.seconds(
+        Collective.REDUCE_SCATTER, where, whole_bytes, efficiency=c["tp_efficiency"]
+    )
     shown = 1 - c["tp_overlap_hidden"] if Overlap.TP in layout.overlap else 1.0
     return c["tp_time_scale"] * shown * seconds
 
@@ -139,33 +149,43 @@ def stage_transfer_s(links: Links, size: Sizes, layout: Layout) -> float:
     """One activation to the next pipeline stage."""
     if layout.pp == 1:
         return 0.0
-    return links.seconds(Collective.P2P, links.span(layout, "pp"), size.c * size.t * size.model.hidden_size)
+    return links.seconds(
+        Collective.P2P, links.span(layout, "pp"), size.c * size.t * size.model.hidden_size
+    )
 
 
 def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
-    """Dispatch and combine, forward and backward, with the small exchanges of counts and probabilities."""
+    """Dispatch and combine, forward and backward, with the small exchanges of counts and
+    probabilities."""
     model, layout = size.model, size.layout
     if model.moe is None or layout.ep * layout.etp == 1:
         return 0.0, 0.0
     k, even = model.moe.router.top_k, size.t * model.moe.router.top_k
     load = size.R / (even * layout.etp) if even else 1.0
-    one = links.dispatch_s(layout, tokens=size.t, top_k=k, row_bytes=size.c * model.expert_width, load=load)
+    one = links.dispatch_s(
+        layout, tokens=size.t, top_k=k, row_bytes=size.c * model.expert_width, load=load
+    )
     forward = backward = 2 * one
     if layout.dispatcher is Dispatcher.ALL_TO_ALL:
         where = links.span(layout, "ep")
         probs = links.seconds(Collective.ALL_TO_ALL, where, _FP32_BYTES * even)
-        forward += links.seconds(Collective.ALL_TO_ALL, where, _INT64_BYTES * model.moe.experts) + probs
+        forward += (
+            links.seconds(Collective.ALL_TO_ALL, where, _INT64_BYTES * model.moe.experts) + probs
+        )
         backward += probs
     if layout.etp > 1:
-        gathered = routing.gathered_rows(size.workload, layout, size.R) * size.c * model.expert_width
+        gathered = (
+            routing.gathered_rows(size.workload, layout, size.R) * size.c * model.expert_width
+        )
         etp = links.seconds(Collective.REDUCE_SCATTER, links.span(layout, "etp"), gathered)
         forward, backward = forward + 2 * etp, backward + 2 * etp
     return forward, backward
 
 
 def _context(links: Links, size: Sizes) -> float:
-    """Keys and values of the other ranks, forward: a ring of cp - 1 steps, or one gather; a2a moves q and the output
-    too, but only its own part of each; a2a+p2p does so inside a domain, and rings over the domains."""
+    """Keys and values of the other ranks, forward: a ring of cp - 1 steps, or one gather; a2a moves
+    q and the output too, but only its own part of each; a2a+p2p does so inside a domain, and rings
+    over the domains."""
     spec, layout = size.model.attention, size.layout
     if layout.cp == 1:
         return 0.0
@@ -184,8 +204,11 @@ def _context(links: Links, size: Sizes) -> float:
     return links.seconds(Collective.ALL_TO_ALL, where, moved)
 
 
-def host_s(links: Links, layout: Layout, graphs: Sequence[Graphs], model: ModelSpec, *, moe: bool) -> float:
-    """Host time of one layer and micro-batch, forward and backward, that does not depend on the tokens."""
+def host_s(
+    links: Links, layout: Layout, graphs: Sequence[Graphs], model: ModelSpec, *, moe: bool
+) -> float:
+    """Host time of one layer and micro-batch, forward and backward, that does not depend on the
+    tokens."""
     c = links.constants
     if Graphs.FULL in graphs:
         return c["host_s_full_graph"]
@@ -211,7 +234,8 @@ def _graphed(links: Links, graphs: Sequence[Graphs]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTime:
-    """Seconds of one layer and micro-batch on the device, by part, before recompute and host work are added."""
+    """Seconds of one layer and micro-batch on the device, by part, before recompute and host work
+    are added."""
 
     exposed: Parts
     hidden: Parts
@@ -238,19 +262,27 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
     tp = moved.tp_blocks * moved.tp
     beside = covered(layout, priced.forward, priced.backward, moved.ep_forward, moved.ep_backward)
     share = links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 1.0
-    hidden_s = min(moved.ep_forward, share * beside.forward), min(moved.ep_backward, share * beside.backward)
-    forward_s = device_s(priced.forward, moved.ep_forward, hidden_s[0], 2 * tp + moved.tp_means, moved.cp)
-    backward_s = device_s(priced.backward, moved.ep_backward, hidden_s[1], 3 * tp + moved.tp_means, 2 * moved.cp)
+    hidden_s = (
+        min(moved.ep_forward, share * beside.forward),
+        min(moved.ep_backward, share * beside.backward),
+    )
+    forward_s = device_s(
+        priced.forward, moved.ep_forward, hidden_s[0], 2 * tp + moved.tp_means, moved.cp
+    )
+    backward_s = device_s(
+        priced.backward, moved.ep_backward, hidden_s[1], 3 * tp + moved.tp_means, 2 * moved.cp
+    )
     return DeviceTime(exposed=exposed, hidden=hidden, forward_s=forward_s, backward_s=backward_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Added:
-    """What recompute and graphs add to the device's own time of a layer and micro-batch: floats of one choice, or
-    arrays over many.
+    """What recompute and graphs add to the device's own time of a layer and micro-batch: floats of
+    one choice, or arrays over many.
 
-    A replayed block of `block_s` stands alone, takes `block_host` of the forward's host time, and is of `block_share`
-    of the layers; `light_s` of `light_calls` replayed kernels join the backward.
+    A replayed block of `block_s` stands alone, takes `block_host` of the forward's host time, and
+    is of `block_share` of the layers; `light_s` of `light_calls` replayed kernels join the
+    backward.
     """
 
     host_s: Numbers
@@ -263,7 +295,9 @@ class Added:
     @classmethod
     def of(cls, many: Sequence[Added]) -> Added:
         """Choices side by side."""
-        return cls(**{name: np.array([getattr(one, name) for one in many]) for name in cls.__slots__})
+        return cls(
+            **{name: np.array([getattr(one, name) for one in many]) for name in cls.__slots__}
+        )
 
 
 class Choices(Protocol):
@@ -276,10 +310,17 @@ class Choices(Protocol):
 
 
 def added(
-    links: Links, size: Sizes, layout: Layout, choices: Choices, priced: Priced, moved: Exchange, *, moe: bool
+    links: Links,
+    size: Sizes,
+    layout: Layout,
+    choices: Choices,
+    priced: Priced,
+    moved: Exchange,
+    *,
+    moe: bool,
 ) -> Added:
-    """Of these choices in a layout. Full recompute is one forward more, with its collectives and host time, of the
-    share of the layers that it takes; `moe` its block with 0.6 of the host time.
+    """Of these choices in a layout. Full recompute is one forward more, with its collectives and
+    host time, of the share of the layers that it takes; `moe` its block with 0.6 of the host time.
     """
     chosen, small = choices.recompute, _small(choices.recompute)
     block_s = light_s = 0.0
@@ -305,8 +346,8 @@ def added(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Seconds of forward and backward with the host's, of replayed blocks, and of copies that either waits for;
-    `travel_s` those of one direction.
+    """Seconds of forward and backward with the host's, of replayed blocks, and of copies that
+    either waits for; `travel_s` those of one direction.
     """
 
     forward_s: Numbers
@@ -319,23 +360,45 @@ class Passes:
 
     @property
     def total_s(self) -> Numbers:
-        return self.forward_s + self.backward_s + self.block_s + self.late_forward_s + self.late_backward_s
+        return (
+            self.forward_s
+            + self.backward_s
+            + self.block_s
+            + self.late_forward_s
+            + self.late_backward_s
+        )
 
 
 def passes(
-    links: Links, size: Sizes, layout: Layout, device: DeviceTime, more: Added, away: Away, *, moe: bool, synced: bool
+    links: Links,
+    size: Sizes,
+    layout: Layout,
+    device: DeviceTime,
+    more: Added,
+    away: Away,
+    *,
+    moe: bool,
+    synced: bool,
 ) -> Passes:
-    """Device and host side by side, and copies beside both: what takes longer than a pass shows. An offloaded module
-    costs the host as much as a recomputed one, in forward and in backward. `synced`: the host waits for transfers.
+    """Device and host side by side, and copies beside both: what takes longer than a pass shows. An
+    offloaded module costs the host as much as a recomputed one, in forward and in backward.
+    `synced`: the host waits for transfers.
     """
     c = links.constants
     sync = 0.0
     if moe and layout.ep > 1:
         sync = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
-    p, third, call_s = _exponent(links, size, synced=synced), more.host_s / 3, c["host_s_per_recompute_module"]
+    p, third, call_s = (
+        _exponent(links, size, synced=synced),
+        more.host_s / 3,
+        c["host_s_per_recompute_module"],
+    )
     calls_s = call_s * away.modules
     forward_s = _joint(p, device.forward_s, third + calls_s) + sync
-    backward_s = _joint(p, device.backward_s + more.light_s, 2 * third + call_s * more.light_calls + calls_s) + sync
+    backward_s = (
+        _joint(p, device.backward_s + more.light_s, 2 * third + call_s * more.light_calls + calls_s)
+        + sync
+    )
     travel_s = away.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     replays = np.greater(more.block_s, 0)
     return Passes(
@@ -349,13 +412,27 @@ def passes(
 
 
 def layer_time(
-    links: Links, size: Sizes, layout: Layout, priced: Priced, device: DeviceTime, more: Added, away: Away, *, moe: bool
+    links: Links,
+    size: Sizes,
+    layout: Layout,
+    priced: Priced,
+    device: DeviceTime,
+    more: Added,
+    away: Away,
+    *,
+    moe: bool,
 ) -> Times:
     """One layer and micro-batch by part."""
-    found = passes(links, size, layout, device, more, away, moe=moe, synced=layout.pp > 1 and layout.vpp == 1)
+    found = passes(
+        links, size, layout, device, more, away, moe=moe, synced=layout.pp > 1 and layout.vpp == 1
+    )
     exposed, hidden = dict(device.exposed), dict(device.hidden)
     busy_s = device.backward_s + more.light_s
-    _put(exposed, TimePart.HOST, float(found.forward_s - device.forward_s + found.backward_s - busy_s))
+    _put(
+        exposed,
+        TimePart.HOST,
+        float(found.forward_s - device.forward_s + found.backward_s - busy_s),
+    )
     _put(exposed, TimePart.RECOMPUTE, float(found.block_s + more.light_s))
     late_s = float(found.late_forward_s + found.late_backward_s)
     _put(exposed, TimePart.OFFLOAD, late_s)
@@ -364,20 +441,29 @@ def layer_time(
     # The host's part and what overlaps fall on input and weight gradients alike.
     weight_s = weights_s(priced.backward) * backward_s / float(busy_s) if device.backward_s else 0.0
     return Times(
-        exposed=exposed, hidden=hidden, forward_s=float(found.forward_s + found.late_forward_s), weight_s=weight_s
+        exposed=exposed,
+        hidden=hidden,
+        forward_s=float(found.forward_s + found.late_forward_s),
+        weight_s=weight_s,
     )
 
 
 def _exponent(links: Links, size: Sizes, *, synced: bool) -> float:
-    """How far host and device run side by side: less where 1F1B waits for every transfer, not at all in one pass."""
+    """How far host and device run side by side: less where 1F1B waits for every transfer, not at
+    all in one pass."""
     if not size.steady:
         return 1.0
     return links.constants["host_exponent_synced" if synced else "host_exponent"]
 
 
 def _small(recompute: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """Recompute choices that replay a few kernels of a layer inside backward, not a block of their own."""
-    return tuple(choice for choice in recompute if choice not in (Recompute.FULL, Recompute.MOE, Recompute.LOSS))
+    """Recompute choices that replay a few kernels of a layer inside backward, not a block of their
+    own."""
+    return tuple(
+        choice
+        for choice in recompute
+        if choice not in (Recompute.FULL, Recompute.MOE, Recompute.LOSS)
+    )
 
 
 def _replayed_share(layout: Layout, model: ModelSpec) -> float:
@@ -406,9 +492,12 @@ def _put(parts: dict[TimePart, float], part: TimePart, seconds: float) -> None:
         parts[part] = parts.get(part, 0.0) + seconds
 
 
-def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int, sums: int = 0) -> Times:
-    """Embedding, head or MTP projection: device time only; `gathers` collectives of the hidden state under TP, and in
-    forward `sums` all-reduces of a number a token, as a loss over a cut vocabulary takes.
+def outside_time(
+    links: Links, size: Sizes, priced: Priced, *, gathers: int, sums: int = 0
+) -> Times:
+    """Embedding, head or MTP projection: device time only; `gathers` collectives of the hidden
+    state under TP, and in forward `sums` all-reduces of a number a token, as a loss over a cut
+    vocabulary takes.
     """
     exposed: dict[TimePart, float] = {}
     forward_s = _sum_parts(exposed, priced.forward)
@@ -419,4 +508,6 @@ def outside_time(links: Links, size: Sizes, priced: Priced, *, gathers: int, sum
         summed = sums * tp_sum_s(links, size)
         _put(exposed, TimePart.TP_COMM, gathers * one + summed)
         forward_s += gathers * one / 2 + summed
-    return Times(exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weights_s(priced.backward))
+    return Times(
+        exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weights_s(priced.backward)
+    )

@@ -1,4 +1,5 @@
-"""The predicted ledger of one rank and one training step, to be held against what the engine counted."""
+"""The predicted ledger of one rank and one training step, to be held against what the engine
+counted."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ _MOE_BLOCK = (Module.ROUTER, Module.EXPERTS, Module.SHARED_EXPERTS)
 def predict(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
     """Memory (states and saved activations), collectives and FLOPs of `rank` in one step.
 
-    Experts get the rows that `selection` recorded, or balanced ones without it. States, collectives and FLOPs are
-    exact; memory holds no transients; the time is that of the plan's estimate. Raises BadInput for a rank outside the
-    world or a selection of another job.
+    Experts get the rows that `selection` recorded, or balanced ones without it. States, collectives
+    and FLOPs are exact; memory holds no transients; the time is that of the plan's estimate. Raises
+    BadInput for a rank outside the world or a selection of another job.
     """
-    workload = workload_of(plan.workload, selection.step - 1) if selection else plan.workload  # while batches grow
+    workload = (
+        workload_of(plan.workload, selection.step - 1) if selection else plan.workload
+    )  # while batches grow
     found = predict_rank(plan.model, workload, plan.layout, rank=rank, selection=selection)
     expected = next((one for one in plan.estimate.ledgers if one.pp_rank == found.pp_rank), None)
     return replace(found, time=expected.time) if expected else found
@@ -48,16 +51,22 @@ def predict_rank(
     """`predict` from its parts. Without a selection experts get `load` times the balanced rows."""
     pp_rank = grid.coordinate(layout, rank, "pp")
     count = micro_batches(workload, layout)
-    rows = routed(model, workload, layout, rank, micro_batches=count, selection=selection, load=load)
+    rows = routed(
+        model, workload, layout, rank, micro_batches=count, selection=selection, load=load
+    )
     units = fsdp.units(model, layout, rank)
     flat = fsdp.flat_layout(layout)
-    sets = [one for one in bucket_sets(model, workload, flat, rank) if not fsdp.cuts(layout, one.group)]
+    sets = [
+        one for one in bucket_sets(model, workload, flat, rank) if not fsdp.cuts(layout, one.group)
+    ]
     table = schedule.timetable(layout, count)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (
         *state_rows(workload, flat, sets),
         *replica_rows(model, workload, layout, pp_rank),
-        *unit_rows(workload, layout, units),  # of the same module where a part of it is cut and a part is not
+        *unit_rows(
+            workload, layout, units
+        ),  # of the same module where a part of it is cut and a part is not
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
     )
     held: dict[tuple[Component, Module], int] = {}
@@ -76,24 +85,45 @@ def predict_rank(
     )
 
 
-def flop_rows(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed) -> tuple[FlopRow, ...]:
+def flop_rows(
+    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed
+) -> tuple[FlopRow, ...]:
     """FLOPs that the rank dispatches in a step: forward, backward, and what recompute replays."""
     share = _share(model, workload, layout, pp_rank, rows)
     sums: dict[tuple[FlopOp, Module], int] = {}
     trained = flops.flop_rows(model, layout, share, seq_len=workload.seq_len)
     again = _share(model, workload, layout, pp_rank, rows, replayed=True)
-    for row in (*trained, *replayed_rows(model, workload, layout, again), *loss_rows(model, layout, share)):
+    for row in (
+        *trained,
+        *replayed_rows(model, workload, layout, again),
+        *loss_rows(model, layout, share),
+    ):
         sums[row.op, row.module] = sums.get((row.op, row.module), 0) + row.flops
-    return tuple(FlopRow(op=op, module=module, flops=value) for (op, module), value in sorted(sums.items()) if value)
+    return tuple(
+        FlopRow(op=op, module=module, flops=value)
+        for (op, module), value in sorted(sums.items())
+        if value
+    )
 
 
 def _share(
-    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed, *, replayed: bool = False
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    pp_rank: int,
+    rows: Routed,
+    *,
+    replayed: bool = False,
 ) -> flops.Share:
     """What the rank works on, or the layers of it that recompute touches."""
     chunks = rank_chunks(model, layout, pp_rank)
     layers = replayed_layers(model, layout, chunks) if replayed else None
-    mine = [layer for chunk in chunks for layer in chunk_layers(model, chunk) if layers is None or layer in layers]
+    mine = [
+        layer
+        for chunk in chunks
+        for layer in chunk_layers(model, chunk)
+        if layers is None or layer in layers
+    ]
     sequences = len(rows.rows) * layout.mbs
     expected = flops.expected_pairs(
         workload.seq_len, workload.data.attended_share, sequences * factors(layout)[0] / layout.cp
@@ -110,7 +140,9 @@ def _share(
     )
 
 
-def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
+def replayed_rows(
+    model: ModelSpec, workload: Workload, layout: Layout, share: flops.Share
+) -> tuple[FlopRow, ...]:
     """Forward FLOPs of layers that the recompute choices run a second time in backward."""
     chosen, spec = layout.recompute, model.attention
     work = [
@@ -123,14 +155,18 @@ def replayed_rows(model: ModelSpec, workload: Workload, layout: Layout, share: f
         up += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         of_layer = 2 * share.tokens * up // layout.tp
         for layers, depth in ((len(share.layers), False), (share.mtp, True)):
-            again = flops.Work(op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, depth=depth)
+            again = flops.Work(
+                op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, depth=depth
+            )
             work.append(again)
     return flops.summed(work)
 
 
 def loss_rows(model: ModelSpec, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
     """FLOPs of the logits that backward makes again."""
-    return flops.summed([flops.head_work(model, layout, share)] if Recompute.LOSS in layout.recompute else [])
+    return flops.summed(
+        [flops.head_work(model, layout, share)] if Recompute.LOSS in layout.recompute else []
+    )
 
 
 def _replays(work: flops.Work, chosen: tuple[Recompute, ...]) -> bool:

@@ -1,5 +1,5 @@
-"""Peak memory of a pipeline rank, by component and module: states, activations, head, transients, and the allowances
-between what is allocated and what the device has to hold."""
+"""Peak memory of a pipeline rank, by component and module: states, activations, head, transients,
+and the allowances between what is allocated and what the device has to hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from moewright.spec.plan import Verdict
 from moewright.spec.workload import Workload
 
 _BF16_BYTES = 2
-# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16 bits.
+# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
+# bits.
 LINEAR = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS})
 
 
@@ -41,7 +42,8 @@ class Held:
 
 
 def enough_micro_batches(layout: Layout, micro_batches: int) -> int:
-    """As many micro-batches as the timetable needs to reach its steady state: the peak does not grow after it."""
+    """As many micro-batches as the timetable needs to reach its steady state: the peak does not
+    grow after it."""
     if layout.schedule.splits_backward:
         return min(micro_batches, 4 * layout.pp)
     if layout.vpp == 1:
@@ -69,11 +71,15 @@ def held(
     states += replica_rows(model, workload, layout, chunks[0].pp_rank)
     inputs: float | None = None
     if workload.precision.narrow:
-        states = list(with_copies(states, constants.narrow_bytes("weight_copies", size.dtype) / size.c))
+        states = list(
+            with_copies(states, constants.narrow_bytes("weight_copies", size.dtype) / size.c)
+        )
         inputs = constants.narrow_bytes("input", size.dtype) / size.c
     allocated = [
         *states,
-        *saved_rows(model, workload, layout, rows, chunks=chunks, table=table, extras=beside, inputs=inputs),
+        *saved_rows(
+            model, workload, layout, rows, chunks=chunks, table=table, extras=beside, inputs=inputs
+        ),
     ]
     resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
     resident += gathered_bytes(model, workload, layout, chunks[0].pp_rank)
@@ -90,16 +96,26 @@ def held(
         (Component.FRAGMENTATION, round(device.reserved)),
         (Component.COMMUNICATION, round(device.communication)),
     )
-    allocated += [MemoryRow(component=c, module=Module.OTHER, bytes=nbytes) for c, nbytes in allowances if nbytes]
+    allocated += [
+        MemoryRow(component=c, module=Module.OTHER, bytes=nbytes)
+        for c, nbytes in allowances
+        if nbytes
+    ]
     return Held(
-        rows=tuple(sorted((*allocated, *(r for r in away if r.bytes)), key=lambda row: (row.component, row.module))),
+        rows=tuple(
+            sorted(
+                (*allocated, *(r for r in away if r.bytes)),
+                key=lambda row: (row.component, row.module),
+            )
+        ),
         spread_bytes=device.spread,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beyond:
-    """Bytes that a device holds beyond what is allocated, and the standard deviation of the whole."""
+    """Bytes that a device holds beyond what is allocated, and the standard deviation of the
+    whole."""
 
     reserved: Any  # floats, or arrays of one shape
     communication: Any
@@ -107,30 +123,39 @@ class Beyond:
 
 
 def beyond(constants: Constants, allocated: Any, *, groups: Any, buffers: int) -> Beyond:
-    """Of so many allocated bytes and communicating process groups, which may be arrays of one shape, beside the
-    buffers that a dispatcher registers."""
-    deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (groups * constants["communicator_bytes_sd"]) ** 2
+    """Of so many allocated bytes and communicating process groups, which may be arrays of one
+    shape, beside the buffers that a dispatcher registers."""
+    deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (
+        groups * constants["communicator_bytes_sd"]
+    ) ** 2
     return Beyond(
-        reserved=constants["reserved_share"] * allocated + constants["context_bytes"] + constants["stack_bytes"],
+        reserved=constants["reserved_share"] * allocated
+        + constants["context_bytes"]
+        + constants["stack_bytes"],
         communication=groups * constants["communicator_bytes"] + buffers,
         spread=deviation**0.5,
     )
 
 
 def with_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
-    """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all micro-batches."""
+    """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all
+    micro-batches."""
     for row in states:
         copied = row.component is Component.WEIGHTS and row.module in LINEAR
         yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
 
 
-def extras(workload: Workload, constants: Constants, size: Sizes, chunks: Sequence[Chunk]) -> Extras:
+def extras(
+    workload: Workload, constants: Constants, size: Sizes, chunks: Sequence[Chunk]
+) -> Extras:
     """Head and backward working sets of each chunk, and the fullest layer of each."""
     head = head_bytes(constants, size)
     forward, backward = [], []
     for chunk in chunks:
         passes = chunk.mtp + chunk.loss
-        layer = max((layer_transient(workload, size, i) for i in chunk_layers(size.model, chunk)), default=0)
+        layer = max(
+            (layer_transient(workload, size, i) for i in chunk_layers(size.model, chunk)), default=0
+        )
         forward.append(passes * head.forward)
         backward.append(max(layer, passes * head.backward))
     return Extras(forward=tuple(forward), backward=tuple(backward), logits_kept=not size.fused)
@@ -138,17 +163,19 @@ def extras(workload: Workload, constants: Constants, size: Sizes, chunks: Sequen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """Short-lived bytes of one pass through the head, while its forward ends and while its backward runs."""
+    """Short-lived bytes of one pass through the head, while its forward ends and while its backward
+    runs."""
 
     forward: int
     backward: int
 
 
 def head_bytes(constants: Constants, size: Sizes) -> Head:
-    """Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in forward, or the
-    logits' gradient, the head's weight gradient and the gathered input in backward, the larger booked to forward. The
-    engine's own cross-entropy keeps the logits as a saved activation and makes their gradient. Under recompute=loss
-    both hold a piece of the logits, in backward its gradient too, and sum that of the head's input in fp32.
+    """Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in
+    forward, or the logits' gradient, the head's weight gradient and the gathered input in backward,
+    the larger booked to forward. The engine's own cross-entropy keeps the logits as a saved
+    activation and makes their gradient. Under recompute=loss both hold a piece of the logits, in
+    backward its gradient too, and sum that of the head's input in fp32.
     """
     layout = size.layout
     logits = size.T * size.model.vocab_size // layout.tp
@@ -159,7 +186,9 @@ def head_bytes(constants: Constants, size: Sizes) -> Head:
         summed = 4 * size.T * size.model.hidden_size
         if not size.fused:
             return Head(forward=size.c * piece, backward=2 * size.c * piece + head_weight + summed)
-        fused = max(round(constants["logit_bytes"] * piece), 4 * piece + head_weight + head_input + summed)
+        fused = max(
+            round(constants["logit_bytes"] * piece), 4 * piece + head_weight + head_input + summed
+        )
         return Head(forward=fused, backward=0)
     if not size.fused:
         return Head(forward=0, backward=size.c * logits + head_weight)
@@ -174,7 +203,9 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
     if layout.recompute:
         even = routing.routed_rows(model, workload, layout, 1.0)
         load = size.R / even if even else 1.0
-        before = recompute.saved_by_layer(model, workload, layout, layer, load=load, exchanged_again=size.fused)
+        before = recompute.saved_by_layer(
+            model, workload, layout, layer, load=load, exchanged_again=size.fused
+        )
         after = recompute.kept(before, layout.recompute)
         replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
         replayed *= layout.recompute_span
@@ -182,23 +213,27 @@ def layer_transient(workload: Workload, size: Sizes, layer: int) -> int:
 
 
 def layer_gradients(size: Sizes, layer: int) -> int:
-    """Gradients of the first projection's output, of the activation and of the rows that enter the MLP; the gathered
-    hidden state (twice under TP); rows as ETP ranks gather them; and what delayed weight gradients wait with."""
+    """Gradients of the first projection's output, of the activation and of the rows that enter the
+    MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and what delayed
+    weight gradients wait with."""
     model, layout = size.model, size.layout
     wide = 3 if model.gated else 2
     gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe(model, layer) and model.moe is not None:
         gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
         if layout.etp > 1:
-            gradients += size.c * model.expert_width * routing.gathered_rows(size.workload, layout, size.R)
+            gradients += (
+                size.c * model.expert_width * routing.gathered_rows(size.workload, layout, size.R)
+            )
     else:
         gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
     return gradients + gathered + (waiting_bytes(size) if Overlap.WGRAD in layout.overlap else 0)
 
 
 def waiting_bytes(size: Sizes) -> int:
-    """Output gradients of attention's projections and of shared experts, until their weight gradients follow in the
-    next layer; their inputs are those of the layer that overlapped expert communication holds more."""
+    """Output gradients of attention's projections and of shared experts, until their weight
+    gradients follow in the next layer; their inputs are those of the layer that overlapped expert
+    communication holds more."""
     model, layout, spec = size.model, size.layout, size.model.attention
     if spec.kind is AttentionKind.MLA:
         cut = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
@@ -212,7 +247,8 @@ def waiting_bytes(size: Sizes) -> int:
 
 
 def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:
-    """One bf16 gradient placeholder a distinct weight shape, cached by fused linear layers (CUDA stacks only)."""
+    """One bf16 gradient placeholder a distinct weight shape, cached by fused linear layers (CUDA
+    stacks only)."""
     if not size.fused:
         return 0
     model, layout, spec, h = size.model, size.layout, size.model.attention, size.model.hidden_size
@@ -225,8 +261,13 @@ def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:
         shapes.add(((spec.q_width + 2 * spec.kv_width) // layout.tp, h))
     else:
         q_in = spec.q_lora_rank or h
-        shapes |= {(spec.q_width // layout.tp, q_in), (spec.kv_lora_rank + spec.qk_rope_head_dim, h)}
-        shapes.add((spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) // layout.tp, spec.kv_lora_rank))
+        shapes |= {
+            (spec.q_width // layout.tp, q_in),
+            (spec.kv_lora_rank + spec.qk_rope_head_dim, h),
+        }
+        shapes.add(
+            (spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) // layout.tp, spec.kv_lora_rank)
+        )
         shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
     widths = set()
     if any(not is_moe(model, layer) for layer in layers):
@@ -242,8 +283,8 @@ def placeholder_bytes(size: Sizes, chunks: Sequence[Chunk]) -> int:
 
 
 def communicators(layout: Layout) -> int:
-    """Process groups that move data: each keeps buffers of its own. A pipeline has three (stages, model, embedding),
-    expert parallelism two (with and without tensor parallelism)."""
+    """Process groups that move data: each keeps buffers of its own. A pipeline has three (stages,
+    model, embedding), expert parallelism two (with and without tensor parallelism)."""
     sizes = (
         (layout.tp, 1),
         (layout.cp, 1),

@@ -1,4 +1,5 @@
-"""Bytes of weights, gradients, master weights and moments on one rank, exactly as flat buffers hold them."""
+"""Bytes of weights, gradients, master weights and moments on one rank, exactly as flat buffers hold
+them."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSet:
-    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the rank's.
+    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the
+    rank's.
 
-    `group_size`: ranks that share their states, all of the group unless sharding is hybrid. `holders`: pipeline
-    ranks that then sum their slices.
+    `group_size`: ranks that share their states, all of the group unless sharding is hybrid.
+    `holders`: pipeline ranks that then sum their slices.
     """
 
     group: str
@@ -40,17 +42,24 @@ class BucketSet:
         return sum(bucket.numel for bucket in self.buckets)
 
 
-def bucket_sets(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> tuple[BucketSet, ...]:
-    """By the group that reduces them (rules.shards), in that order, what several pipeline ranks hold apart."""
+def bucket_sets(
+    model: ModelSpec, workload: Workload, layout: Layout, rank: int
+) -> tuple[BucketSet, ...]:
+    """By the group that reduces them (rules.shards), in that order, what several pipeline ranks
+    hold apart."""
     held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
     return _sets(held, model, workload, layout, rank)
 
 
-def stage_sets(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[tuple[BucketSet, ...], ...]:
+def stage_sets(
+    model: ModelSpec, workload: Workload, layout: Layout
+) -> tuple[tuple[BucketSet, ...], ...]:
     """`bucket_sets` of the first rank of every pipeline stage."""
     stage = layout.world_size // layout.pp
     held = shards.parameters_by_stage(model, layout)
-    return tuple(_sets(mine, model, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held))
+    return tuple(
+        _sets(mine, model, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held)
+    )
 
 
 def _sets(
@@ -58,7 +67,9 @@ def _sets(
 ) -> tuple[BucketSet, ...]:
     found = []
     for group in shards.GRADIENT_GROUPS:
-        members = [param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group]
+        members = [
+            param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group
+        ]
         by_holders = [(shards.holders(param.name, model, layout), param) for param in members]
         for key in sorted({key for key, _ in by_holders}):
             params = [param for own, param in by_holders if own == key]
@@ -67,7 +78,13 @@ def _sets(
 
 
 def _bucket_set(
-    params: Sequence[Param], workload: Workload, layout: Layout, rank: int, group: str, *, holders: tuple[int, ...]
+    params: Sequence[Param],
+    workload: Workload,
+    layout: Layout,
+    rank: int,
+    group: str,
+    *,
+    holders: tuple[int, ...],
 ) -> BucketSet:
     over = fsdp.states_group(layout, group)
     size = grid.group_size(layout, over)
@@ -98,16 +115,19 @@ def element_bytes(workload: Workload) -> dict[Component, int]:
 
 
 def sharded_states(zero: int) -> frozenset[Component]:
-    """zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing."""
+    """zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0
+    nothing."""
     if zero == 0:
         return frozenset()
     owned = frozenset({Component.MASTER, Component.MOMENTS})
     return owned if zero < 3 else owned | {Component.WEIGHTS, Component.GRADIENTS}
 
 
-def unit_rows(workload: Workload, layout: Layout, units: Sequence[fsdp.Unit]) -> tuple[MemoryRow, ...]:
-    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without rows is OTHER's. With
-    an offloaded optimizer all of it is in host memory, gradients too.
+def unit_rows(
+    workload: Workload, layout: Layout, units: Sequence[fsdp.Unit]
+) -> tuple[MemoryRow, ...]:
+    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without
+    rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients too.
     """
     sums: dict[tuple[Component, Module], int] = {}
     away = Offload.OPTIMIZER in layout.offload
@@ -118,7 +138,10 @@ def unit_rows(workload: Workload, layout: Layout, units: Sequence[fsdp.Unit]) ->
     )
     for cut in (cut for unit in units for cut in unit.cuts):
         for component, nbytes, padded in sizes:
-            for module, numel in ((cut.module, cut.own), (Module.OTHER, (cut.room - cut.own) * padded)):
+            for module, numel in (
+                (cut.module, cut.own),
+                (Module.OTHER, (cut.room - cut.own) * padded),
+            ):
                 key = Component.HOST if away else component, module
                 sums[key] = sums.get(key, 0) + numel * nbytes
     return tuple(
@@ -128,8 +151,11 @@ def unit_rows(workload: Workload, layout: Layout, units: Sequence[fsdp.Unit]) ->
     )
 
 
-def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> tuple[MemoryRow, ...]:
-    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding to OTHER."""
+def state_rows(
+    workload: Workload, layout: Layout, sets: Sequence[BucketSet]
+) -> tuple[MemoryRow, ...]:
+    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding
+    to OTHER."""
     element, sharded = element_bytes(workload), sharded_states(layout.zero)
     sums: dict[tuple[Component, Module], int] = {}
     for bucket_set in sets:
@@ -153,12 +179,15 @@ def state_rows(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) ->
 
 
 def copied_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
-    """What a rank keeps in host memory, from the first save on, for checkpoints that are written beside training: a
-    copy of its part of master weights and moments, of which those that hold the same share the work.
+    """What a rank keeps in host memory, from the first save on, for checkpoints that are written
+    beside training: a copy of its part of master weights and moments, of which those that hold the
+    same share the work.
     """
     if workload.checkpoint.mode is SaveMode.SYNC:
         return 0
-    elements = sum(one.numel // (grid.group_size(layout, one.group) * max(1, len(one.holders))) for one in sets)
+    elements = sum(
+        one.numel // (grid.group_size(layout, one.group) * max(1, len(one.holders))) for one in sets
+    )
     return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
 
 

@@ -31,11 +31,12 @@ _STANDS_IN: Mapping[str, Op] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRow:
-    """Work of one kind: `amount` (FLOPs, bytes or parameters, as its Op says) at the rate the curve has at `x`.
+    """Work of one kind: `amount` (FLOPs, bytes or parameters, as its Op says) at the rate the curve
+    has at `x`.
 
-    `replay` names the recompute choices that run a forward row again in backward; `share` is the part of the usual
-    rate that it reaches; `scale` names a constant that multiplies its time besides
-    that of its Op.
+    `replay` names the recompute choices that run a forward row again in backward; `share` is the
+    part of the usual rate that it reaches; `scale` names a constant that multiplies its time
+    besides that of its Op.
     """
 
     name: str
@@ -96,7 +97,8 @@ class Rates:
         return self._peaks.get(known) or next(iter(self._peaks.values()))
 
     def curve(self, op: Op, dtype: Dtype) -> Curve | None:
-        """The curve for (op, dtype); MXFP8 falls back on FP8, memory-bound work on the curve of any dtype."""
+        """The curve for (op, dtype); MXFP8 falls back on FP8, memory-bound work on the curve of any
+        dtype."""
         found = self._curves.get((op, dtype))
         if found is None and dtype is Dtype.MXFP8:
             found = self._curves.get((op, Dtype.FP8))
@@ -105,7 +107,8 @@ class Rates:
         return found
 
     def uses(self, constant: str) -> bool:
-        """Whether an estimate can depend on a constant: a stand-in does not count where every rate is known."""
+        """Whether an estimate can depend on a constant: a stand-in does not count where every rate
+        is known."""
         op = _STANDS_IN.get(constant)
         return op is None or not any(known is op for known, _ in self._curves)
 
@@ -131,7 +134,8 @@ class Rates:
         return self.peak(dtype) * c["attention_efficiency"] * x / (x + c["attention_half_seq"])
 
     def seconds(self, row: OpRow) -> float:
-        """Time of a row: its amount at the rate, times the correction between tables and whole training steps."""
+        """Time of a row: its amount at the rate, times the correction between tables and whole
+        training steps."""
         if not row.amount:
             return 0.0
         scale = self._scales[row.op, row.dtype] * (self.constants[row.scale] if row.scale else 1.0)
@@ -139,7 +143,8 @@ class Rates:
 
 
 def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
-    """What the hardware file does not cover: rates it lacks, and rows outside a measured range (held flat there)."""
+    """What the hardware file does not cover: rates it lacks, and rows outside a measured range
+    (held flat there)."""
     found: dict[str, Assumption] = {}
     for row in rows:
         if not row.amount:
@@ -148,8 +153,12 @@ def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
         name = f"rate {row.op} {row.dtype}"
         if curve is None:
             value = f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})"
-            source = "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
-            found.setdefault(name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=source))
+            source = (
+                "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
+            )
+            found.setdefault(
+                name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=source)
+            )
             continue
         first, last = curve.points[0][0], curve.points[-1][0]
         low, high = curve.measured or (first, last)
@@ -157,5 +166,8 @@ def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
             name = f"{name} at {row.name}"
             how = "by its fit" if first <= row.x <= last else "held flat"
             value = f"x={row.x:.4g} outside the measured {low:.4g}-{high:.4g}, {how}"
-            found.setdefault(name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=curve.source))
+            found.setdefault(
+                name,
+                Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=curve.source),
+            )
     return tuple(found.values())

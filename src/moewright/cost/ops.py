@@ -1,4 +1,5 @@
-"""Model x Layout -> rows of work of one layer and one micro-batch on one rank; comm.py has the collectives.
+"""Model x Layout -> rows of work of one layer and one micro-batch on one rank; comm.py has the
+collectives.
 
 Symbols are those of sizes.Sizes, with h the hidden size and f the expert width.
 """
@@ -31,7 +32,10 @@ class LayerOps:
 
 def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
     """One transformer layer; `layer` matters for its attention window only."""
-    gemms = [*_projections(size), *(_moe_gemms(size) if moe else _mlp_gemms(size, "mlp", size.model.dense_ffn_size))]
+    gemms = [
+        *_projections(size),
+        *(_moe_gemms(size) if moe else _mlp_gemms(size, "mlp", size.model.dense_ffn_size)),
+    ]
     experts = tuple(_expert_gemms(size)) if moe else ()
     core_flops = flops.attention_flops(size.model, layer, size.T, size.seq) / size.layout.tp
     if not flops.is_windowed(size.model, layer):
@@ -45,9 +49,18 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
         size.dtype,
         (FULL, Recompute.CORE_ATTN),
     )
-    core_back = _row("attention.core", TimePart.ATTENTION, Op.ATTENTION_BACKWARD, 2 * core_flops, size.seq, size.dtype)
+    core_back = _row(
+        "attention.core",
+        TimePart.ATTENTION,
+        Op.ATTENTION_BACKWARD,
+        2 * core_flops,
+        size.seq,
+        size.dtype,
+    )
     if size.model.attention.head_dim <= _NARROW_HEAD:
-        core, core_back = (replace(row, scale="narrow_head_time_scale") for row in (core, core_back))
+        core, core_back = (
+            replace(row, scale="narrow_head_time_scale") for row in (core, core_back)
+        )
     light = tuple(layer_rows(size, moe))
     forward = (*gemms, core, *experts, *(row for row, _ in light), *_weight_reads(size, moe))
     backward = (
@@ -62,7 +75,8 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
 
 
 def expert_ops(size: Sizes) -> LayerOps:
-    """Of a fused stack, the rows of a layer that depend on how experts are cut, in the order of all its rows."""
+    """Of a fused stack, the rows of a layer that depend on how experts are cut, in the order of all
+    its rows."""
     gemms, reads = tuple(_expert_gemms(size)), tuple(_weight_reads(size, moe=True))
     light = tuple(expert_rows(size))
     return LayerOps(
@@ -76,14 +90,22 @@ def expert_ops(size: Sizes) -> LayerOps:
     )
 
 
-def gemm(name: str, size: Sizes, tokens: int, n: float, k: float, part: TimePart, *replay: Recompute) -> OpRow:
+def gemm(
+    name: str, size: Sizes, tokens: int, n: float, k: float, part: TimePart, *replay: Recompute
+) -> OpRow:
     """[tokens, k] x [k, n]."""
     work = 2.0 * tokens * n * k
     return _row(name, part, Op.GEMM, work, work, size.dtype, (FULL, *replay))
 
 
 def _row(
-    name: str, part: TimePart, op: Op, amount: float, x: float, dtype: Dtype, replay: tuple[Recompute, ...] = ()
+    name: str,
+    part: TimePart,
+    op: Op,
+    amount: float,
+    x: float,
+    dtype: Dtype,
+    replay: tuple[Recompute, ...] = (),
 ) -> OpRow:
     return OpRow(name=name, part=part, op=op, amount=amount, x=x, dtype=dtype, replay=replay)
 
@@ -106,7 +128,9 @@ def _projections(size: Sizes) -> Iterator[OpRow]:
             yield gemm("attention.q_up", size, T, spec.q_width / tp, spec.q_lora_rank, dense, up)
         else:
             yield gemm("attention.q", size, T, spec.q_width / tp, h, dense)
-        yield gemm("attention.kv_down", size, size.t, spec.kv_lora_rank + spec.qk_rope_head_dim, h, dense)
+        yield gemm(
+            "attention.kv_down", size, size.t, spec.kv_lora_rank + spec.qk_rope_head_dim, h, dense
+        )
         expanded = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) / tp
         yield gemm("attention.kv_up", size, T, expanded, spec.kv_lora_rank, dense, up)
     yield gemm("attention.o", size, T, h, spec.out_width / tp, dense)
@@ -152,7 +176,15 @@ def _expert_gemms(size: Sizes) -> Iterator[OpRow]:
     per_expert = size.R * size.layout.ep / spec.experts
     for name, n in (("gate_up", wide), ("down", 1)):
         work = 2.0 * size.R * n * spec.ffn_size / size.layout.etp * h
-        row = _row(f"experts.{name}", TimePart.EXPERTS, Op.GROUPED_GEMM, work, per_expert, size.dtype, (FULL, MOE))
+        row = _row(
+            f"experts.{name}",
+            TimePart.EXPERTS,
+            Op.GROUPED_GEMM,
+            work,
+            per_expert,
+            size.dtype,
+            (FULL, MOE),
+        )
         yield replace(row, scale="biased_expert_time_scale" if spec.expert_bias else "")
 
 
@@ -161,11 +193,18 @@ def expert_numel(model: ModelSpec, layout: Layout) -> int:
     if model.moe is None:
         return 0
     matrices = 3 if model.gated else 2
-    return matrices * model.expert_width * model.moe.ffn_size * model.moe.experts // (layout.ep * layout.etp)
+    return (
+        matrices
+        * model.expert_width
+        * model.moe.ffn_size
+        * model.moe.experts
+        // (layout.ep * layout.etp)
+    )
 
 
 def _weight_reads(size: Sizes, moe: bool) -> Iterator[OpRow]:
-    """Expert weights are read once a pass; a rate measured by rows per expert has that inside, so CUDA only."""
+    """Expert weights are read once a pass; a rate measured by rows per expert has that inside, so
+    CUDA only."""
     if moe and size.fused:
         read_bytes = size.c * expert_numel(size.model, size.layout)
         row = moved("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
@@ -178,9 +217,11 @@ def summed_bytes(size: Sizes) -> float:
 
 
 def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
-    """fp32 accumulation of weight gradients: fused into the GEMM it reads and writes the fp32 sum (8 bytes).
+    """fp32 accumulation of weight gradients: fused into the GEMM it reads and writes the fp32 sum
+    (8 bytes).
 
-    Eagerly every gradient is widened and added (c + 16), but copied for the first micro-batch of a step (c + 4).
+    Eagerly every gradient is widened and added (c + 16), but copied for the first micro-batch of a
+    step (c + 4).
     """
     if size.fused:
         if moe:
@@ -195,6 +236,10 @@ def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
         numel += matrices * size.model.hidden_size * size.model.dense_ffn_size // size.layout.tp
     elif size.model.moe is not None:
         latent = 2 * size.model.moe.latent_size
-        numel += size.model.hidden_size * (size.model.moe.experts + latent) + expert_numel(size.model, size.layout)
-        numel += matrices * size.model.hidden_size * size.model.moe.shared_ffn_size // size.layout.tp
+        numel += size.model.hidden_size * (size.model.moe.experts + latent) + expert_numel(
+            size.model, size.layout
+        )
+        numel += (
+            matrices * size.model.hidden_size * size.model.moe.shared_ffn_size // size.layout.tp
+        )
     yield moved("gradient_sum", size, summed_bytes(size) * numel, calls=2)

@@ -1,4 +1,5 @@
-"""The pipeline: from the seconds of one micro-batch on each rank or virtual stage to the seconds of a step."""
+"""The pipeline: from the seconds of one micro-batch on each rank or virtual stage to the seconds of
+a step."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from moewright.rules.schedule import forward_order, group_of, timetable, warmup
 from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.spec.layout import Layout, Overlap
 
-# A longer table is worked out up to so many forwards of a rank, or groups of micro-batches if these are more.
+# A longer table is worked out up to so many forwards of a rank, or groups of micro-batches if these
+# are more.
 _MOST_FORWARDS = 512
 _FEWEST_GROUPS = 6
 _GROUPS_APART = 2
@@ -22,8 +24,11 @@ _GROUPS_APART = 2
 Numbers = float | np.ndarray
 
 
-def simulated_s(layout: Layout, stages: Sequence[StageSeconds], *, micro_batches: int, transfer_s: float) -> float:
-    """Seconds of all micro-batches through the layout's timetable, row by row; `stages` are the virtual stages.
+def simulated_s(
+    layout: Layout, stages: Sequence[StageSeconds], *, micro_batches: int, transfer_s: float
+) -> float:
+    """Seconds of all micro-batches through the layout's timetable, row by row; `stages` are the
+    virtual stages.
 
     A transfer delays who waits for it and nobody else.
     """
@@ -35,15 +40,17 @@ class Ends(Protocol):
     """When all rows of a table have ended."""
 
     def end_s(self, seconds: np.ndarray) -> float:
-        """`seconds` [2 * virtual stages] of the forwards of one micro-batch, then of its backwards."""
+        """`seconds` [2 * virtual stages] of the forwards of one micro-batch, then of its
+        backwards."""
         ...
 
 
 class Rows:
-    """The rows of a 1F1B or interleaved timetable as arrays: each ends its own seconds after the later of the row
-    before it on its rank and the message it waits for.
+    """The rows of a 1F1B or interleaved timetable as arrays: each ends its own seconds after the
+    later of the row before it on its rank and the message it waits for.
 
-    Rows of one wave wait for earlier waves alone, so a wave is worked out at once, for many stage times side by side.
+    Rows of one wave wait for earlier waves alone, so a wave is worked out at once, for many stage
+    times side by side.
     """
 
     __slots__ = ("_after", "_message", "_stage", "_waves")
@@ -59,16 +66,24 @@ class Rows:
         last = vpp - 1
         place = np.empty((micro_batches, vpp), dtype=int)
         place[order[:, 0], chunk] = turn
-        lap = np.where(chunk > 0, place[order[:, 0], chunk - 1], 0)  # the same micro-batch, a chunk before
+        lap = np.where(
+            chunk > 0, place[order[:, 0], chunk - 1], 0
+        )  # the same micro-batch, a chunk before
 
         forward, backward = rank * count + turn, (pp + rank) * count + turn
         nothing = 2 * pp * count
-        after_forward = np.where(turn > ahead, backward - ahead - 1, np.where(turn > 0, forward - 1, nothing))
+        after_forward = np.where(
+            turn > ahead, backward - ahead - 1, np.where(turn > 0, forward - 1, nothing)
+        )
         after_backward = np.where(
-            ahead + turn < count, forward + ahead, np.where(turn > 0, backward - 1, rank * count + count - 1)
+            ahead + turn < count,
+            forward + ahead,
+            np.where(turn > 0, backward - 1, rank * count + count - 1),
         )
         around = np.where(chunk > 0, 1, 0)
-        down = np.where(rank > 0, forward - count, np.where(around, (pp - 1) * count + lap, nothing))
+        down = np.where(
+            rank > 0, forward - count, np.where(around, (pp - 1) * count + lap, nothing)
+        )
         up = np.where(rank < pp - 1, backward + count, np.where(around, pp * count + lap, nothing))
         # A wave holds no two rows that wait for each other.
         skew = rank * (1 if vpp == 1 else 2)
@@ -83,7 +98,8 @@ class Rows:
         self._stage = stage[by_wave]
         starts = [*np.flatnonzero(np.diff(wave[by_wave], prepend=-1)).tolist(), nothing]
         self._waves = [
-            (slice(first, end), self._after[first:end], self._message[first:end]) for first, end in pairwise(starts)
+            (slice(first, end), self._after[first:end], self._message[first:end])
+            for first, end in pairwise(starts)
         ]
 
     def end_s(self, seconds: np.ndarray) -> float:
@@ -122,7 +138,8 @@ def _flat(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paths:
-    """Some paths through a timetable: how often each passes every forward and backward [paths, 2 * virtual stages]."""
+    """Some paths through a timetable: how often each passes every forward and backward [paths, 2 *
+    virtual stages]."""
 
     counts: np.ndarray
 
@@ -134,8 +151,8 @@ class Paths:
 class Pipeline:
     """A 1F1B or interleaved timetable, worked out once for a layout.
 
-    `whole` are its rows, or, of a long one, the first groups of micro-batches; then `shorter` are two groups fewer, and
-    `left_out` groups are not in `whole`.
+    `whole` are its rows, or, of a long one, the first groups of micro-batches; then `shorter` are
+    two groups fewer, and `left_out` groups are not in `whole`.
     """
 
     layout: Layout
@@ -146,10 +163,12 @@ class Pipeline:
     group: int
 
     def total_s(self, forward_s: np.ndarray, backward_s: np.ndarray) -> float:
-        """Seconds of all micro-batches, from those of one on each virtual stage, in stage order; transfers take none.
+        """Seconds of all micro-batches, from those of one on each virtual stage, in stage order;
+        transfers take none.
 
-        What is left out of a long table takes as long as the groups before it, and no less than the slowest rank works:
-        for stages that differ within 1 % of the rows themselves (tests/cost/test_timeline.py).
+        What is left out of a long table takes as long as the groups before it, and no less than the
+        slowest rank works: for stages that differ within 1 % of the rows themselves
+        (tests/cost/test_timeline.py).
         """
         of_rank = (forward_s + backward_s).reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
         if self.layout.pp == 1:
@@ -159,17 +178,20 @@ class Pipeline:
         if not self.left_out:
             return end_s
         busy_s = self.group * float(of_rank.max())
-        return end_s + self.left_out * max(busy_s, (end_s - self.shorter.end_s(seconds)) / _GROUPS_APART)
+        return end_s + self.left_out * max(
+            busy_s, (end_s - self.shorter.end_s(seconds)) / _GROUPS_APART
+        )
 
     def along_paths(self, forward_s: np.ndarray, backward_s: np.ndarray) -> Pipeline:
-        """The same by the longest paths alone, of stage times in columns [virtual stages, columns]: exact for these, no
-        longer than the rows for others, and much faster.
+        """The same by the longest paths alone, of stage times in columns [virtual stages, columns]:
+        exact for these, no longer than the rows for others, and much faster.
         """
         if self.layout.pp == 1:
             return self
         seconds = np.concatenate([forward_s, backward_s])
         whole, shorter = (
-            rows.longest(seconds) if isinstance(rows, Rows) else rows for rows in (self.whole, self.shorter)
+            rows.longest(seconds) if isinstance(rows, Rows) else rows
+            for rows in (self.whole, self.shorter)
         )
         return replace(self, whole=whole, shorter=shorter)
 
@@ -192,27 +214,43 @@ def _pipeline(layout: Layout, micro_batches: int) -> Pipeline:
     most = max(_MOST_FORWARDS // layout.vpp, _FEWEST_GROUPS * group)
     left_out = max(0, -((most - micro_batches) // group))
     whole = Rows(layout, micro_batches - left_out * group)
-    shorter = Rows(layout, micro_batches - (left_out + _GROUPS_APART) * group) if left_out else whole
+    shorter = (
+        Rows(layout, micro_batches - (left_out + _GROUPS_APART) * group) if left_out else whole
+    )
     return Pipeline(
-        layout=layout, micro_batches=micro_batches, whole=whole, shorter=shorter, left_out=left_out, group=group
+        layout=layout,
+        micro_batches=micro_batches,
+        whole=whole,
+        shorter=shorter,
+        left_out=left_out,
+        group=group,
     )
 
 
 def shown_transfers(pp: Numbers, vpp: Numbers, micro_batches: Numbers) -> np.ndarray:
     """How many times an activation's way to the next stage shows in a step.
 
-    1F1B exposes two transfers a micro-batch, an activation and a gradient: what a rank sends and what it receives go
-    both ways at once. The interleaved table posts them a step ahead, so only those of the fill and drain remain.
+    1F1B exposes two transfers a micro-batch, an activation and a gradient: what a rank sends and
+    what it receives go both ways at once. The interleaved table posts them a step ahead, so only
+    those of the fill and drain remain.
     """
-    return np.asarray(2 * np.where(np.equal(vpp, 1), np.add(micro_batches, pp) - 1, pp) * np.greater(pp, 1))
+    return np.asarray(
+        2 * np.where(np.equal(vpp, 1), np.add(micro_batches, pp) - 1, pp) * np.greater(pp, 1)
+    )
 
 
 def closed_s(
-    slowest_s: Numbers, all_s: Numbers, *, pp: Numbers, vpp: Numbers, micro_batches: Numbers, transfer_s: Numbers
+    slowest_s: Numbers,
+    all_s: Numbers,
+    *,
+    pp: Numbers,
+    vpp: Numbers,
+    micro_batches: Numbers,
+    transfer_s: Numbers,
 ) -> np.ndarray:
-    """About `Pipeline.total_s` and the transfers that show, from nothing but the slowest of pp ranks and the sum of
-    all; every argument may be an array. 1F1B: sum of S + (m - 1) max S; interleaved: m max S + (pp - 1)/v mean S.
-    Exact for equal chunks.
+    """About `Pipeline.total_s` and the transfers that show, from nothing but the slowest of pp
+    ranks and the sum of all; every argument may be an array. 1F1B: sum of S + (m - 1) max S;
+    interleaved: m max S + (pp - 1)/v mean S. Exact for equal chunks.
     """
     fill = np.where(
         np.equal(vpp, 1),

@@ -1,4 +1,5 @@
-"""Replicas of hot experts (rules.placement) on one rank: bytes held, and what a step exchanges to keep them equal."""
+"""Replicas of hot experts (rules.placement) on one rank: bytes held, and what a step exchanges to
+keep them equal."""
 
 from __future__ import annotations
 
@@ -16,16 +17,31 @@ from moewright.spec.workload import Workload
 _FP32_BYTES = 4
 
 
-def replica_rows(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int) -> tuple[MemoryRow, ...]:
+def replica_rows(
+    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int
+) -> tuple[MemoryRow, ...]:
     """Weights and gradients; they have no states of an optimizer."""
-    elements = layout.spare * sum(map(sum, _elements(model, layout, pp_rank).values())) if layout.spare else 0
-    sizes = ((Component.GRADIENTS, workload.grad_dtype.nbytes), (Component.WEIGHTS, activation_bytes(workload)))
-    return tuple(MemoryRow(component=c, module=Module.EXPERTS, bytes=n * elements) for c, n in sizes if elements)
+    elements = (
+        layout.spare * sum(map(sum, _elements(model, layout, pp_rank).values()))
+        if layout.spare
+        else 0
+    )
+    sizes = (
+        (Component.GRADIENTS, workload.grad_dtype.nbytes),
+        (Component.WEIGHTS, activation_bytes(workload)),
+    )
+    return tuple(
+        MemoryRow(component=c, module=Module.EXPERTS, bytes=n * elements)
+        for c, n in sizes
+        if elements
+    )
 
 
-def replica_calls(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> Iterator[tuple[int, int]]:
-    """Bytes and calls of all-to-alls over the expert group in a step, by layer: gradients in fp32 to the ranks whose
-    own the experts are, and their weights from there.
+def replica_calls(
+    model: ModelSpec, workload: Workload, layout: Layout, rank: int
+) -> Iterator[tuple[int, int]]:
+    """Bytes and calls of all-to-alls over the expert group in a step, by layer: gradients in fp32
+    to the ranks whose own the experts are, and their weights from there.
     """
     if not layout.spare:
         return

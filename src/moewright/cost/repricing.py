@@ -1,4 +1,5 @@
-"""One layout worked out once, so that its step can be priced again and again under other constants."""
+"""One layout worked out once, so that its step can be priced again and again under other
+constants."""
 
 from __future__ import annotations
 
@@ -26,14 +27,27 @@ _LONGER = 1.4  # about as far as fitted constants move what one piece takes agai
 
 
 class Prepared:
-    """Rows of work, layers of each stage and held parameters of one layout: all that its constants do not change.
+    """Rows of work, layers of each stage and held parameters of one layout: all that its constants
+    do not change.
 
     Raises BadInput when the layout is illegal.
     """
 
-    __slots__ = ("_hardware", "_held", "_layout", "_pipeline", "_shares", "_size", "_transfers", "_work", "_workload")
+    __slots__ = (
+        "_hardware",
+        "_held",
+        "_layout",
+        "_pipeline",
+        "_shares",
+        "_size",
+        "_transfers",
+        "_work",
+        "_workload",
+    )
 
-    def __init__(self, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> None:
+    def __init__(
+        self, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+    ) -> None:
         if reasons := illegal(model, workload, layout):
             raise BadInput(*reasons)
         self._hardware, self._layout, self._workload = hardware, layout, workload
@@ -47,13 +61,14 @@ class Prepared:
         self._pipeline = pipeline_of(layout, self._size.m).along_paths(forward, backward)
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
-        """Seconds of a step under these constants, which win over the hardware's own; the pipeline by the paths that
-        take longest where pieces take about as long as under the hardware's own.
+        """Seconds of a step under these constants, which win over the hardware's own; the pipeline
+        by the paths that take longest where pieces take about as long as under the hardware's own.
         """
         rates, links, pieces = self._priced(constants)
         forward, backward = passes_of(pieces)
         last = max(
-            tail(rates, links, self._workload, self._size, self._layout, share).total_s for share in self._shares
+            tail(rates, links, self._workload, self._size, self._layout, share).total_s
+            for share in self._shares
         )
         moving = self._pipeline.total_s(self._held @ forward, self._held @ backward)
         return moving + self._transfers * pieces.transfer_s + last
@@ -64,7 +79,9 @@ class Prepared:
         return (
             rates,
             links,
-            Pricer(links, self._size, price_work(rates, links, self._size, self._work)).pieces(self._layout),
+            Pricer(links, self._size, price_work(rates, links, self._size, self._work)).pieces(
+                self._layout
+            ),
         )
 
 
@@ -76,12 +93,14 @@ def passes_of(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[columns, pieces]: the seconds as they are, with those of some kinds of piece longer than of the others, and with
-    all backwards shorter and longer.
+    """[columns, pieces]: the seconds as they are, with those of some kinds of piece longer than of
+    the others, and with all backwards shorter and longer.
     """
     some = 1 + (_LONGER - 1) * np.array(list(product((0, 1), repeat=len(forward))))[:-1]
     same, backwards = np.ones((2, len(forward))), np.array([[1 / _LONGER], [_LONGER]])
-    return forward * np.concatenate([some, same]), backward * np.concatenate([some, same * backwards])
+    return forward * np.concatenate([some, same]), backward * np.concatenate(
+        [some, same * backwards]
+    )
 
 
 def chunk_counts(model: ModelSpec, layout: Layout, kinds: Sequence[LayerKind]) -> np.ndarray:

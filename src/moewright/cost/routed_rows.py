@@ -28,8 +28,11 @@ def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.
     return tuple(chunk for chunk in stages.chunks(model, layout) if chunk.pp_rank == pp_rank)
 
 
-def replayed_layers(model: ModelSpec, layout: Layout, chunks: Sequence[stages.Chunk]) -> frozenset[int]:
-    """Layers of the chunks that some recompute policy touches: all, unless full recompute takes the first alone."""
+def replayed_layers(
+    model: ModelSpec, layout: Layout, chunks: Sequence[stages.Chunk]
+) -> frozenset[int]:
+    """Layers of the chunks that some recompute policy touches: all, unless full recompute takes the
+    first alone."""
     return frozenset(
         layer
         for chunk in chunks
@@ -40,11 +43,13 @@ def replayed_layers(model: ModelSpec, layout: Layout, chunks: Sequence[stages.Ch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the balanced count.
+    """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the
+    balanced count.
 
-    `sent_here` of the rows come over the rank's own EP group; the ranks of its ETP group share theirs, the largest part
-    being `widest`. `attended`: what documents left of its attention in the step, where they do (Selection);
-    `near`: of that of layers with a sliding window, 0 where it is not known.
+    `sent_here` of the rows come over the rank's own EP group; the ranks of its ETP group share
+    theirs, the largest part being `widest`. `attended`: what documents left of its attention in the
+    step, where they do (Selection); `near`: of that of layers with a sliding window, 0 where it is
+    not known.
     """
 
     layers: tuple[int, ...]
@@ -84,7 +89,9 @@ class Routed:
         places = [place for place, layer in enumerate(self.layers) if layer in layers]
 
         def picked(of_batches: Iterable[tuple[Part, ...]]) -> tuple[tuple[Part, ...], ...]:
-            parts = ((tuple(of_batch[i] for i in places), times) for of_batch, times in runs(of_batches))
+            parts = (
+                (tuple(of_batch[i] for i in places), times) for of_batch, times in runs(of_batches)
+            )
             return tuple(part for one, times in parts for part in (one,) * times)
 
         return replace(
@@ -98,7 +105,8 @@ class Routed:
 
 
 def runs(of_batches: Iterable[Part]) -> Iterator[tuple[Part, int]]:
-    """Each run of equal micro-batches once, with its length: a prediction has one run, of up to millions."""
+    """Each run of equal micro-batches once, with its length: a prediction has one run, of up to
+    millions."""
     for of_batch, same in groupby(of_batches):
         yield of_batch, len(list(same))
 
@@ -118,22 +126,26 @@ def routed(
     selection: Selection | None,
     load: float = 1.0,
 ) -> Routed:
-    """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere; rows padded to a capacity
-    are what they are.
+    """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere; rows
+    padded to a capacity are what they are.
 
     Raises BadInput when the selection is not one of this model, layout and batch.
     """
     pp_rank = grid.coordinate(layout, rank, "pp")
     chunks = rank_chunks(model, layout, pp_rank)
     layers = (
-        tuple(i for chunk in chunks for i in stages.chunk_layers(model, chunk) if is_moe(model, i)) if model.moe else ()
+        tuple(i for chunk in chunks for i in stages.chunk_layers(model, chunk) if is_moe(model, i))
+        if model.moe
+        else ()
     )
     even = routing.routed_rows(model, workload, layout, 1.0)
     if selection is None or not layers or layout.capacity_fill is CapacityFill.PADDED:
         each = routing.routed_rows(model, workload, layout, load)
         whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
         moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
-        found = Routed(layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves)
+        found = Routed(
+            layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves
+        )
         return _attending(found, model, workload, layout, rank, selection)
     _check(model, layout, micro_batches, selection)
     routed_layers = model.routed_layers
@@ -141,12 +153,20 @@ def routed(
     parts = [
         tuple(
             tuple(
-                routing.rank_rows(model, layout, [of_batch[routed_layers.index(i)][s] for s in sources], rank, slots[i])
+                routing.rank_rows(
+                    model,
+                    layout,
+                    [of_batch[routed_layers.index(i)][s] for s in sources],
+                    rank,
+                    slots[i],
+                )
                 for i in layers
             )
             for of_batch in selection.counts
         )
-        for sources in (_sources(layout, peer, selection) for peer in grid.group_ranks(layout, "etp", rank))
+        for sources in (
+            _sources(layout, peer, selection) for peer in grid.group_ranks(layout, "etp", rank)
+        )
     ]
     found = Routed(
         layers=layers,
@@ -155,7 +175,9 @@ def routed(
         sent_here=parts[grid.coordinate(layout, rank, "etp")],
         widest=_over(max, parts),
         moves=tuple(
-            tuple(_moved(layout, rank, selection, micro_batch, routed_layers.index(i)) for i in layers)
+            tuple(
+                _moved(layout, rank, selection, micro_batch, routed_layers.index(i)) for i in layers
+            )
             for micro_batch in range(micro_batches)
         ),
     )
@@ -163,9 +185,15 @@ def routed(
 
 
 def _attending(
-    found: Routed, model: ModelSpec, workload: Workload, layout: Layout, rank: int, selection: Selection | None
+    found: Routed,
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    rank: int,
+    selection: Selection | None,
 ) -> Routed:
-    """With the pairs that its attention works on: recorded where documents decide them, else those of its positions."""
+    """With the pairs that its attention works on: recorded where documents decide them, else those
+    of its positions."""
     if selection and selection.attended:
         near = selection.near[rank] if selection.near else 0
         return replace(found, attended=selection.attended[rank], near=near)
@@ -176,7 +204,9 @@ def _attending(
     return replace(found, near=len(found.rows) * layout.mbs * pairs)
 
 
-def _moved(layout: Layout, rank: int, selection: Selection, micro_batch: int, layer: int) -> routing.Moved:
+def _moved(
+    layout: Layout, rank: int, selection: Selection, micro_batch: int, layer: int
+) -> routing.Moved:
     """What one rank's dispatch moved, as recorded."""
     sources = _sources(layout, rank, selection)
     here = grid.coordinate(layout, rank, "ep")
@@ -188,7 +218,10 @@ def _moved(layout: Layout, rank: int, selection: Selection, micro_batch: int, la
         of_source = selection.copies[micro_batch][layer]
         out = sum(sum(of_source[source][node * near : (node + 1) * near]) for source in abreast)
         peers = (rank, *grid.group_ranks(layout, "etp", rank))
-        received = [sum(of_source[source][here] for source in _sources(layout, peer, selection)) for peer in peers]
+        received = [
+            sum(of_source[source][here] for source in _sources(layout, peer, selection))
+            for peer in peers
+        ]
     if selection.nodes:
         to_nodes = selection.nodes[micro_batch][layer]
         crossing = sum(to_nodes[sources[here]]), sum(to_nodes[source][node] for source in abreast)
@@ -208,14 +241,17 @@ def _over(
     join: Callable[[Iterable[int]], int], parts: Sequence[tuple[tuple[int, ...], ...]]
 ) -> tuple[tuple[int, ...], ...]:
     """Join the ETP ranks' parts, [micro_batch][layer] each, into one of the same shape."""
-    return tuple(tuple(join(same) for same in zip(*of_batch, strict=True)) for of_batch in zip(*parts, strict=True))
+    return tuple(
+        tuple(join(same) for same in zip(*of_batch, strict=True))
+        for of_batch in zip(*parts, strict=True)
+    )
 
 
 def _sources(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]:
     """Places in `selection` of the ranks that send to `rank`: its EP group.
 
-    A selection lists the ranks of one pipeline stage in order; without sequence parallelism the ranks of a TP group
-    hold the same tokens and are listed once.
+    A selection lists the ranks of one pipeline stage in order; without sequence parallelism the
+    ranks of a TP group hold the same tokens and are listed once.
     """
     listed = len(selection.counts[0][0])
     stage = layout.world_size // layout.pp
@@ -231,7 +267,11 @@ def _check(model: ModelSpec, layout: Layout, micro_batches: int, selection: Sele
     legal = (
         len(counts) == micro_batches
         and all(len(of_batch) >= moe_layers for of_batch in counts)
-        and all(len(of_layer) in (stage, stage // layout.tp) for of_batch in counts for of_layer in of_batch)
+        and all(
+            len(of_layer) in (stage, stage // layout.tp)
+            for of_batch in counts
+            for of_layer in of_batch
+        )
     )
     if not legal:
         shape = f"{len(counts)} micro-batches x {len(counts[0]) if counts else 0} layers"

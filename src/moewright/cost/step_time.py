@@ -1,4 +1,5 @@
-"""Seconds of a training step: layers and outside work on each pipeline rank, the pipeline, and the tail."""
+"""Seconds of a training step: layers and outside work on each pipeline rank, the pipeline, and the
+tail."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ LayerKind = tuple[bool, bool]  # has experts, is windowed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """Seconds of one micro-batch of everything that a stage can hold, and of one transfer between stages."""
+    """Seconds of one micro-batch of everything that a stage can hold, and of one transfer between
+    stages."""
 
     layers: Mapping[LayerKind, Times]
     embedding: Times
@@ -104,13 +106,20 @@ def kind_of(model: ModelSpec, layer: int) -> LayerKind:
 def kinds_of(model: ModelSpec) -> Mapping[LayerKind, int]:
     """Every kind of layer the model has, with a layer of that kind."""
     mtp = [model.layers + 1] if model.mtp_layers else []
-    return MappingProxyType({kind_of(model, layer): layer for layer in (*range(model.layers), *mtp)})
+    return MappingProxyType(
+        {kind_of(model, layer): layer for layer in (*range(model.layers), *mtp)}
+    )
 
 
 def all_rows(size: Sizes) -> tuple[OpRow, ...]:
     """Every row that enters an estimate but the optimizer's."""
     work = work_of(size)
-    ops = [*work.layers.values(), work.embedding, work.head, *([work.mtp] if size.model.mtp_layers else [])]
+    ops = [
+        *work.layers.values(),
+        work.embedding,
+        work.head,
+        *([work.mtp] if size.model.mtp_layers else []),
+    ]
     return tuple(row for one in ops for row in (*one.forward, *one.backward))
 
 
@@ -126,7 +135,10 @@ class Work:
 
 def work_of(size: Sizes) -> Work:
     return Work(
-        layers={kind: layer_ops(size, layer=layer, moe=kind[0]) for kind, layer in kinds_of(size.model).items()},
+        layers={
+            kind: layer_ops(size, layer=layer, moe=kind[0])
+            for kind, layer in kinds_of(size.model).items()
+        },
         embedding=embedding_ops(size),
         head=head_ops(size),
         mtp=mtp_ops(size),
@@ -156,32 +168,39 @@ def price_work(rates: Rates, links: Links, size: Sizes, work: Work) -> PricedWor
 
 
 def price_experts(rates: Rates, known: PricedWork, size: Sizes) -> PricedWork:
-    """The same for a layout of a fused stack that cuts its experts otherwise and takes an equal dispatcher: only what
-    stands between dispatch and combine is priced anew.
+    """The same for a layout of a fused stack that cuts its experts otherwise and takes an equal
+    dispatcher: only what stands between dispatch and combine is priced anew.
     """
     if size.model.moe is None:
         return known
     experts = price(rates, expert_ops(size))
-    layers = {kind: exchanged(priced, experts) if kind[0] else priced for kind, priced in known.layers.items()}
+    layers = {
+        kind: exchanged(priced, experts) if kind[0] else priced
+        for kind, priced in known.layers.items()
+    }
     return replace(known, layers=layers)
 
 
 class Pricer:
-    """Prices the pieces of layouts that differ only in pipeline, recompute, offload, overlap and graphs.
+    """Prices the pieces of layouts that differ only in pipeline, recompute, offload, overlap and
+    graphs.
 
-    What a choice does not touch is worked out once: rows for all, collectives and choices for each set of overlaps.
+    What a choice does not touch is worked out once: rows for all, collectives and choices for each
+    set of overlaps.
     """
 
     __slots__ = ("_added", "_beside", "_device", "_links", "_priced", "size")
 
-    def __init__(self, links: Links, size: Sizes, priced: PricedWork, beside: Pricer | None = None) -> None:
+    def __init__(
+        self, links: Links, size: Sizes, priced: PricedWork, beside: Pricer | None = None
+    ) -> None:
         self.size, self._links, self._priced, self._beside = size, links, priced, beside
         self._device: dict[tuple[object, ...], tuple[Exchange, DeviceTime]] = {}
         self._added: dict[tuple[object, ...], Added] = {}
 
     def with_experts(self, rates: Rates, size: Sizes) -> Pricer:
-        """Of layouts of a fused stack that cut their experts otherwise and take an equal dispatcher: only what experts
-        change is priced anew.
+        """Of layouts of a fused stack that cut their experts otherwise and take an equal
+        dispatcher: only what experts change is priced anew.
         """
         return Pricer(self._links, size, price_experts(rates, self._priced, size), beside=self)
 
@@ -190,8 +209,13 @@ class Pricer:
         layers, size = {}, replace(self.size, layout=layout)
         for kind, priced in self._priced.layers.items():
             _, device = self._moved(layout, kind)
-            more, sent = self._more(layout, kind, layout), away(self._links.constants, size, moe=kind[0])
-            layers[kind] = layer_time(self._links, size, layout, priced, device, more, sent, moe=kind[0])
+            more, sent = (
+                self._more(layout, kind, layout),
+                away(self._links.constants, size, moe=kind[0]),
+            )
+            layers[kind] = layer_time(
+                self._links, size, layout, priced, device, more, sent, moe=kind[0]
+            )
         return Pieces(
             layers=layers,
             embedding=self._priced.embedding,
@@ -209,8 +233,9 @@ class Pricer:
         *,
         synced: bool,
     ) -> dict[LayerKind, np.ndarray]:
-        """[taken] seconds of a layer of each kind, of the layout with one of the choices instead of its own, given by
-        its place; `sent` [taken] to the host, which waits for every transfer between stages if `synced`.
+        """[taken] seconds of a layer of each kind, of the layout with one of the choices instead of
+        its own, given by its place; `sent` [taken] to the host, which waits for every transfer
+        between stages if `synced`.
         """
         place = np.zeros(len(choices), dtype=int)
         place[taken] = 1
@@ -228,16 +253,23 @@ class Pricer:
     ) -> dict[LayerKind, float]:
         """The same of one choice, as numbers."""
         return {
-            kind: float(self._total_s(layout, kind, self._more(layout, kind, choices), sent[kind], synced))
+            kind: float(
+                self._total_s(layout, kind, self._more(layout, kind, choices), sent[kind], synced)
+            )
             for kind in self._priced.layers
         }
 
-    def _total_s(self, layout: Layout, kind: LayerKind, more: Added, sent: Away, synced: bool) -> Numbers:
+    def _total_s(
+        self, layout: Layout, kind: LayerKind, more: Added, sent: Away, synced: bool
+    ) -> Numbers:
         _, device = self._moved(layout, kind)
-        return passes(self._links, self.size, layout, device, more, sent, moe=kind[0], synced=synced).total_s
+        return passes(
+            self._links, self.size, layout, device, more, sent, moe=kind[0], synced=synced
+        ).total_s
 
     def outside_s(self) -> tuple[float, float, float]:
-        """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the head."""
+        """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the
+        head."""
         one = self._priced
         return one.mtp.total_s, one.embedding.total_s, one.head.total_s
 
@@ -247,17 +279,29 @@ class Pricer:
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
             moved = exchange(self._links, replace(self.size, layout=layout), moe=kind[0])
-            self._device[key] = moved, device_time(self._links, layout, self._priced.layers[kind], moved)
+            self._device[key] = (
+                moved,
+                device_time(self._links, layout, self._priced.layers[kind], moved),
+            )
         return self._device[key]
 
     def _more(self, layout: Layout, kind: LayerKind, chosen: Choices) -> Added:
         if self._beside and not kind[0]:
             return self._beside._more(layout, kind, chosen)
-        key = kind, layout.overlap, layout.dispatcher, layout.cp_comm, chosen.recompute, chosen.graphs
+        key = (
+            kind,
+            layout.overlap,
+            layout.dispatcher,
+            layout.cp_comm,
+            chosen.recompute,
+            chosen.graphs,
+        )
         if key not in self._added:
             moved, _ = self._moved(layout, kind)
             priced = self._priced.layers[kind]
-            self._added[key] = added(self._links, self.size, layout, chosen, priced, moved, moe=kind[0])
+            self._added[key] = added(
+                self._links, self.size, layout, chosen, priced, moved, moe=kind[0]
+            )
         return self._added[key]
 
 
@@ -284,12 +328,14 @@ def chunk_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> Times:
 def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -> tuple[Times, ...]:
     """One micro-batch on each pipeline rank."""
     return tuple(
-        chunk_times(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank]) for pp_rank in range(pp)
+        chunk_times(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank])
+        for pp_rank in range(pp)
     )
 
 
 def moving_s(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> tuple[float, float]:
-    """Seconds of all micro-batches through the rows of the pipeline, and how much longer they take for transfers."""
+    """Seconds of all micro-batches through the rows of the pipeline, and how much longer they take
+    for transfers."""
     layout = size.layout
     of_chunk = [chunk_times(size, pieces, [chunk]) for chunk in chunks]
     if not layout.schedule.splits_backward:
@@ -316,16 +362,21 @@ def owned_by(layout: Layout, held: Share) -> int:
     """Parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
         return held.dense + held.expert
-    dense, expert = (grid.group_size(layout, fsdp.states_group(layout, group)) for group in ("dp_cp", "edp"))
+    dense, expert = (
+        grid.group_size(layout, fsdp.states_group(layout, group)) for group in ("dp_cp", "edp")
+    )
     return held.dense // dense + held.expert // expert
 
 
-def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: Layout, held: Share) -> Tail:
+def tail(
+    rates: Rates, links: Links, workload: Workload, size: Sizes, layout: Layout, held: Share
+) -> Tail:
     """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
 
-    zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under hybrid sharding copies
-    of a part then sum its gradient, once a step. Replicas of experts send gradients home after backward, before their
-    owners reduce, and take weights at the end of the step: nothing of that is hidden.
+    zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under
+    hybrid sharding copies of a part then sum its gradient, once a step. Replicas of experts send
+    gradients home after backward, before their owners reduce, and take weights at the end of the
+    step: nothing of that is hidden.
     """
     c = links.constants
     often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
@@ -346,7 +397,9 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
             across = links.span(layout, fsdp.spread(layout, group).copies)
             copies_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
         if layout.zero:
-            gather = calls * links.seconds(Collective.ALL_GATHER, where, size.c * numel / shards / calls)
+            gather = calls * links.seconds(
+                Collective.ALL_GATHER, where, size.c * numel / shards / calls
+            )
             gather_s += (2 * often if layout.zero == 3 else 1) * gather
         if not layout.spare or group != "edp":
             beside_s = reduce_s, gather_s
@@ -356,10 +409,17 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
         reduce_s += links.seconds(Collective.ALL_TO_ALL, where, 4 * replicas)
         gather_s += links.seconds(Collective.ALL_TO_ALL, where, size.c * replicas)
     hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
-    hidden_reduce = hidden_share * beside_s[0] if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
-    hidden_gather = hidden_share * beside_s[1] if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
+    hidden_reduce = (
+        hidden_share * beside_s[0] if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
+    )
+    hidden_gather = (
+        hidden_share * beside_s[1] if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
+    )
     owned = owned_by(layout, held)
-    on_device = sum(rates.seconds(row) for row in optimizer_ops(size, held=held.dense + held.expert, owned=owned))
+    on_device = sum(
+        rates.seconds(row)
+        for row in optimizer_ops(size, held=held.dense + held.expert, owned=owned)
+    )
     on_host = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     return Tail(
         reduce_s=reduce_s - hidden_reduce + copies_s,
@@ -371,8 +431,11 @@ def tail(rates: Rates, links: Links, workload: Workload, size: Sizes, layout: La
     )
 
 
-def step_time(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequence[Times], last: Tail) -> Step:
-    """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and bubble."""
+def step_time(
+    size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequence[Times], last: Tail
+) -> Step:
+    """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and
+    bubble."""
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
     own = add([(stages[slowest], size.m)])

@@ -17,9 +17,10 @@ _FEW_MICRO_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank under sequence
-    parallelism; R: rows through the rank's experts; seq: sequence length; attended_share: of its pairs those that
-    documents leave; router_share: of the usual GEMM rate; m: micro-batches of a step.
+    """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank
+    under sequence parallelism; R: rows through the rank's experts; seq: sequence length;
+    attended_share: of its pairs those that documents leave; router_share: of the usual GEMM rate;
+    m: micro-batches of a step.
     """
 
     model: ModelSpec
@@ -53,12 +54,19 @@ class Sizes:
 
     @property
     def fused(self) -> bool:
-        """Whether chains of elementwise work are one kernel (CUDA stacks) or one pass an operation (eager CPU)."""
+        """Whether chains of elementwise work are one kernel (CUDA stacks) or one pass an operation
+        (eager CPU)."""
         return self.kind is DeviceKind.CUDA
 
 
 def sizes(
-    model: ModelSpec, workload: Workload, layout: Layout, *, kind: DeviceKind, load: float, router_share: float
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    kind: DeviceKind,
+    load: float,
+    router_share: float,
 ) -> Sizes:
     return Sizes(
         model=model,

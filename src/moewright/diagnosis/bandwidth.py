@@ -1,5 +1,6 @@
-"""Algorithm and bus bandwidth of measured collectives, as nccl-tests defines them (PERFORMANCE.md): bytes of the larger
-buffer over time, and that times what of it each rank's link must carry; and the links that are slow beside the others.
+"""Algorithm and bus bandwidth of measured collectives, as nccl-tests defines them (PERFORMANCE.md):
+bytes of the larger buffer over time, and that times what of it each rank's link must carry; and the
+links that are slow beside the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Bandwidth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
-    """`rank` is the one on more of the slow pairs, its own port rather than this pair; -1: neither is."""
+    """`rank` is the one on more of the slow pairs, its own port rather than this pair; -1: neither
+    is."""
 
     link: Link
     typical_Bps: float  # median of all pairs
@@ -42,7 +44,9 @@ def slow_links(hardware: Hardware) -> tuple[SlowLink, ...]:
     if not links:
         return ()
     typical = median(link.Bps.value for link in links)
-    slow = sorted((link for link in links if link.Bps.value < SLOW * typical), key=lambda link: link.Bps.value)
+    slow = sorted(
+        (link for link in links if link.Bps.value < SLOW * typical), key=lambda link: link.Bps.value
+    )
     on = Counter(rank for link in slow for rank in (link.first, link.second))
     return tuple(SlowLink(link=link, typical_Bps=typical, rank=_ported(link, on)) for link in slow)
 
@@ -54,7 +58,9 @@ def _ported(link: Link, on: Counter[int]) -> int:
 
 def bandwidths(hardware: Hardware) -> tuple[Bandwidth, ...]:
     """One a collective and group size that the hardware file holds a curve of."""
-    found = [_of(time.op, time.group_size, *time.curve.points[-1]) for time in hardware.fabric.times]
+    found = [
+        _of(time.op, time.group_size, *time.curve.points[-1]) for time in hardware.fabric.times
+    ]
     return tuple(_marked(found))
 
 
@@ -62,7 +68,11 @@ def _of(
     op: Collective, ranks: int, payload: float, seconds: float
 ) -> tuple[Collective, int, float, float, float, float]:
     whole = payload * ranks if op is Collective.ALL_GATHER else payload
-    carried = {Collective.ALL_REDUCE: 2 * (ranks - 1) / ranks, Collective.BROADCAST: 1.0, Collective.P2P: 1.0}
+    carried = {
+        Collective.ALL_REDUCE: 2 * (ranks - 1) / ranks,
+        Collective.BROADCAST: 1.0,
+        Collective.P2P: 1.0,
+    }
     share = carried.get(op, (ranks - 1) / ranks)
     return op, ranks, payload, seconds, whole / seconds, whole / seconds * share
 

@@ -103,16 +103,18 @@ class Comparison:
 def compare(predicted: Ledger, counted: Ledger) -> Comparison:
     """Join two ledgers of one rank on their keys.
 
-    Weights, gradients, master and moments, collective bytes and calls, FLOPs, and in-flight counts must be equal; saved
-    activations (with the logits among them) stay within 3% in total and are listed by module; other memory and time are
-    listed.
-    Raises BadInput when the ledgers are of different ranks.
+    Weights, gradients, master and moments, collective bytes and calls, FLOPs, and in-flight counts
+    must be equal; saved activations (with the logits among them) stay within 3% in total and are
+    listed by module; other memory and time are listed. Raises BadInput when the ledgers are of
+    different ranks.
     """
     for field in ("rank", "pp_rank"):
         ours, theirs = getattr(predicted, field), getattr(counted, field)
         if ours != theirs:
             rule = "predicted and counted ledgers must be of the same rank"
-            raise BadInput(Reason(field=f"ledger.{field}", value=str(ours), rule=rule, nearest=str(theirs)))
+            raise BadInput(
+                Reason(field=f"ledger.{field}", value=str(ours), rule=rule, nearest=str(theirs))
+            )
     lines = (
         *_memory(predicted, counted),
         *_join(Section.COMM, Rule.EXACT, _comm_bytes(predicted), _comm_bytes(counted)),
@@ -126,7 +128,8 @@ def compare(predicted: Ledger, counted: Ledger) -> Comparison:
 
 
 def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
-    """Every rank's count against what is predicted of it under the routing that the run recorded."""
+    """Every rank's count against what is predicted of it under the routing that the run
+    recorded."""
     return tuple(
         compare(predict(record.plan, rank=counted.rank, selection=record.selection), counted)
         for counted in record.ledgers
@@ -140,14 +143,22 @@ def _status(predicted: float, counted: float) -> Status:
         return Status.ONLY_PREDICTED
     if not predicted:
         return Status.ONLY_COUNTED
-    return Status.WITHIN if abs(predicted - counted) <= ACTIVATION_BOUND * abs(counted) else Status.DIFFERS
+    return (
+        Status.WITHIN
+        if abs(predicted - counted) <= ACTIVATION_BOUND * abs(counted)
+        else Status.DIFFERS
+    )
 
 
-def _line(section: Section, rule: Rule, key: tuple[str, ...], predicted: float, counted: float) -> Line:
+def _line(
+    section: Section, rule: Rule, key: tuple[str, ...], predicted: float, counted: float
+) -> Line:
     status = _status(predicted, counted)
     if rule is Rule.EXACT and status is Status.WITHIN:
         status = Status.DIFFERS  # near is not equal
-    return Line(section=section, key=key, rule=rule, predicted=predicted, counted=counted, status=status)
+    return Line(
+        section=section, key=key, rule=rule, predicted=predicted, counted=counted, status=status
+    )
 
 
 Column: TypeAlias = Mapping[tuple[str, ...], float]
@@ -161,12 +172,21 @@ def _join(section: Section, rule: Rule, predicted: Column, counted: Column) -> I
 def _memory(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
     def column(ledger: Ledger, components: Iterable[Component]) -> Column:
         kept = frozenset(components)
-        return {(row.component.value, row.module.value): row.bytes for row in ledger.memory if row.component in kept}
+        return {
+            (row.component.value, row.module.value): row.bytes
+            for row in ledger.memory
+            if row.component in kept
+        }
 
     for component in Component:
         rule = Rule.EXACT if component in EXACT_COMPONENTS else Rule.LISTED
-        yield from _join(Section.MEMORY, rule, column(predicted, (component,)), column(counted, (component,)))
-    saved = (sum(column(predicted, SAVED_COMPONENTS).values()), sum(column(counted, SAVED_COMPONENTS).values()))
+        yield from _join(
+            Section.MEMORY, rule, column(predicted, (component,)), column(counted, (component,))
+        )
+    saved = (
+        sum(column(predicted, SAVED_COMPONENTS).values()),
+        sum(column(counted, SAVED_COMPONENTS).values()),
+    )
     if any(saved):
         yield _line(Section.MEMORY, Rule.BOUND, ("saved activations", TOTAL), *saved)
 
@@ -174,7 +194,13 @@ def _memory(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
 def _in_flight(predicted: Ledger, counted: Ledger) -> Iterable[Line]:
     """Nothing for a ledger that does not hold the count, which is at least 1."""
     if predicted.in_flight and counted.in_flight:
-        yield _line(Section.IN_FLIGHT, Rule.EXACT, ("chunks", "peak"), predicted.in_flight, counted.in_flight)
+        yield _line(
+            Section.IN_FLIGHT,
+            Rule.EXACT,
+            ("chunks", "peak"),
+            predicted.in_flight,
+            counted.in_flight,
+        )
 
 
 def _comm_bytes(ledger: Ledger) -> Column:

@@ -1,7 +1,9 @@
-"""Which wall holds one of our runs back: waits by group, time without a core, phases, load of the experts, memory.
+"""Which wall holds one of our runs back: waits by group, time without a core, phases, load of the
+experts, memory.
 
-Everything is judged on the critical rank, the one that waits least for the others: what it does sets the step. Of its
-waits, what even the last rank to come spends is the link's; the rest is a late rank's.
+Everything is judged on the critical rank, the one that waits least for the others: what it does
+sets the step. Of its waits, what even the last rank to come spends is the link's; the rest is a
+late rank's.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _CROWDED = 0.10
 class Pace:
     """Seconds a step of the critical rank. `waits` is empty where nobody timed them (on a GPU).
 
-    Where other programs take the cores, a rank stands ready without one, and its peers wait for it: both are taken out
-    of the step and of the waits, as far as the scheduler told them.
+    Where other programs take the cores, a rank stands ready without one, and its peers wait for it:
+    both are taken out of the step and of the waits, as far as the scheduler told them.
     """
 
     rank: int
@@ -47,7 +49,9 @@ class Pace:
     waits: Mapping[Cause, float]  # of the links; in a pipeline, for its neighbours' work too
     crowded_s: float  # taken out
     collecting_s: float
-    stalled_s: float  # neither working, nor ready, nor waiting for a peer, outside the loading of data; or in no phase
+    # neither working, nor ready, nor waiting for a peer, outside the loading of data; or in no
+    # phase
+    stalled_s: float
     running_s: float
     lagged_s: float  # of this rank: waiting for late ranks
     late_s: float  # the same, mean over ranks
@@ -55,8 +59,8 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """What a rank wrote down of a step, seconds: `late_s` its waits for late ranks, `mean_late_s` the mean over ranks,
-    both less the time in which a peer had no core.
+    """What a rank wrote down of a step, seconds: `late_s` its waits for late ranks, `mean_late_s`
+    the mean over ranks, both less the time in which a peer had no core.
     """
 
     rank: int
@@ -83,20 +87,29 @@ def diagnose(record: RunRecord) -> tuple[Finding, ...]:
 
 
 def pace_of(record: RunRecord) -> Pace:
-    """From the means of all ranks; from rank 0's settled steps for a run that has not ended by itself."""
+    """From the means of all ranks; from rank 0's settled steps for a run that has not ended by
+    itself."""
     ended = bool(record.paces) and all(pace.steps for pace in record.paces)
     seen = _of_ranks(record.paces) if ended else _of_first(record)
     phases, host = seen.phases, seen.host
     step_s, linked = sum(phases.values()) or median_step_s(record), sum(seen.links.values())
     of_cause: dict[Cause, float] = defaultdict(float)
     for group, seconds in seen.links.items():
-        drains = group == "world" and record.plan.layout.pp > 1  # who has done its last row waits for the others' last
-        cause = Cause.CP if group == "tp_cp" and record.plan.layout.tp == 1 else CAUSES[OUR_GROUPS[group]]
+        drains = (
+            group == "world" and record.plan.layout.pp > 1
+        )  # who has done its last row waits for the others' last
+        cause = (
+            Cause.CP
+            if group == "tp_cp" and record.plan.layout.tp == 1
+            else CAUSES[OUR_GROUPS[group]]
+        )
         of_cause[Cause.PP if drains else cause] += seconds
     timed = host.running_s > 0 and (bool(seen.links) or record.plan.layout.world_size == 1)
     if timed and step_s:  # loading stands in line for a core as all else does
         phases[Phase.DATA] = phases.get(Phase.DATA, 0.0) * max(0.0, 1 - host.queued_s / step_s)
-    apart = host.running_s + linked + seen.late_s + host.asleep_s  # the step as it were with a core for every rank
+    apart = (
+        host.running_s + linked + seen.late_s + host.asleep_s
+    )  # the step as it were with a core for every rank
     idle_s = host.asleep_s if timed else phases.get(Phase.OTHER, 0.0)
     return Pace(
         rank=seen.rank,
@@ -113,29 +126,40 @@ def pace_of(record: RunRecord) -> Pace:
 
 
 def _of_ranks(paces: tuple[RankPace, ...]) -> _Seen:
-    """The rank that waits least. A peer without a core for some time comes so much later: that much of a wait for late
-    ranks is the crowd's, and of a wait whose calls were not kept as large a share.
+    """The rank that waits least. A peer without a core for some time comes so much later: that much
+    of a wait for late ranks is the crowd's, and of a wait whose calls were not kept as large a
+    share.
     """
     totals = {pace.rank: sum(wait.seconds for wait in pace.waits) for pace in paces}
     chosen = min(paces, key=lambda pace: totals[pace.rank])
     late = {pace.rank: _late_s(pace, chosen, paces) for pace in paces}
     known = {link.group: link.seconds for link in chosen.links}
-    crowd = max((pace.host.queued_s / pace.step_s for pace in paces if pace is not chosen), default=0.0)
+    crowd = max(
+        (pace.host.queued_s / pace.step_s for pace in paces if pace is not chosen), default=0.0
+    )
     return _Seen(
         rank=chosen.rank,
         phases={row.phase: row.seconds for row in chosen.phases},
         host=chosen.host,
-        links={wait.group: known.get(wait.group, max(0.0, 1 - crowd) * wait.seconds) for wait in chosen.waits},
+        links={
+            wait.group: known.get(wait.group, max(0.0, 1 - crowd) * wait.seconds)
+            for wait in chosen.waits
+        },
         late_s=late[chosen.rank],
         mean_late_s=fmean(late.values()),
     )
 
 
 def _late_s(pace: RankPace, chosen: RankPace, paces: tuple[RankPace, ...]) -> float:
-    """What the rank waits beyond the links; where those are not known, beyond what the chosen rank waits."""
-    known = {wait.group: wait.seconds for wait in chosen.waits} | {link.group: link.seconds for link in pace.links}
+    """What the rank waits beyond the links; where those are not known, beyond what the chosen rank
+    waits."""
+    known = {wait.group: wait.seconds for wait in chosen.waits} | {
+        link.group: link.seconds for link in pace.links
+    }
     waited = sum(wait.seconds - known.get(wait.group, 0.0) for wait in pace.waits)
-    return max(0.0, waited - max((each.host.queued_s for each in paces if each is not pace), default=0.0))
+    return max(
+        0.0, waited - max((each.host.queued_s for each in paces if each is not pace), default=0.0)
+    )
 
 
 def _of_first(record: RunRecord) -> _Seen:
@@ -146,9 +170,12 @@ def _of_first(record: RunRecord) -> _Seen:
     return _Seen(
         rank=0,
         phases=dict(median_phases(record)),
-        host=HostTime(**{name: median(getattr(step.host, name) for step in steps) for name in names}),
+        host=HostTime(
+            **{name: median(getattr(step.host, name) for step in steps) for name in names}
+        ),
         links={
-            group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps) for group in groups
+            group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps)
+            for group in groups
         },
         late_s=0.0,
         mean_late_s=0.0,
@@ -156,8 +183,9 @@ def _of_first(record: RunRecord) -> _Seen:
 
 
 def waterfall_of(record: RunRecord, pace: Pace, known: Known) -> Waterfall:
-    """Ideal to measured on the critical rank: waits, host and crowd as measured; inside the compute, which nobody timed
-    apart, recompute by its FLOPs and the rest as what rates below the peak cost.
+    """Ideal to measured on the critical rank: waits, host and crowd as measured; inside the
+    compute, which nobody timed apart, recompute by its FLOPs and the rest as what rates below the
+    peak cost.
     """
 
     def seen(name: str, seconds: float, note: str = "") -> Drop:
@@ -188,7 +216,10 @@ def waterfall_of(record: RunRecord, pace: Pace, known: Known) -> Waterfall:
     optimizer = min(busy, pace.phases.get(Phase.OPTIMIZER, 0.0))
     drops += [
         Drop(
-            name="recompute", seconds=replayed, basis=Basis.PREDICTED, note="its share of the FLOPs, of measured work"
+            name="recompute",
+            seconds=replayed,
+            basis=Basis.PREDICTED,
+            note="its share of the FLOPs, of measured work",
         ),
         seen("optimizer", optimizer),
         seen("work below the peak rate", busy - replayed - optimizer - ideal),
@@ -197,25 +228,36 @@ def waterfall_of(record: RunRecord, pace: Pace, known: Known) -> Waterfall:
 
 
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:
-    return Finding(wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=fixes_for(cause))
+    return Finding(
+        wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=fixes_for(cause)
+    )
 
 
 def _communication(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     """What even the last rank to come waits for is the link or, in a pipeline, the bubble."""
     if pace.waits:
-        spent, basis = dict(pace.waits), f"measured on rank {pace.rank}: all ranks being there, or a neighbour's work"
+        spent, basis = (
+            dict(pace.waits),
+            f"measured on rank {pace.rank}: all ranks being there, or a neighbour's work",
+        )
     else:
         spent, basis = _unwatched(record, pace), "predicted where phases do not tell it"
-    bubble = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.BUBBLE)
+    bubble = sum(
+        share.seconds for share in record.plan.estimate.shares if share.part is TimePart.BUBBLE
+    )
     for cause, seconds in spent.items():
         share = seconds / pace.step_s
         if share < _SAID:
             continue
         evidence = [f"{show_seconds(seconds)} a step blocked on {cause} ({basis})"]
         if cause is Cause.PP and bubble:
-            evidence.append(f"{show_seconds(bubble)} of bubble expected of the timetable (predicted)")
+            evidence.append(
+                f"{show_seconds(bubble)} of bubble expected of the timetable (predicted)"
+            )
         if cause is Cause.DP:
-            reduce_s, gather_s = (pace.phases.get(phase, 0.0) for phase in (Phase.GRAD_REDUCE, Phase.PARAM_GATHER))
+            reduce_s, gather_s = (
+                pace.phases.get(phase, 0.0) for phase in (Phase.GRAD_REDUCE, Phase.PARAM_GATHER)
+            )
             text = f"gradient reduction {show_seconds(reduce_s)}, weight gather {show_seconds(gather_s)} (measured)"
             evidence.append(text)
         title = f"{cause} is waited for during {share:.0%} of the step"
@@ -223,12 +265,15 @@ def _communication(record: RunRecord, pace: Pace) -> Iterator[Finding]:
 
 
 def _unwatched(record: RunRecord, pace: Pace) -> dict[Cause, float]:
-    """Without timed waits: the phases of reduction and gather, and what is predicted inside forward and backward."""
+    """Without timed waits: the phases of reduction and gather, and what is predicted inside forward
+    and backward."""
     found: dict[Cause, float] = defaultdict(float)
     for share in record.plan.estimate.shares:
         if share.part in WAITS_FOR:
             found[WAITS_FOR[share.part]] += share.seconds
-    found[Cause.DP] = pace.phases.get(Phase.GRAD_REDUCE, 0.0) + pace.phases.get(Phase.PARAM_GATHER, 0.0)
+    found[Cause.DP] = pace.phases.get(Phase.GRAD_REDUCE, 0.0) + pace.phases.get(
+        Phase.PARAM_GATHER, 0.0
+    )
     return found
 
 
@@ -249,7 +294,9 @@ def _host(pace: Pace) -> Iterator[Finding]:
 
 def _compute(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     working = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-    inside = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EP_COMM)
+    inside = sum(
+        share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EP_COMM
+    )
     busy = max(0.0, sum(pace.phases.get(phase, 0.0) for phase in working) - inside)
     model_s = max(0.0, pace.running_s - pace.collecting_s) if pace.running_s else busy
     share = model_s / pace.step_s
@@ -258,7 +305,11 @@ def _compute(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     if replayed > _REPLAYED:
         seen = f"{found.hfu / found.mfu - 1:.0%} more FLOPs than the model has (counted), of {show_seconds(model_s)}"
         yield _finding(
-            Wall.COMPUTE, Cause.RECOMPUTE, f"Recompute takes about {replayed:.0%} of the step", replayed, seen
+            Wall.COMPUTE,
+            Cause.RECOMPUTE,
+            f"Recompute takes about {replayed:.0%} of the step",
+            replayed,
+            seen,
         )
     yield from _small_calls(record, share)
     parts = ", ".join(f"{phase} {show_seconds(pace.phases.get(phase, 0.0))}" for phase in working)
@@ -267,7 +318,9 @@ def _compute(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     if pace.crowded_s > _CROWDED * pace.step_s:
         crowd = f"left out: {show_seconds(pace.crowded_s)} a step without a core, the machine is crowded (measured)"
         evidence.append(crowd)
-    yield _finding(Wall.COMPUTE, Cause.RATES, f"Compute takes {share:.0%} of the step", share, *evidence)
+    yield _finding(
+        Wall.COMPUTE, Cause.RATES, f"Compute takes {share:.0%} of the step", share, *evidence
+    )
 
 
 def _small_calls(record: RunRecord, share: float) -> Iterator[Finding]:
@@ -283,23 +336,31 @@ def _small_calls(record: RunRecord, share: float) -> Iterator[Finding]:
     by_rows = _of_best(plan, Op.GROUPED_GEMM, rows)
     by_flops = _of_best(plan, Op.GEMM, 2.0 * rows * plan.model.hidden_size * width)
     if min(by_rows, by_flops) < _SLOW_RATE:
-        title = f"Experts' products are small: {rows:.0f} rows of {plan.model.hidden_size} by {width}"
+        title = (
+            f"Experts' products are small: {rows:.0f} rows of {plan.model.hidden_size} by {width}"
+        )
         seen = (
             f"grouped products of so many rows reach {by_rows:.0%} of their best rate, "
             f"products of so many FLOPs {by_flops:.0%} (curves of the hardware file)"
         )
-        yield _finding(Wall.COMPUTE, Cause.FEW_ROWS, title, share * (1 - min(by_rows, by_flops)), seen)
+        yield _finding(
+            Wall.COMPUTE, Cause.FEW_ROWS, title, share * (1 - min(by_rows, by_flops)), seen
+        )
 
 
 def _of_best(plan: Plan, op: Op, x: float) -> float:
-    """Rate at x over the best of the curve, in the job's precision; 1 without a curve. A call smaller than the smallest
-    measured takes as long as that one.
+    """Rate at x over the best of the curve, in the job's precision; 1 without a curve. A call
+    smaller than the smallest measured takes as long as that one.
     """
     rates = plan.hardware.device.rates
-    curves = [rate.curve for rate in rates if rate.op is op and rate.dtype is plan.workload.precision]
+    curves = [
+        rate.curve for rate in rates if rate.op is op and rate.dtype is plan.workload.precision
+    ]
     return min(
         (
-            interpolate(curve, x) * min(1.0, x / curve.points[0][0]) / max(y for _, y in curve.points)
+            interpolate(curve, x)
+            * min(1.0, x / curve.points[0][0])
+            / max(y for _, y in curve.points)
             for curve in curves
         ),
         default=1.0,
@@ -307,7 +368,8 @@ def _of_best(plan: Plan, op: Op, x: float) -> float:
 
 
 def _memory(record: RunRecord) -> Iterator[Finding]:
-    """The fullest rank: what it counted, plus what only the prediction knows (transients, allowances)."""
+    """The fullest rank: what it counted, plus what only the prediction knows (transients,
+    allowances)."""
     found = record.plan.estimate
     counted = max((ledger.device_bytes for ledger in record.ledgers), default=0)
     peak = max(counted, found.peak_bytes)
@@ -325,7 +387,8 @@ def _memory(record: RunRecord) -> Iterator[Finding]:
 
 
 def _imbalance(record: RunRecord, pace: Pace) -> Iterator[Finding]:
-    """A hot expert rank makes every other rank of its group wait at the combine; any late rank does so elsewhere."""
+    """A hot expert rank makes every other rank of its group wait at the combine; any late rank does
+    so elsewhere."""
     ep = record.plan.layout.ep
     factors = [
         (rank_load_factor(load.rank_counts or load.counts, ep), load.layer)
@@ -337,7 +400,9 @@ def _imbalance(record: RunRecord, pace: Pace) -> Iterator[Finding]:
     late = pace.late_s / pace.step_s
     if typical > LOAD_FACTOR:
         worst, layer = max(factors)
-        experts_s = sum(share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EXPERTS)
+        experts_s = sum(
+            share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EXPERTS
+        )
         cost = max(late, experts_s * (typical - 1) / pace.step_s)
         yield _finding(
             Wall.COMPUTE,

@@ -1,7 +1,8 @@
-"""What helps against each cause, in the order in which it is worth trying, with what it excludes and Megatron's flags.
+"""What helps against each cause, in the order in which it is worth trying, with what it excludes
+and Megatron's flags.
 
-The order is that of the tuning workflow for Megatron-Core MoE (docs/formulas.md 10): cheap before dear, and of
-equals the one that changes least.
+The order is that of the tuning workflow for Megatron-Core MoE (docs/formulas.md 10): cheap before
+dear, and of equals the one that changes least.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any
 from moewright.rules.legality import divisors
 from moewright.spec.finding import Cause
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CpComm,
+    Dispatcher,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import AttentionKind, ModelSpec
 
 
@@ -32,8 +42,8 @@ Change = Callable[[Job], Layout]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """`change` makes the layout that has it, the same one where there is nothing to change; absent for what is no
-    choice of a layout."""
+    """`change` makes the layout that has it, the same one where there is nothing to change; absent
+    for what is no choice of a layout."""
 
     text: str
     change: Change | None = None
@@ -61,7 +71,12 @@ def _only(*chosen: Recompute) -> Change:
 
     def change(job: Job) -> Layout:
         loss = {Recompute.LOSS}.intersection(job.layout.recompute)
-        return replace(job.layout, recompute=tuple(sorted({*chosen, *loss})), recompute_block=0, recompute_span=1)
+        return replace(
+            job.layout,
+            recompute=tuple(sorted({*chosen, *loss})),
+            recompute_block=0,
+            recompute_span=1,
+        )
 
     return change
 
@@ -75,7 +90,9 @@ def _overlap(*more: Overlap) -> Change:
 
 
 def _graphs(job: Job) -> Layout:
-    wanted = (Graphs.ATTN, Graphs.MOE_PREPROCESS, Graphs.MOE_ROUTER) if job.model.moe else (Graphs.ATTN,)
+    wanted = (
+        (Graphs.ATTN, Graphs.MOE_PREPROCESS, Graphs.MOE_ROUTER) if job.model.moe else (Graphs.ATTN,)
+    )
     return job.layout if job.layout.graphs else replace(job.layout, graphs=wanted)
 
 
@@ -95,7 +112,11 @@ def _times(axis: str, factor: float) -> Change:
 def _more_vpp(job: Job) -> Layout:
     """The next number of chunks a rank that splits the layers evenly, as Megatron-LM wants it."""
     layout = job.layout
-    if layout.pp == 1 or layout.stages or layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
+    if (
+        layout.pp == 1
+        or layout.stages
+        or layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+    ):
         return layout
     more = [vpp for vpp in divisors(max(1, job.model.layers // layout.pp)) if vpp > layout.vpp]
     return replace(layout, vpp=more[0], schedule=Schedule.INTERLEAVED) if more else layout
@@ -120,7 +141,9 @@ def _cp_comm(job: Job) -> Layout:
 _OFFLOADED = (Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT)
 _OFFLOAD_FLAGS = f"--fine-grained-activation-offloading --offload-modules {' '.join(_OFFLOADED)}"
 _FULL_RECOMPUTE = "overlap of expert communication, and graphs over the recomputed part"
-_GRAPH_FLAGS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+_GRAPH_FLAGS = (
+    "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+)
 _RECOMPUTE_FLAGS = "--recompute-granularity selective --recompute-modules"
 _MORE_ROWS = (
     Remedy(
@@ -204,10 +227,21 @@ _LAUNCH = (
         megatron=_GRAPH_FLAGS,
         excludes="full recompute; dynamic shapes inside the captured part",
     ),
-    Remedy(text="a larger micro-batch: fewer, longer kernels", change=_times("mbs", 2), megatron="--micro-batch-size"),
-    Remedy(text="a smaller tp: longer kernels", change=_less_tp, megatron="--tensor-model-parallel-size"),
+    Remedy(
+        text="a larger micro-batch: fewer, longer kernels",
+        change=_times("mbs", 2),
+        megatron="--micro-batch-size",
+    ),
+    Remedy(
+        text="a smaller tp: longer kernels",
+        change=_less_tp,
+        megatron="--tensor-model-parallel-size",
+    ),
     _FUSIONS,
-    Remedy(text="pin each rank's threads to cores of its own socket", megatron="numactl --cpunodebind --membind"),
+    Remedy(
+        text="pin each rank's threads to cores of its own socket",
+        megatron="numactl --cpunodebind --membind",
+    ),
 )
 
 REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
@@ -220,7 +254,9 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 change=_overlap(Overlap.GRAD, Overlap.PARAM),
                 megatron="--overlap-grad-reduce --overlap-param-gather",
             ),
-            Remedy(text="more micro-batches a step (a larger global batch) spread the one reduction"),
+            Remedy(
+                text="more micro-batches a step (a larger global batch) spread the one reduction"
+            ),
         ),
         Cause.TP: (
             Remedy(text="a lower tp", change=_less_tp, megatron="--tensor-model-parallel-size"),
@@ -248,7 +284,9 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 change=_times("pp", 0.5),
                 megatron="--pipeline-model-parallel-size",
             ),
-            Remedy(text="a larger global batch: more micro-batches", megatron="--global-batch-size"),
+            Remedy(
+                text="a larger global batch: more micro-batches", megatron="--global-batch-size"
+            ),
         ),
         Cause.EP: (
             Remedy(
@@ -280,16 +318,26 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 megatron="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes",
                 excludes="more ranks of the exchange than key heads / tp",
             ),
-            Remedy(text="a smaller cp", change=_times("cp", 0.5), megatron="--context-parallel-size"),
+            Remedy(
+                text="a smaller cp", change=_times("cp", 0.5), megatron="--context-parallel-size"
+            ),
         ),
         Cause.STRAGGLER: (
-            Remedy(text="look at the late rank: its clocks, its node's other jobs, its loader, its links"),
+            Remedy(
+                text="look at the late rank: its clocks, its node's other jobs, its loader, its links"
+            ),
             Remedy(text="give stages the same work: layout='...' counts embedding and loss"),
             _MANUAL_GC,
         ),
         Cause.DATA: (
-            Remedy(text="more loader workers, data on a local disk, mapped index files", megatron="--num-workers 8"),
-            Remedy(text="no attention mask made by the loader", megatron="--no-create-attention-mask-in-dataloader"),
+            Remedy(
+                text="more loader workers, data on a local disk, mapped index files",
+                megatron="--num-workers 8",
+            ),
+            Remedy(
+                text="no attention mask made by the loader",
+                megatron="--no-create-attention-mask-in-dataloader",
+            ),
         ),
         Cause.COLLECTING: (_MANUAL_GC,),
         Cause.SYNC: (

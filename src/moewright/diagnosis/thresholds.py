@@ -1,4 +1,5 @@
-"""When a share of a step is a wall, and which wall comes first. Thresholds of docs/formulas.md 10."""
+"""When a share of a step is a wall, and which wall comes first. Thresholds of docs/formulas.md
+10."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ _LIMITS = {Wall.COMMUNICATION: COMMUNICATION_SHARE, Wall.HOST: HOST_SHARE}
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """A full memory first, then communication and host where all their causes together pass the limit, the larger
-    first; then compute, then what passes no limit. Inside a wall by share, but what explains before what is left.
+    """A full memory first, then communication and host where all their causes together pass the
+    limit, the larger first; then compute, then what passes no limit. Inside a wall by share, but
+    what explains before what is left.
     """
     found = tuple(findings)
     sums = {wall: sum(each.share for each in found if each.wall is wall) for wall in Wall}

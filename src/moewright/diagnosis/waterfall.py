@@ -36,7 +36,8 @@ def peak_flops(hardware: Hardware, precision: Dtype) -> float:
 
 
 def ideal_s(known: Known) -> float:
-    """Seconds of a step that did nothing but model FLOPs at the peak rate; 0 when no peak is known."""
+    """Seconds of a step that did nothing but model FLOPs at the peak rate; 0 when no peak is
+    known."""
     peak = peak_flops(known.hardware, known.workload.precision)
     return known.estimate.model_flops_per_step / known.layout.world_size / peak if peak else 0.0
 
@@ -46,17 +47,28 @@ def ideal_note(workload: Workload, model_flops: float) -> str:
 
 
 def closed(ideal: float, note: str, drops: Iterable[Drop], measured: float) -> Waterfall:
-    """The drops with what is left over behind them, so that everything sums to the measured step."""
+    """The drops with what is left over behind them, so that everything sums to the measured
+    step."""
     kept = tuple(drop for drop in drops if abs(drop.seconds) > 1e-9)
     rest = measured - ideal - sum(drop.seconds for drop in kept)
-    left = Drop(name=UNEXPLAINED, seconds=rest, basis=Basis.MEASURED, note="measured less all above")
+    left = Drop(
+        name=UNEXPLAINED, seconds=rest, basis=Basis.MEASURED, note="measured less all above"
+    )
     return Waterfall(ideal_s=ideal, ideal_note=note, drops=(*kept, left), measured_s=measured)
 
 
-def predicted(known: Known, measured: float, timed: Mapping[TimePart, float] = MappingProxyType({})) -> Waterfall:
-    """Of a run of which the step and the parts `timed` were measured: all else is the planner's, or unexplained."""
-    drops = [drop for drop in predicted_drops(known) if drop.name not in {NAMES[part] for part in timed}]
-    found = [Drop(name=NAMES[part], seconds=seconds, basis=Basis.MEASURED) for part, seconds in timed.items()]
+def predicted(
+    known: Known, measured: float, timed: Mapping[TimePart, float] = MappingProxyType({})
+) -> Waterfall:
+    """Of a run of which the step and the parts `timed` were measured: all else is the planner's, or
+    unexplained."""
+    drops = [
+        drop for drop in predicted_drops(known) if drop.name not in {NAMES[part] for part in timed}
+    ]
+    found = [
+        Drop(name=NAMES[part], seconds=seconds, basis=Basis.MEASURED)
+        for part, seconds in timed.items()
+    ]
     note = ideal_note(known.workload, known.estimate.model_flops_per_step)
     return closed(ideal_s(known), note, (*found, *drops), measured)
 
@@ -70,5 +82,7 @@ def predicted_drops(known: Known) -> Iterable[Drop]:
     for part, name in NAMES.items():
         if part in shares:
             yield Drop(name=name, seconds=shares[part], basis=Basis.PREDICTED)
-    yield Drop(name=LOAD, seconds=uneven, basis=Basis.PREDICTED, note=f"hottest rank {load:.2f} x the mean")
+    yield Drop(
+        name=LOAD, seconds=uneven, basis=Basis.PREDICTED, note=f"hottest rank {load:.2f} x the mean"
+    )
     yield Drop(name=EFFICIENCY, seconds=working - ideal_s(known), basis=Basis.PREDICTED)

@@ -1,4 +1,5 @@
-"""Runtime: what every part of the engine is given about the job and this rank; nothing is global."""
+"""Runtime: what every part of the engine is given about the job and this rank; nothing is
+global."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Runtime:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Places in every sequence of the tokens that this rank's CP part holds, int64 [seq_len / cp], on the CPU."""
+        """Places in every sequence of the tokens that this rank's CP part holds, int64 [seq_len /
+        cp], on the CPU."""
         parts = held(self.workload.seq_len, self.mesh.layout.cp, self.mesh.coordinate("cp"))
         return torch.cat([torch.arange(part.start, part.stop) for part in parts])
 

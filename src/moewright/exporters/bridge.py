@@ -1,7 +1,8 @@
 """A plan as a recipe of Megatron Bridge: a Python file that builds its ConfigContainer and trains.
 
-Bridge configures the same Megatron core as Megatron-LM's flags do, so the settings are those flags under Bridge's
-names (main at 067f987d, 2026-08-22). The model's shape comes from its Hugging Face config.
+Bridge configures the same Megatron core as Megatron-LM's flags do, so the settings are those flags
+under Bridge's names (main at 067f987d, 2026-08-22). The model's shape comes from its Hugging Face
+config.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, RouterForce
 
-# Flag -> the section of ConfigContainer and the field there; most fields are the flag's own name in Megatron-LM.
+# Flag -> the section of ConfigContainer and the field there; most fields are the flag's own name in
+# Megatron-LM.
 _SECTIONS = {
     "model": (
         "tensor-model-parallel-size sequence-parallel context-parallel-size cp-comm-type "
@@ -33,7 +35,9 @@ _SECTIONS = {
     ),
     "train": "micro-batch-size global-batch-size train-iters train-samples rampup-batch-size",
     "validation": "eval-interval eval-iters",
-    "scheduler": ("lr-decay-style lr-warmup-iters lr-decay-iters lr-warmup-samples lr-decay-samples"),
+    "scheduler": (
+        "lr-decay-style lr-warmup-iters lr-decay-iters lr-warmup-samples lr-decay-samples"
+    ),
     "optimizer": (
         "lr min-lr adam-beta1 adam-beta2 adam-eps weight-decay clip-grad use-precision-aware-optimizer exp-avg-dtype "
         "exp-avg-sq-dtype optimizer-cpu-offload optimizer-offload-fraction initial-loss-scale min-loss-scale "
@@ -52,7 +56,10 @@ _SECTIONS = {
 }
 _RENAMED = {
     "--num-virtual-stages-per-pipeline-rank": ("model", "virtual_pipeline_model_parallel_size"),
-    "--microbatch-group-size-per-virtual-pipeline-stage": ("model", "microbatch_group_size_per_vp_stage"),
+    "--microbatch-group-size-per-virtual-pipeline-stage": (
+        "model",
+        "microbatch_group_size_per_vp_stage",
+    ),
     "--ddp-bucket-size": ("ddp", "bucket_size"),
     "--fp8-format": ("mixed_precision", "fp8"),
     "--fp4-format": ("mixed_precision", "fp4"),
@@ -71,25 +78,38 @@ _ELSEWHERE = (  # said by the choice of mixed precision or of data
     "--no-overlap-p2p-communication",
     "--no-check-for-nan-in-loss-and-grad",
 )
-_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.uint8"}
+_DTYPES = {
+    "fp32": "torch.float32",
+    "bf16": "torch.bfloat16",
+    "fp16": "torch.float16",
+    "fp8": "torch.uint8",
+}
 
 
 def bridge(plan: Plan) -> str:
-    """A Python file for torchrun. Raises BadInput with a Reason for each thing that Megatron cannot say, and for models
-    that Hugging Face does not know by this name.
+    """A Python file for torchrun. Raises BadInput with a Reason for each thing that Megatron cannot
+    say, and for models that Hugging Face does not know by this name.
     """
     flags = megatron_flags(plan)
     if "/" not in plan.model.name or plan.model.name not in catalogue.model_names():
         rule = "Megatron Bridge takes models by their Hugging Face name"
         nearest = "Qwen/Qwen3-30B-A3B"
-        raise BadInput(Reason(field="model.name", value=plan.model.name, rule=rule, nearest=nearest))
+        raise BadInput(
+            Reason(field="model.name", value=plan.model.name, rule=rule, nearest=nearest)
+        )
     shape = {name for name, *_ in model_flags(plan.model, plan.workload)}
     options = table()
     places = _places(options)
     for name, *_ in flags:
         if name not in (*places, *shape, *_ELSEWHERE):
-            raise AssertionError(f"{name} has no place in Megatron Bridge")  # a flag that the exporter has learnt since
-    settings = [(*places[name], _python(options[name], tuple(values))) for name, *values in flags if name in places]
+            raise AssertionError(
+                f"{name} has no place in Megatron Bridge"
+            )  # a flag that the exporter has learnt since
+    settings = [
+        (*places[name], _python(options[name], tuple(values)))
+        for name, *values in flags
+        if name in places
+    ]
     return "\n".join((*_head(plan), *_body(plan, settings), *_TAIL)) + "\n"
 
 
@@ -148,11 +168,18 @@ _CLASSES = {
     "logger": "LoggerConfig",
     "tokenizer": "TokenizerConfig",
 }
-_CORE = {"optimizer": "OptimizerConfig", "ddp": "DistributedDataParallelConfig", "comm_overlap": "CommOverlapConfig"}
+_CORE = {
+    "optimizer": "OptimizerConfig",
+    "ddp": "DistributedDataParallelConfig",
+    "comm_overlap": "CommOverlapConfig",
+}
 
 
 def _body(plan: Plan, settings: list[tuple[str, str, str]]) -> Iterator[str]:
-    groups = {section: [(field, value) for _, field, value in found] for section, found in _grouped(settings)}
+    groups = {
+        section: [(field, value) for _, field, value in found]
+        for section, found in _grouped(settings)
+    }
     yield ""
     yield "def config() -> ConfigContainer:"
     yield f'    model = AutoBridge.from_hf_pretrained("{plan.model.name}").to_megatron_provider(load_weights=False)'
@@ -173,7 +200,9 @@ def _body(plan: Plan, settings: list[tuple[str, str, str]]) -> Iterator[str]:
     yield ""
 
 
-def _grouped(settings: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+def _grouped(
+    settings: list[tuple[str, str, str]],
+) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     for section, found in groupby(sorted(settings, key=lambda one: one[0]), key=lambda one: one[0]):
         yield section, list(found)
 
@@ -182,7 +211,9 @@ def _model(plan: Plan) -> Iterator[tuple[str, str]]:
     layout, precision = plan.layout, plan.workload.precision
     yield (
         "pipeline_dtype",
-        _DTYPES["fp32" if precision is Dtype.FP32 else "fp16" if precision is Dtype.FP16 else "bf16"],
+        _DTYPES[
+            "fp32" if precision is Dtype.FP32 else "fp16" if precision is Dtype.FP16 else "bf16"
+        ],
     )
     yield "mtp_num_layers", str(plan.model.mtp_layers or None)
     if layout.vpp == 1 or layout.stages:
@@ -193,7 +224,11 @@ def _model(plan: Plan) -> Iterator[tuple[str, str]]:
         ("recompute_granularity", bool(layout.recompute), "None"),
         ("cuda_graph_impl", bool(layout.graphs), "'none'"),
         ("moe_shared_expert_overlap", "shared" in layout.overlap, "False"),
-        ("moe_router_force_load_balancing", plan.workload.router.force is RouterForce.BALANCED, "False"),
+        (
+            "moe_router_force_load_balancing",
+            plan.workload.router.force is RouterForce.BALANCED,
+            "False",
+        ),
     )
     yield from ((field, off) for field, on, off in unsaid if not on)
     if layout.graphs:
@@ -215,23 +250,41 @@ def _defaults(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Fields that flags leave out and Bridge wants, or has otherwise by default."""
     workload, layout = plan.workload, plan.layout
     data = workload.data
-    yield "optimizer", [("optimizer", "'adam'"), ("use_distributed_optimizer", str(layout.zero > 0))]
+    yield (
+        "optimizer",
+        [("optimizer", "'adam'"), ("use_distributed_optimizer", str(layout.zero > 0))],
+    )
     decay = workload.optimizer.weight_decay
     ends = [("start_weight_decay", str(decay)), ("end_weight_decay", str(decay))]
     yield "scheduler", [*ends, ("weight_decay_incr_style", "'constant'")]
     yield "ddp", [("grad_reduce_in_fp32", str(workload.grad_dtype is Dtype.FP32))]
     blend = [("blend", "None")]
     if data.train and data.heldout:
-        blend = [("blend_per_split", f"[([{data.train!r}], None), ([{data.heldout!r}], None), None]")]
+        blend = [
+            ("blend_per_split", f"[([{data.train!r}], None), ([{data.heldout!r}], None), None]")
+        ]
     elif data.train:
         blend = [("blend", f"([{data.train!r}], None)"), ("split", "'1,0,0'")]
     said = data.documents
     unset = ("reset_attention_mask", "eod_mask_loss") if said == "joined" else ()
-    off = [(field, "False") for field in (*unset, *(("reset_position_ids",) if said != "restarted" else ()))]
-    yield "dataset", [("random_seed", str(workload.seed)), ("seq_length", str(workload.seq_len)), *blend, *off]
+    off = [
+        (field, "False")
+        for field in (*unset, *(("reset_position_ids",) if said != "restarted" else ()))
+    ]
+    yield (
+        "dataset",
+        [("random_seed", str(workload.seed)), ("seq_length", str(workload.seq_len)), *blend, *off],
+    )
     last = ("null_tokenizer_eod_id", str(plan.model.vocab_size - 1))
-    yield "tokenizer", [("tokenizer_type", "'NullTokenizer'"), ("vocab_size", str(plan.model.vocab_size)), last]
-    overlapped = [("overlap_p2p_comm", str("p2p" in layout.overlap))] if layout.pp > 1 and layout.vpp > 1 else []
+    yield (
+        "tokenizer",
+        [("tokenizer_type", "'NullTokenizer'"), ("vocab_size", str(plan.model.vocab_size)), last],
+    )
+    overlapped = (
+        [("overlap_p2p_comm", str("p2p" in layout.overlap))]
+        if layout.pp > 1 and layout.vpp > 1
+        else []
+    )
     quiet = [] if "tp" in layout.overlap else [("tp_comm_overlap", "False")]
     yield "comm_overlap", [*quiet, *overlapped]
 

@@ -1,7 +1,9 @@
-"""A plan as a TrainJob of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1), which makes a JobSet of it.
+"""A plan as a TrainJob of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1), which makes a JobSet
+of it.
 
-Its torch runtime gives every pod torchrun's PET_* variables, rendezvous included; the numbers of nodes and of ranks on
-each stand in the TrainJob. Volumes and networks belong to the cluster's runtime.
+Its torch runtime gives every pod torchrun's PET_* variables, rendezvous included; the numbers of
+nodes and of ranks on each stand in the TrainJob. Volumes and networks belong to the cluster's
+runtime.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ RUNTIME = "torch-distributed"
 
 
 def kubernetes(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
-    """YAML for kubectl apply. `image` holds the trainer. Raises BadInput as `start_of` does, and without an image."""
+    """YAML for kubectl apply. `image` holds the trainer. Raises BadInput as `start_of` does, and
+    without an image."""
     if not image:
         rule = "is needed for k8s: the container image that holds the trainer"
         raise BadInput(Reason(field="--image", rule=rule, nearest="--image registry/trainer:tag"))
@@ -36,7 +39,11 @@ def kubernetes(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         }
     if start.exported:
         trainer["env"] = [{"name": name, "value": value} for name, value in start.exported]
-    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": RUNTIME}
+    runtime = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "ClusterTrainingRuntime",
+        "name": RUNTIME,
+    }
     document = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",

@@ -1,4 +1,5 @@
-"""What a launch file starts on every node: Megatron-LM with the plan's flags, or our own engine on the plan's job."""
+"""What a launch file starts on every node: Megatron-LM with the plan's flags, or our own engine on
+the plan's job."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _LONGEST_NAME = 40  # Kubernetes puts suffixes of its own behind it and stops at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The words behind torchrun, one group a line; what is exported before; nodes, ranks of each, whether on GPUs."""
+    """The words behind torchrun, one group a line; what is exported before; nodes, ranks of each,
+    whether on GPUs."""
 
     name: str
     lines: tuple[tuple[str, ...], ...]
@@ -27,12 +29,14 @@ class Start:
 
 
 def start_of(plan: Plan, *, job: str, run_dir: str) -> Start:
-    """Our engine when a job file is given, else Megatron-LM. Raises BadInput for what Megatron-LM cannot say, and when
-    the ranks do not fill whole nodes.
+    """Our engine when a job file is given, else Megatron-LM. Raises BadInput for what Megatron-LM
+    cannot say, and when the ranks do not fill whole nodes.
     """
     nodes, ranks = nodes_of(plan)
     if job:
-        lines: tuple[tuple[str, ...], ...] = (("--no-python", "moewright", "train", job, "--out", run_dir),)
+        lines: tuple[tuple[str, ...], ...] = (
+            ("--no-python", "moewright", "train", job, "--out", run_dir),
+        )
     else:
         lines = ((TRAINER,), *megatron_flags(plan))
     return Start(
@@ -48,5 +52,9 @@ def start_of(plan: Plan, *, job: str, run_dir: str) -> Start:
 
 def _label(name: str) -> str:
     """A model's name as schedulers take it: small letters, digits and dashes."""
-    short = re.sub(r"[^a-z0-9]+", "-", name.rpartition("/")[2].casefold()).strip("-")[:_LONGEST_NAME].strip("-")
+    short = (
+        re.sub(r"[^a-z0-9]+", "-", name.rpartition("/")[2].casefold())
+        .strip("-")[:_LONGEST_NAME]
+        .strip("-")
+    )
     return short if short[:1].isalpha() else f"job-{short}".strip("-")

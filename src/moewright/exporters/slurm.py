@@ -1,4 +1,5 @@
-"""A plan as a Slurm batch script: one torchrun a node, which meet on the first node of the allocation."""
+"""A plan as a Slurm batch script: one torchrun a node, which meet on the first node of the
+allocation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,18 @@ def slurm(plan: Plan, *, job: str, run_dir: str) -> str:
     exports = (f"export {name}={value}" for name, value in start.exported)
     said = comments(plan) if not start.ours else iter(())
     return (
-        "\n".join(("#!/bin/bash", *_header(start), *said, "set -euo pipefail", *exports, *_meet(start), command)) + "\n"
+        "\n".join(
+            (
+                "#!/bin/bash",
+                *_header(start),
+                *said,
+                "set -euo pipefail",
+                *exports,
+                *_meet(start),
+                command,
+            )
+        )
+        + "\n"
     )
 
 

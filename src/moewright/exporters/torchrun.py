@@ -9,12 +9,14 @@ from moewright.spec.plan import Plan
 
 
 def torchrun(plan: Plan, *, job: str, run_dir: str) -> str:
-    """The line that starts our own engine on every node: the job, in the run folder that holds the plan."""
+    """The line that starts our own engine on every node: the job, in the run folder that holds the
+    plan."""
     return f"{launcher(plan)} --no-python moewright train {quote(job)} --out {quote(run_dir)}"
 
 
 def launcher(plan: Plan) -> str:
-    """torchrun with its degrees: all ranks of one node, or nodes that meet at $MASTER_ADDR, numbered by $NODE_RANK.
+    """torchrun with its degrees: all ranks of one node, or nodes that meet at $MASTER_ADDR,
+    numbered by $NODE_RANK.
 
     Raises BadInput when the ranks do not fill whole nodes.
     """
@@ -35,5 +37,12 @@ def nodes_of(plan: Plan) -> tuple[int, int]:
     nodes, rest = divmod(world, per_node)
     if rest:
         rule = f"must fill whole nodes of {per_node} devices"
-        raise BadInput(Reason(field="layout.world_size", value=str(world), rule=rule, nearest=str(nodes * per_node)))
+        raise BadInput(
+            Reason(
+                field="layout.world_size",
+                value=str(world),
+                rule=rule,
+                nearest=str(nodes * per_node),
+            )
+        )
     return nodes, per_node

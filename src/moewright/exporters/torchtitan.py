@@ -1,7 +1,8 @@
-"""A plan as torchtitan's TOML configuration (its job_config.py of late 2025, the last with TOML files).
+"""A plan as torchtitan's TOML configuration (its job_config.py of late 2025, the last with TOML
+files).
 
-torchtitan knows models by flavours, shards weights, gradients and states together (FSDP) or not at all, and gives
-experts ranks of data, context and tensor parallelism.
+torchtitan knows models by flavours, shards weights, gradients and states together (FSDP) or not at
+all, and gives experts ranks of data, context and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from moewright.codec import layout_text
 from moewright.rules.stages import chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CpComm, Dispatcher, ExpertPlacement, Layout, Overlap, Recompute, Schedule
+from moewright.spec.layout import (
+    CpComm,
+    Dispatcher,
+    ExpertPlacement,
+    Layout,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Assignment, Documents, Dtype, RouterForce, SaveMode, Workload
@@ -45,19 +54,25 @@ SCHEDULES = {
     Schedule.ZBV: "ZBVZeroBubble",
     Schedule.DUALPIPEV: "DualPipeV",
 }
-_ROTATE = {CpComm.P2P: "alltoall", CpComm.ALL_GATHER: "allgather"}  # keys pass on hop by hop, or all at once
+_ROTATE = {
+    CpComm.P2P: "alltoall",
+    CpComm.ALL_GATHER: "allgather",
+}  # keys pass on hop by hop, or all at once
 _BACKENDS = {Dispatcher.ALL_TO_ALL: "standard", Dispatcher.DEEPEP: "deepep"}
 
 
 def torchtitan(plan: Plan) -> str:
-    """A TOML file for torchtitan's --job.config_file. Raises BadInput with a Reason for each thing it cannot say."""
+    """A TOML file for torchtitan's --job.config_file. Raises BadInput with a Reason for each thing
+    it cannot say."""
     reasons = tuple(_refusals(plan))
     if reasons:
         raise BadInput(*reasons)
     name, flavour = FLAVOURS[plan.model.name]
     workload, optimizer = plan.workload, plan.workload.optimizer
     sections: dict[str, dict[str, Any]] = {
-        "job": {"description": f"{plan.model.name}, {layout_text(plan.layout)}, plan {plan.fingerprint}"},
+        "job": {
+            "description": f"{plan.model.name}, {layout_text(plan.layout)}, plan {plan.fingerprint}"
+        },
         "model": {"name": name, "flavor": flavour},
         "optimizer": {
             "name": "AdamW",
@@ -85,7 +100,8 @@ def torchtitan(plan: Plan) -> str:
 
 
 def _training(plan: Plan) -> dict[str, Any]:
-    """A pipeline takes a rank's whole batch and cuts it; without one, gradients of local batches are summed."""
+    """A pipeline takes a rank's whole batch and cuts it; without one, gradients of local batches
+    are summed."""
     workload, layout = plan.workload, plan.layout
     local = workload.global_batch // layout.dp if layout.pp > 1 else layout.mbs
     section: dict[str, Any] = {
@@ -130,7 +146,11 @@ def _parts(model: ModelSpec, layout: Layout) -> Iterator[tuple[str, ...]]:
     """Names of the modules on every virtual stage, in model order."""
     for chunk in chunks(model, layout):
         layers = (f"layers.{layer}" for layer in chunk.layers)
-        yield (*(("tok_embeddings",) if chunk.embedding else ()), *layers, *(("norm", "output") if chunk.loss else ()))
+        yield (
+            *(("tok_embeddings",) if chunk.embedding else ()),
+            *layers,
+            *(("norm", "output") if chunk.loss else ()),
+        )
 
 
 def _checkpoint(workload: Workload) -> dict[str, Any]:
@@ -152,13 +172,20 @@ def _no(field: str, value: object, rule: str, nearest: object = "") -> Reason:
 def _refusals(plan: Plan) -> Iterator[Reason]:
     model, layout = plan.model, plan.layout
     if plan.hardware.device.kind is not DeviceKind.CUDA:
-        yield _no("hardware.device.kind", plan.hardware.device.kind, "is planned for CUDA devices", DeviceKind.CUDA)
+        yield _no(
+            "hardware.device.kind",
+            plan.hardware.device.kind,
+            "is planned for CUDA devices",
+            DeviceKind.CUDA,
+        )
     if model.name not in FLAVOURS:
         yield _no("model.name", model.name, "has no flavour of this model", "Qwen/Qwen3-30B-A3B")
         return
     family = FLAVOURS[model.name][0]
     if model.moe and model.moe.latent_size:
-        yield _no("model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0)
+        yield _no(
+            "model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0
+        )
     if model.mtp_layers:
         yield _no("model.mtp_layers", model.mtp_layers, "predicts one token ahead", 0)
     for field, value in (("pp", layout.pp), ("cp", layout.cp)):
@@ -172,7 +199,9 @@ def _refusals(plan: Plan) -> Iterator[Reason]:
 
 def _shards(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     if layout.zero == 1 and layout.dp * layout.cp > 1:
-        yield _no("layout.zero", 1, "shards weights and gradients with the optimizer, or nothing", 3)
+        yield _no(
+            "layout.zero", 1, "shards weights and gradients with the optimizer, or nothing", 3
+        )
     if layout.shard and layout.shard % layout.cp:
         yield _no("layout.shard", layout.shard, "shards over whole context groups", layout.cp)
     if layout.tp > 1 and not layout.sp:
@@ -180,21 +209,32 @@ def _shards(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     if layout.cp > 1 and layout.cp_comm not in _ROTATE:
         yield _no("layout.cp_comm", layout.cp_comm, "rotates or gathers keys", CpComm.P2P)
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
-        yield _no("layout.schedule", layout.schedule, f"has {', '.join(SCHEDULES)}", Schedule.ONE_F_ONE_B)
+        yield _no(
+            "layout.schedule", layout.schedule, f"has {', '.join(SCHEDULES)}", Schedule.ONE_F_ONE_B
+        )
     if layout.vpp_group:
         yield _no("layout.vpp_group", layout.vpp_group, "groups micro-batches by itself", 0)
     if model.moe is None:
         return
     if layout.dispatcher not in _BACKENDS:
-        yield _no("layout.dispatcher", layout.dispatcher, "dispatches all-to-all or by DeepEP", Dispatcher.ALL_TO_ALL)
+        yield _no(
+            "layout.dispatcher",
+            layout.dispatcher,
+            "dispatches all-to-all or by DeepEP",
+            Dispatcher.ALL_TO_ALL,
+        )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "keeps experts in blocks by number"
-        yield _no("layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS)
+        yield _no(
+            "layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS
+        )
     if layout.capacity:
         yield _no("layout.capacity", layout.capacity, "drops no rows", 0)
     if layout.ep == 1:
         if layout.etp != layout.tp:
-            yield _no("layout.etp", layout.etp, "cuts experts like all else where ep is 1", layout.tp)
+            yield _no(
+                "layout.etp", layout.etp, "cuts experts like all else where ep is 1", layout.tp
+            )
         return
     if layout.etp not in (1, layout.tp):
         yield _no("layout.etp", layout.etp, "cuts experts over tensor parallelism or not at all", 1)
@@ -212,46 +252,88 @@ def _memory(layout: Layout) -> Iterator[Reason]:
     if layers not in ((), (Recompute.FULL,)) or layout.recompute_block or layout.recompute_span > 1:
         value = "+".join(layers)
         yield _no(
-            "layout.recompute", value, "replays each layer in full, operators of its own choice, or nothing", "full"
+            "layout.recompute",
+            value,
+            "replays each layer in full, operators of its own choice, or nothing",
+            "full",
         )
     if layout.offload:
-        yield _no("layout.offload", "+".join(layout.offload), "moves weights, gradients and states together", "none")
+        yield _no(
+            "layout.offload",
+            "+".join(layout.offload),
+            "moves weights, gradients and states together",
+            "none",
+        )
     if layout.graphs:
         yield _no("layout.graphs", "+".join(layout.graphs), "export captures no graphs", "none")
 
 
 def _overlap(layout: Layout) -> Iterator[Reason]:
     if Overlap.TP in layout.overlap:
-        yield _no("layout.overlap", Overlap.TP, "overlaps it in compiled models only, which no plan prices", "none")
-    if Overlap.EP in layout.overlap and (layout.schedule is not Schedule.DUALPIPEV or layout.recompute):
-        yield _no("layout.overlap", Overlap.EP, "overlaps it under dualpipev without recompute", "none")
+        yield _no(
+            "layout.overlap",
+            Overlap.TP,
+            "overlaps it in compiled models only, which no plan prices",
+            "none",
+        )
+    if Overlap.EP in layout.overlap and (
+        layout.schedule is not Schedule.DUALPIPEV or layout.recompute
+    ):
+        yield _no(
+            "layout.overlap", Overlap.EP, "overlaps it under dualpipev without recompute", "none"
+        )
 
 
 def _work(workload: Workload) -> Iterator[Reason]:
     optimizer, loss, router = workload.optimizer, workload.loss, workload.router
     if workload.precision not in (Dtype.BF16, Dtype.FP32):
-        yield _no("workload.precision", workload.precision, "export computes in bf16 or fp32", Dtype.BF16)
+        yield _no(
+            "workload.precision", workload.precision, "export computes in bf16 or fp32", Dtype.BF16
+        )
     if workload.grad_dtype is not Dtype.FP32:
-        yield _no("workload.grad_dtype", workload.grad_dtype, "reduces gradients in fp32", Dtype.FP32)
+        yield _no(
+            "workload.grad_dtype", workload.grad_dtype, "reduces gradients in fp32", Dtype.FP32
+        )
     if optimizer.moment_dtype is not Dtype.FP32:
-        yield _no("workload.moment_dtype", optimizer.moment_dtype, "keeps moments like weights", Dtype.FP32)
+        yield _no(
+            "workload.moment_dtype",
+            optimizer.moment_dtype,
+            "keeps moments like weights",
+            Dtype.FP32,
+        )
     if not optimizer.clip_norm:
         yield _no("workload.clip_norm", 0, "always clips", 1)
     if optimizer.decay_steps not in (0, workload.steps):
-        yield _no("workload.decay_steps", optimizer.decay_steps, "decays to the last step", workload.steps)
+        yield _no(
+            "workload.decay_steps", optimizer.decay_steps, "decays to the last step", workload.steps
+        )
     if workload.ramp.ramp_start:
         yield _no("workload.ramp_start", workload.ramp.ramp_start, "has batches of one size", 0)
     if loss.aux_coeff or loss.seq_aux_coeff or loss.global_aux_coeff or loss.z_coeff:
         yield _no("workload.aux_coeff", loss.aux_coeff, "balances by a bias alone", 0)
-    if router.force is RouterForce.SKEWED or router.assignment is not Assignment.TOP_K or router.jitter_eps:
-        yield _no("workload.router", router.force, "chooses top-k or gives every expert as much", RouterForce.NONE)
+    if (
+        router.force is RouterForce.SKEWED
+        or router.assignment is not Assignment.TOP_K
+        or router.jitter_eps
+    ):
+        yield _no(
+            "workload.router",
+            router.force,
+            "chooses top-k or gives every expert as much",
+            RouterForce.NONE,
+        )
     if workload.data.documents is not Documents.JOINED:
         yield _no(
-            "data.documents", workload.data.documents, "bounds documents by flavours of its own", Documents.JOINED
+            "data.documents",
+            workload.data.documents,
+            "bounds documents by flavours of its own",
+            Documents.JOINED,
         )
     if workload.data.train:
         yield _no("data.train", workload.data.train, "reads datasets, not token files", "no data")
     if workload.weights:
-        yield _no("workload.weights", workload.weights, "starts from checkpoints of its own", "none")
+        yield _no(
+            "workload.weights", workload.weights, "starts from checkpoints of its own", "none"
+        )
     if workload.checkpoint.every_steps and workload.checkpoint.keep < 2:
         yield _no("checkpoint.keep", workload.checkpoint.keep, "keeps at least the last two", 2)

@@ -1,4 +1,5 @@
-"""Known models and devices, each number with its source, and hardware written as people write it: "256xH800"."""
+"""Known models and devices, each number with its source, and hardware written as people write it:
+"256xH800"."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _COUNTED = re.compile(r"\s*([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)\s*[xX×*]\s*(.*\S)\s*
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A model of the catalogue: where its figures come from, and whether they were re-read there."""
+    """A model of the catalogue: where its figures come from, and whether they were re-read
+    there."""
 
     name: str
     source: str
@@ -29,37 +31,50 @@ class Entry:
 
 
 def model(name: str) -> ModelSpec:
-    """A model by name (with or without its organisation, any letter case), or from a config.json or its folder.
+    """A model by name (with or without its organisation, any letter case), or from a config.json or
+    its folder.
 
-    A model whose mixer is not modelled is refused by name. Raises BadInput with the nearest known name.
+    A model whose mixer is not modelled is refused by name. Raises BadInput with the nearest known
+    name.
     """
     key = _find(name)
     if key is not None:
         return hf.spec_of(_table()[key]["config"], where=key, name=key)
     path = Path(name)
     if "\0" in name or not name.strip():
-        raise BadInput(Reason(field="model", value=repr(name)[:60], rule="is no model name and no path"))
+        raise BadInput(
+            Reason(field="model", value=repr(name)[:60], rule="is no model name and no path")
+        )
     if _exists(path) or path.suffix == ".json":
         return hf.read_config(path)
     known = model_names()
     short = {known_name.rpartition("/")[2]: known_name for known_name in known}
     asked = name.strip().rpartition("/")[2]
-    begins = [known_name for known_name in short if known_name.casefold().startswith(asked.casefold())]
+    begins = [
+        known_name for known_name in short if known_name.casefold().startswith(asked.casefold())
+    ]
     close = min(begins, key=len) if begins and asked else nearest(asked, short)
     rule = "is neither a known model nor a config.json or a folder with one"
     if not close:
         rule = f"{rule}; known: {', '.join(short)}"
-    raise BadInput(Reason(field="model", value=name[:80], rule=rule, nearest=short[close] if close else ""))
+    raise BadInput(
+        Reason(field="model", value=name[:80], rule=rule, nearest=short[close] if close else "")
+    )
 
 
 def skipped_fields(name: str) -> tuple[str, ...]:
-    """Fields of a config.json that `model` skipped because nobody here has heard of them; none of a catalogue model."""
+    """Fields of a config.json that `model` skipped because nobody here has heard of them; none of a
+    catalogue model."""
     return () if _find(name) is not None else hf.unknown_fields(Path(name))
 
 
 def model_names() -> tuple[str, ...]:
     """Every model that `model` can give, sorted."""
-    return tuple(sorted(name for name, entry in _table().items() if entry["config"]["model_type"] in hf.FAMILIES))
+    return tuple(
+        sorted(
+            name for name, entry in _table().items() if entry["config"]["model_type"] in hf.FAMILIES
+        )
+    )
 
 
 def model_entry(name: str) -> Entry:
@@ -68,11 +83,14 @@ def model_entry(name: str) -> Entry:
     if key is None:
         raise BadInput(Reason(field="model", value=name[:80], rule="is not in the catalogue"))
     entry = _table()[key]
-    return Entry(name=key, source=entry["source"], verified=entry["verified"], note=entry.get("note", ""))
+    return Entry(
+        name=key, source=entry["source"], verified=entry["verified"], note=entry.get("note", "")
+    )
 
 
 def hardware(on: str) -> Hardware:
-    """Hardware from "256xH800", "2xpath/machine.toml" or "path/machine.toml" (whose own count then holds).
+    """Hardware from "256xH800", "2xpath/machine.toml" or "path/machine.toml" (whose own count then
+    holds).
 
     A device without a count is one device. Raises BadInput.
     """
@@ -88,7 +106,14 @@ def hardware(on: str) -> Hardware:
         names = parts.names()
         rule = f"no device {what[:60]!r}; known: {', '.join(names)}, or the path of a .toml"
         close = nearest(what[:60], names)
-        raise BadInput(Reason(field="hardware", value=on[:80], rule=rule, nearest=f"{count or 1}x{close or names[0]}"))
+        raise BadInput(
+            Reason(
+                field="hardware",
+                value=on[:80],
+                rule=rule,
+                nearest=f"{count or 1}x{close or names[0]}",
+            )
+        )
     return parts.hardware_of(part, count=1 if count is None else count)
 
 
@@ -102,12 +127,19 @@ def _count(text: str, what: str, on: str) -> int:
         value = float(text.replace("_", ""))
     except ValueError:
         raise BadInput(
-            Reason(field="hardware", value=on[:80], rule="the count is not a number", nearest=f"1x{what[:60]}")
+            Reason(
+                field="hardware",
+                value=on[:80],
+                rule="the count is not a number",
+                nearest=f"1x{what[:60]}",
+            )
         ) from None
     close = int(min(max(value, 1), parts.MAX_DEVICES))
     if value != close:
         rule = f"the count must be a whole number in 1..{parts.MAX_DEVICES}"
-        raise BadInput(Reason(field="hardware", value=on[:80], rule=rule, nearest=f"{close}x{what[:60]}"))
+        raise BadInput(
+            Reason(field="hardware", value=on[:80], rule=rule, nearest=f"{close}x{what[:60]}")
+        )
     return close
 
 
@@ -128,6 +160,8 @@ def _find(name: str) -> str | None:
 
 
 def _table() -> Mapping[str, Any]:
-    text = resources.files("moewright.intake").joinpath("data/models.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("moewright.intake").joinpath("data/models.json").read_text(encoding="utf-8")
+    )
     table: Mapping[str, Any] = parse_json(text, where="models.json")
     return table

@@ -1,4 +1,5 @@
-"""Reading a table of fields strictly: every refusal names the field, what it was, the rule and the nearest value."""
+"""Reading a table of fields strictly: every refusal names the field, what it was, the rule and the
+nearest value."""
 
 from __future__ import annotations
 
@@ -44,18 +45,30 @@ class Fields:
         """Whether one of the spellings is there and not null."""
         return any(self._data.get(name) is not None for name in names)
 
-    def whole(self, *names: str, low: int, high: int, default: int | None = None, bound: str = "") -> int:
-        """A whole number in low..high; `bound` says in words what `high` stands for. No default: required."""
+    def whole(
+        self, *names: str, low: int, high: int, default: int | None = None, bound: str = ""
+    ) -> int:
+        """A whole number in low..high; `bound` says in words what `high` stands for. No default:
+        required."""
         name, value = self._read(names)
         if value is None:
             return self._default(name, default)
-        if isinstance(value, float) and value.is_integer() and math.isfinite(value) and abs(value) < 2**53:
+        if (
+            isinstance(value, float)
+            and value.is_integer()
+            and math.isfinite(value)
+            and abs(value) < 2**53
+        ):
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             close = str(min(max(round(value), low), high)) if _is_number(value) else ""
             raise self.refuse(name, f"must be a whole number in {low}..{high}", close)
         if not low <= value <= high:
-            rule = f"must be at most {bound}={high}" if bound and value > high else f"must be in {low}..{high}"
+            rule = (
+                f"must be at most {bound}={high}"
+                if bound and value > high
+                else f"must be in {low}..{high}"
+            )
             raise self.refuse(name, rule, str(min(max(value, low), high)))
         return value
 
@@ -65,9 +78,13 @@ class Fields:
         if value is None:
             return self._default(name, default)
         if not _is_number(value):
-            raise self.refuse(name, "must be a finite number", "" if default is None else f"{default:g}")
+            raise self.refuse(
+                name, "must be a finite number", "" if default is None else f"{default:g}"
+            )
         if not low <= value <= high:
-            raise self.refuse(name, f"must be in {low:g}..{high:g}", f"{min(max(value, low), high):g}")
+            raise self.refuse(
+                name, f"must be in {low:g}..{high:g}", f"{min(max(value, low), high):g}"
+            )
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -85,7 +102,9 @@ class Fields:
             return self._default(name, default)
         if not isinstance(value, str) or value not in choices:
             close = nearest(value, choices) if isinstance(value, str) else ""
-            raise self.refuse(name, f"must be one of {', '.join(choices)}", close or (default or ""))
+            raise self.refuse(
+                name, f"must be one of {', '.join(choices)}", close or (default or "")
+            )
         return value
 
     def table(self, name: str) -> Fields | None:
@@ -113,7 +132,10 @@ class Fields:
         _, value = self._read((name,))
         if value is None:
             return
-        if not any(value == legal and isinstance(value, bool) == isinstance(legal, bool) for legal in allowed):
+        if not any(
+            value == legal and isinstance(value, bool) == isinstance(legal, bool)
+            for legal in allowed
+        ):
             shown = " or ".join(_text(legal) for legal in (*allowed, None)[: max(1, len(allowed))])
             raise self.refuse(name, "asks for what moewright does not model", shown)
 
@@ -132,7 +154,9 @@ class Fields:
     def refuse(self, name: str, rule: str, close: str = "") -> BadInput:
         joint = "." if ": " in self.where else ": "
         given = _text(self._data[name]) if name in self._data else ""
-        return BadInput(Reason(field=f"{self.where}{joint}{_clip(name)}", value=given, rule=rule, nearest=close))
+        return BadInput(
+            Reason(field=f"{self.where}{joint}{_clip(name)}", value=given, rule=rule, nearest=close)
+        )
 
     def _read(self, names: Sequence[str]) -> tuple[str, Any]:
         """The spelling that is there and its value; two spellings must agree."""

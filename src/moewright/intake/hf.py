@@ -1,8 +1,10 @@
-"""HF config.json -> ModelSpec. Strict where a field changes the model; no code from a checkpoint is ever run.
+"""HF config.json -> ModelSpec. Strict where a field changes the model; no code from a checkpoint is
+ever run.
 
-Both rope dialects (`rope_theta` + `rope_scaling`, `rope_parameters`) and all spellings of the expert count are read.
-Fields that say nothing about the model's shape are ignored; `unknown_fields` names those nobody has heard of. A field
-that asks for other mathematics (another scorer, activation, mixer, a soft cap) is refused by name.
+Both rope dialects (`rope_theta` + `rope_scaling`, `rope_parameters`) and all spellings of the
+expert count are read. Fields that say nothing about the model's shape are ignored; `unknown_fields`
+names those nobody has heard of. A field that asks for other mathematics (another scorer,
+activation, mixer, a soft cap) is refused by name.
 """
 
 from __future__ import annotations
@@ -64,20 +66,95 @@ _UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 )
 
 _HARMLESS = (
-    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "decoder_start_token_id"),
-    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"),
-    *("quantization_config", "max_window_layers", "return_dict", "output_attentions", "output_hidden_states"),
-    *("num_nextn_predict_layers", "is_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
-    *("task_specific_params", "tokenizer_class", "use_bfloat16", "torchscript", "initial_context_length"),
-    *("_attn_implementation", "attn_implementation", "router_z_loss_coef", "moe_z_loss_coef", "expert_parallel"),
+    *(
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+    ),
+    *(
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+    ),
+    *(
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "pretraining_tp",
+    ),
+    *(
+        "quantization_config",
+        "max_window_layers",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+    ),
+    *(
+        "num_nextn_predict_layers",
+        "is_decoder",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ),
+    *(
+        "task_specific_params",
+        "tokenizer_class",
+        "use_bfloat16",
+        "torchscript",
+        "initial_context_length",
+    ),
+    *(
+        "_attn_implementation",
+        "attn_implementation",
+        "router_z_loss_coef",
+        "moe_z_loss_coef",
+        "expert_parallel",
+    ),
 )
 
 # A name with one of these in it asks for other mathematics, whoever wrote it.
 _TELLING = (
-    *("mamba", "ssm", "linear_", "conv", "hybrid", "index_", "indexer", "dsa", "delta", "softcap", "soft_cap"),
-    *("multiplier", "residual_streams", "hash_layers", "latent", "cross_attention", "output_gate", "compress"),
-    *("full_attention_interval", "attention_chunk", "no_rope", "inverse_layer", "logit_scale", "dropout", "pdrop"),
+    *(
+        "mamba",
+        "ssm",
+        "linear_",
+        "conv",
+        "hybrid",
+        "index_",
+        "indexer",
+        "dsa",
+        "delta",
+        "softcap",
+        "soft_cap",
+    ),
+    *(
+        "multiplier",
+        "residual_streams",
+        "hash_layers",
+        "latent",
+        "cross_attention",
+        "output_gate",
+        "compress",
+    ),
+    *(
+        "full_attention_interval",
+        "attention_chunk",
+        "no_rope",
+        "inverse_layer",
+        "logit_scale",
+        "dropout",
+        "pdrop",
+    ),
     *("alibi", "parallel_attn", "parallel_residual", "sandwich", "zero_expert", "engram", "mhc"),
 )
 # So does an unknown setting of a part that decides the mathematics, by the part it begins with.
@@ -131,7 +208,12 @@ def _config_file(path: Path) -> Path:
         rule = f"cannot be read: {error.strerror}"
         raise BadInput(Reason(field=str(path)[:80], rule=rule)) from None
     if size > MAX_FILE_BYTES:
-        raise BadInput(Reason(field=str(path), rule=f"is no config.json: larger than {MAX_FILE_BYTES // 2**20} MiB"))
+        raise BadInput(
+            Reason(
+                field=str(path),
+                rule=f"is no config.json: larger than {MAX_FILE_BYTES // 2**20} MiB",
+            )
+        )
     return path
 
 
@@ -190,7 +272,9 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
     if family in _DEEPSEEK:
         mtp = fields.whole("num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0)
     elif fields.value("num_nextn_predict_layers"):
-        raise fields.refuse("num_nextn_predict_layers", f"multi-token prediction is not known for {family}", "0")
+        raise fields.refuse(
+            "num_nextn_predict_layers", f"multi-token prediction is not known for {family}", "0"
+        )
     return ModelSpec(
         name=name,
         family=family,
@@ -211,13 +295,15 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
 
 
 def _in_latent(fields: Fields, spec: MoeSpec, hidden: int) -> MoeSpec:
-    """Experts in a latent space, by the name that Nemotron 3's config gives it; no family here has it of its own."""
+    """Experts in a latent space, by the name that Nemotron 3's config gives it; no family here has
+    it of its own."""
     size = fields.whole("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
     return replace(spec, latent_size=size)
 
 
 def _gpt2(fields: Fields, name: str) -> ModelSpec:
-    """GPT-2 and GPT-3: LayerNorm, learned positions, biases everywhere, GELU, head tied to the embedding."""
+    """GPT-2 and GPT-3: LayerNorm, learned positions, biases everywhere, GELU, head tied to the
+    embedding."""
     hidden = fields.whole("n_embd", "hidden_size", low=1, high=MAX_HIDDEN)
     layers = fields.whole("n_layer", "num_hidden_layers", low=1, high=MAX_LAYERS)
     heads = fields.whole("n_head", "num_attention_heads", low=1, high=MAX_HEADS)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from moewright.codec import nearest
-from moewright.intake.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_POSITION, Fields, divisor
+from moewright.intake.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_POSITION,
+    Fields,
+    divisor,
+)
 from moewright.intake.rope import read_rope
 from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm
 
 
-def read_gqa(fields: Fields, family: str, hidden: int, layers: int, max_position: int) -> AttentionSpec:
+def read_gqa(
+    fields: Fields, family: str, hidden: int, layers: int, max_position: int
+) -> AttentionSpec:
     heads = fields.whole("num_attention_heads", low=1, high=MAX_HEADS)
     absent_is_mha = family in ("llama", "olmoe") or "num_key_value_heads" in fields
     kv_heads = fields.whole(
@@ -21,7 +30,11 @@ def read_gqa(fields: Fields, family: str, hidden: int, layers: int, max_position
         default=heads if absent_is_mha else None,
     )
     if heads % kv_heads:
-        raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={heads}", divisor(heads, kv_heads))
+        raise fields.refuse(
+            "num_key_value_heads",
+            f"must divide num_attention_heads={heads}",
+            divisor(heads, kv_heads),
+        )
     head_dim = _head_dim(fields, family, hidden, heads)
     window, every = _window(fields, family, layers)
     if family == "olmoe":
@@ -31,7 +44,9 @@ def read_gqa(fields: Fields, family: str, hidden: int, layers: int, max_position
     qwen2 = family in ("qwen2", "qwen2_moe")
     if qwen2:
         if bias:
-            raise fields.refuse("attention_bias", f"{family} has biases on q, k and v only", "false")
+            raise fields.refuse(
+                "attention_bias", f"{family} has biases on q, k and v only", "false"
+            )
         bias = fields.flag("qkv_bias", default=True)
     norms = {"qwen3": QkNorm.PER_HEAD, "qwen3_moe": QkNorm.PER_HEAD, "olmoe": QkNorm.FULL}
     return AttentionSpec(
@@ -57,7 +72,9 @@ def _head_dim(fields: Fields, family: str, hidden: int, heads: int) -> int:
         raise fields.refuse("num_attention_heads", rule, divisor(hidden, heads))
     head_dim = fields.whole("head_dim", low=1, high=MAX_HEAD_DIM, default=absent)
     if head_dim % 2:
-        raise fields.refuse("head_dim", "must be even: rotary embedding turns pairs", str(head_dim + 1))
+        raise fields.refuse(
+            "head_dim", "must be even: rotary embedding turns pairs", str(head_dim + 1)
+        )
     return head_dim
 
 
@@ -71,11 +88,15 @@ def _window(fields: Fields, family: str, layers: int) -> tuple[int, int]:
         if not switched or not window:
             return 0, 0
         if qwen:
-            raise fields.refuse("use_sliding_window", "needs layer_types to say which layers are windowed", "false")
+            raise fields.refuse(
+                "use_sliding_window", "needs layer_types to say which layers are windowed", "false"
+            )
         return window, 2 if family == "gpt_oss" else 1
     legal = ("full_attention", "sliding_attention")
     if len(kinds) != layers:
-        raise fields.refuse("layer_types", f"must have num_hidden_layers={layers} entries", str(layers))
+        raise fields.refuse(
+            "layer_types", f"must have num_hidden_layers={layers} entries", str(layers)
+        )
     for kind in kinds:
         if kind not in legal:
             rule = f"holds {str(kind)[:40]!r}, a mixer that moewright does not model; legal: {', '.join(legal)}"
@@ -91,19 +112,27 @@ def _window(fields: Fields, family: str, layers: int) -> tuple[int, int]:
 
 
 def _periodic(kinds: tuple[Any, ...], every: int) -> bool:
-    return all((kind == "sliding_attention") == (layer % every == 0) for layer, kind in enumerate(kinds))
+    return all(
+        (kind == "sliding_attention") == (layer % every == 0) for layer, kind in enumerate(kinds)
+    )
 
 
-def read_mla(fields: Fields, family: str, hidden: int, layers: int, max_position: int) -> AttentionSpec:
+def read_mla(
+    fields: Fields, family: str, hidden: int, layers: int, max_position: int
+) -> AttentionSpec:
     heads = fields.whole("num_attention_heads", low=1, high=MAX_HEADS)
     kv_heads = fields.whole("num_key_value_heads", low=1, high=MAX_HEADS, default=heads)
     if kv_heads != heads:
-        rule = f"must equal num_attention_heads={heads}: latent attention expands keys for every head"
+        rule = (
+            f"must equal num_attention_heads={heads}: latent attention expands keys for every head"
+        )
         raise fields.refuse("num_key_value_heads", rule, str(heads))
     nope = fields.whole("qk_nope_head_dim", low=1, high=MAX_HEAD_DIM)
     rope = fields.whole("qk_rope_head_dim", low=2, high=MAX_HEAD_DIM)
     if rope % 2:
-        raise fields.refuse("qk_rope_head_dim", "must be even: rotary embedding turns pairs", str(rope + 1))
+        raise fields.refuse(
+            "qk_rope_head_dim", "must be even: rotary embedding turns pairs", str(rope + 1)
+        )
     # HF writes the rotary width as head_dim and the sum as qk_head_dim; neither says anything new.
     fields.ignore("head_dim")
     fields.neutral("qk_head_dim", nope + rope)
@@ -122,5 +151,7 @@ def read_mla(fields: Fields, family: str, hidden: int, layers: int, max_position
         kv_lora_rank=fields.whole("kv_lora_rank", low=1, high=MAX_HIDDEN),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
-        rope=read_rope(fields, family, max_position, interleaved=fields.flag("rope_interleave", default=True)),
+        rope=read_rope(
+            fields, family, max_position, interleaved=fields.flag("rope_interleave", default=True)
+        ),
     )

@@ -1,4 +1,5 @@
-"""Experts and router of a config.json, one reader a family; docs/formulas.md 4 for what the routers compute."""
+"""Experts and router of a config.json, one reader a family; docs/formulas.md 4 for what the routers
+compute."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ def _counts(fields: Fields) -> tuple[int, int]:
     """(experts, top-k), top-k no more than experts."""
     experts = fields.whole(*EXPERT_COUNT, low=1, high=MAX_EXPERTS)
     spelling = next(name for name in EXPERT_COUNT if fields.given(name))
-    return experts, fields.whole("num_experts_per_tok", "experts_per_token", low=1, high=experts, bound=spelling)
+    return experts, fields.whole(
+        "num_experts_per_tok", "experts_per_token", low=1, high=experts, bound=spelling
+    )
 
 
 def _softmax_router(top_k: int, *, renormalize: bool) -> RouterSpec:
-    """Softmax over the chosen experts equals softmax over all, chosen and rescaled to sum 1 (docs/formulas.md 4)."""
+    """Softmax over the chosen experts equals softmax over all, chosen and rescaled to sum 1
+    (docs/formulas.md 4)."""
     return RouterSpec(top_k=top_k, pre_softmax=not renormalize, renormalize=renormalize)
 
 
@@ -33,18 +37,23 @@ def read_mixtral(fields: Fields, layers: int) -> Experts:
     fields.neutral("router_jitter_noise", 0)
     ffn = fields.whole("intermediate_size", low=1, high=MAX_FFN)
     router = _softmax_router(top_k, renormalize=True)
-    return Experts(spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers)
+    return Experts(
+        spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
+    )
 
 
 def read_olmoe(fields: Fields, layers: int) -> Experts:
     experts, top_k = _counts(fields)
     ffn = fields.whole("intermediate_size", low=1, high=MAX_FFN)
     router = _softmax_router(top_k, renormalize=fields.flag("norm_topk_prob", default=False))
-    return Experts(spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers)
+    return Experts(
+        spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
+    )
 
 
 def read_gpt_oss(fields: Fields, layers: int) -> Experts:
-    """The clamped SwiGLU of gpt-oss goes with the family: its two constants have one legal value."""
+    """The clamped SwiGLU of gpt-oss goes with the family: its two constants have one legal
+    value."""
     experts, top_k = _counts(fields)
     fields.neutral("swiglu_limit", 7)
     fields.neutral("swiglu_alpha", 1.702)
@@ -69,14 +78,20 @@ def read_qwen_moe(fields: Fields, layers: int) -> Experts:
         shared_ffn_size=shared,
         shared_gate=bool(shared),
     )
-    return Experts(spec=spec, layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)))
+    return Experts(
+        spec=spec, layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    )
 
 
 def read_deepseek_v2(fields: Fields, layers: int) -> Experts:
-    method = fields.text("topk_method", choices=("greedy", "group_limited_greedy"), default="greedy")
+    method = fields.text(
+        "topk_method", choices=("greedy", "group_limited_greedy"), default="greedy"
+    )
     fields.text("scoring_func", choices=("softmax",), default="softmax")
     renormalize = fields.flag("norm_topk_prob", default=False)
-    return _deepseek(fields, layers, ScoreFunction.SOFTMAX, grouped=method != "greedy", renormalize=renormalize)
+    return _deepseek(
+        fields, layers, ScoreFunction.SOFTMAX, grouped=method != "greedy", renormalize=renormalize
+    )
 
 
 def read_deepseek_v3(fields: Fields, layers: int) -> Experts:
@@ -86,13 +101,18 @@ def read_deepseek_v3(fields: Fields, layers: int) -> Experts:
     return _deepseek(fields, layers, ScoreFunction.SIGMOID, grouped=True, renormalize=renormalize)
 
 
-def _deepseek(fields: Fields, layers: int, score: ScoreFunction, *, grouped: bool, renormalize: bool) -> Experts:
-    """A group scores its highest expert in DeepSeek-V2, the sum of its two highest in DeepSeek-V3 (their code)."""
+def _deepseek(
+    fields: Fields, layers: int, score: ScoreFunction, *, grouped: bool, renormalize: bool
+) -> Experts:
+    """A group scores its highest expert in DeepSeek-V2, the sum of its two highest in DeepSeek-V3
+    (their code)."""
     experts, top_k = _counts(fields)
     groups = fields.whole("n_group", low=1, high=experts, default=1)
     top_groups = fields.whole("topk_group", low=1, high=groups, bound="n_group", default=1)
     if experts % groups:
-        raise fields.refuse("n_group", f"must divide the {experts} experts", divisor(experts, groups))
+        raise fields.refuse(
+            "n_group", f"must divide the {experts} experts", divisor(experts, groups)
+        )
     if grouped and top_k > experts // groups * top_groups:
         rule = f"leaves {experts // groups * top_groups} experts to choose {top_k} from"
         raise fields.refuse("topk_group", rule, str(-(-top_k * groups // experts)))
@@ -109,7 +129,9 @@ def _deepseek(fields: Fields, layers: int, score: ScoreFunction, *, grouped: boo
         selection_bias=score is ScoreFunction.SIGMOID,
     )
     shared = fields.whole("n_shared_experts", low=0, high=MAX_EXPERTS, default=0)
-    first = fields.whole("first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=0)
+    first = fields.whole(
+        "first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=0
+    )
     freq = fields.whole("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)
     return Experts(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router, shared_ffn_size=shared * ffn),

@@ -29,13 +29,21 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def config_of(model: ModelSpec) -> dict[str, Any]:
-    """The fields of a config.json that `hf.spec_of` reads back to `model` (but for its name). Raises BadInput."""
+    """The fields of a config.json that `hf.spec_of` reads back to `model` (but for its name).
+    Raises BadInput."""
     if model.family not in _ARCHITECTURES:
         rule = f"has no HF form; families: {', '.join(_ARCHITECTURES)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
     if model.moe and model.moe.latent_size:
         rule = "has no HF form: transformers has no such experts in this family"
-        raise BadInput(Reason(field="model.moe_latent_size", value=str(model.moe.latent_size), rule=rule, nearest="0"))
+        raise BadInput(
+            Reason(
+                field="model.moe_latent_size",
+                value=str(model.moe.latent_size),
+                rule=rule,
+                nearest="0",
+            )
+        )
     head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
     if model.family == "gpt2":
         return head | _gpt2(model)
@@ -74,7 +82,9 @@ def _gqa(model: ModelSpec) -> dict[str, Any]:
             config["use_sliding_window"] = True
         if family not in ("mistral", "mixtral"):  # there a window holds in every layer
             kinds = ("sliding_attention", "full_attention")
-            config["layer_types"] = [kinds[bool(i % spec.window_every)] for i in range(model.layers)]
+            config["layer_types"] = [
+                kinds[bool(i % spec.window_every)] for i in range(model.layers)
+            ]
     elif family in ("mistral", "mixtral"):
         config["sliding_window"] = None
     return config
@@ -105,7 +115,11 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     if family in ("qwen2_moe", "qwen3_moe"):
         dense = [i for i, is_moe in enumerate(model.moe_layers) if not is_moe]
         config |= {"num_experts": moe.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
-        return config | ({"shared_expert_intermediate_size": moe.shared_ffn_size} if family == "qwen2_moe" else {})
+        return config | (
+            {"shared_expert_intermediate_size": moe.shared_ffn_size}
+            if family == "qwen2_moe"
+            else {}
+        )
     first = model.moe_layers.index(True)
     grouped = router.groups > 1 or router.top_groups > 1
     config |= {
@@ -118,7 +132,10 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         "moe_layer_freq": _frequency(model.moe_layers, first),
     }
     if family == "deepseek_v2":
-        return config | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if grouped else "greedy"}
+        return config | {
+            "scoring_func": "softmax",
+            "topk_method": "group_limited_greedy" if grouped else "greedy",
+        }
     return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
@@ -139,7 +156,10 @@ def _rope_scaling(rope: RopeSpec, family: str) -> dict[str, Any] | None:
         return table
     table["original_max_position_embeddings"] = rope.original_max_position
     if rope.scaling == "llama3":
-        return table | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        return table | {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
     table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
     if (rope.mscale, rope.mscale_all_dim) != (1.0, 0.0):
         table |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}

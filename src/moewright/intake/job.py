@@ -1,11 +1,12 @@
 """Job files: one TOML with what to train, on what, for how long.
 
-Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's fields themselves; and
-`weights`: what to start from, a folder of checkpoints or a Hugging Face folder, whose config.json is the model where no
-other is given), [data], [layout] (`text = "ep2,mbs2"`, or the layout's keys; what is
-absent is for the search), [train] (the fields of Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and
-RampSpec, and `nproc` and `hardware`), [checkpoint], [tune] (what tuning may change, each key with a list of values).
-Relative paths start at the job file.
+Sections: [model] (`config`: a catalogue name, or a path beside the job file; or a config.json's
+fields themselves; and `weights`: what to start from, a folder of checkpoints or a Hugging Face
+folder, whose config.json is the model where no other is given), [data], [layout] (`text =
+"ep2,mbs2"`, or the layout's keys; what is absent is for the search), [train] (the fields of
+Workload, OptimizerSpec, LossSpec, RouterTraining, ScalingSpec and RampSpec, and `nproc` and
+`hardware`), [checkpoint], [tune] (what tuning may change, each key with a list of values). Relative
+paths start at the job file.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ _OWN = ("nproc", "hardware")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A job file, read. `layout_text` holds what the file fixes of the layout (see codec.parse_layout), maybe nothing;
-    `hardware` is a device name or the path of a hardware file, without a count; `nproc` the ranks to start; `axes` what
-    tuning may change, () for whatever it likes.
+    """A job file, read. `layout_text` holds what the file fixes of the layout (see
+    codec.parse_layout), maybe nothing; `hardware` is a device name or the path of a hardware file,
+    without a count; `nproc` the ranks to start; `axes` what tuning may change, () for whatever it
+    likes.
     """
 
     model: ModelSpec
@@ -61,7 +63,8 @@ class Job:
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in a TOML file, after `overrides` like "train.lr=1e-3" (values as in TOML; bare text is text).
+    """The job in a TOML file, after `overrides` like "train.lr=1e-3" (values as in TOML; bare text
+    is text).
 
     Raises BadInput that names file, section and key.
     """
@@ -79,7 +82,10 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         layout_text=_layout(tables["layout"], where),
         nproc=nproc,
         hardware=_hardware(train.get("hardware"), path, where),
-        axes=tuple(_axis(key, values, f"{where}: tune.{key[:60]}") for key, values in tables["tune"].items()),
+        axes=tuple(
+            _axis(key, values, f"{where}: tune.{key[:60]}")
+            for key, values in tables["tune"].items()
+        ),
     )
 
 
@@ -95,7 +101,11 @@ def _override(data: dict[str, Any], text: str) -> None:
         read = value.strip()
     table = data.setdefault(section, {})
     if not isinstance(table, dict):
-        raise BadInput(Reason(field=f"--set {section}", rule="is no section", nearest=nearest(section, _SECTIONS)))
+        raise BadInput(
+            Reason(
+                field=f"--set {section}", rule="is no section", nearest=nearest(section, _SECTIONS)
+            )
+        )
     inner, dot, leaf = name.partition(".")
     if dot and isinstance(table.setdefault(inner, {}), dict):
         table[inner][leaf] = read
@@ -107,10 +117,16 @@ def _sections(data: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     for section, table in data.items():
         if section not in _SECTIONS:
             close = nearest(section, _SECTIONS)
-            rule = "unknown section" if close else f"unknown section; sections: {', '.join(_SECTIONS)}"
+            rule = (
+                "unknown section" if close else f"unknown section; sections: {', '.join(_SECTIONS)}"
+            )
             raise BadInput(Reason(field=f"{where}: {section[:60]}", rule=rule, nearest=close))
         if not isinstance(table, dict):
-            raise BadInput(Reason(field=f"{where}: {section}", rule="must be a section", nearest=f"[{section}]"))
+            raise BadInput(
+                Reason(
+                    field=f"{where}: {section}", rule="must be a section", nearest=f"[{section}]"
+                )
+            )
     return {section: dict(data.get(section, {})) for section in _SECTIONS}
 
 
@@ -128,14 +144,20 @@ def _model(table: dict[str, Any], weights: str, path: Path, where: str) -> Model
             return hf.read_config(Path(weights))
         if not table:
             rule = "needs config (a path or a known model), or the fields of a config.json"
-            raise BadInput(Reason(field=f"{where}: model", rule=rule, nearest='config = "config.json"'))
+            raise BadInput(
+                Reason(field=f"{where}: model", rule=rule, nearest='config = "config.json"')
+            )
         return hf.spec_of(table, where=f"{where}: model", name=path.stem)
     config = table.pop("config")
     if table:
         key = sorted(table)[0]
-        raise BadInput(Reason(field=f"{where}: model.{key}", rule="cannot stand beside model.config"))
+        raise BadInput(
+            Reason(field=f"{where}: model.{key}", rule="cannot stand beside model.config")
+        )
     if not isinstance(config, str) or "\0" in config or not config:
-        raise BadInput(Reason(field=f"{where}: model.config", rule="must be a path or the name of a model"))
+        raise BadInput(
+            Reason(field=f"{where}: model.config", rule="must be a path or the name of a model")
+        )
     beside = Path(_beside(path, config))
     if beside.exists() or beside.suffix == ".json":
         return hf.read_config(beside)
@@ -169,14 +191,24 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
     workload = from_data(
         Workload,
         picked[""]
-        | {name: _plain(from_data(nested, picked[name], where=here)) for name, nested in flat.items()}
+        | {
+            name: _plain(from_data(nested, picked[name], where=here))
+            for name, nested in flat.items()
+        }
         | {
             "data": _plain(data)
-            | {name: _beside(path, getattr(data, name)) for name in ("train", "heldout", "tokenizer")}
+            | {
+                name: _beside(path, getattr(data, name))
+                for name in ("train", "heldout", "tokenizer")
+            }
         }
         | {"weights": _weights(tables["model"], path, where)}
         | {"profile": _plain(profile)}
-        | {"checkpoint": _plain(from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint"))},
+        | {
+            "checkpoint": _plain(
+                from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint")
+            )
+        },
         where=here,
     )
     faults = tuple(_out_of_range(workload, where))
@@ -190,7 +222,12 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
-    optimizer, loss, router, checkpoint = workload.optimizer, workload.loss, workload.router, workload.checkpoint
+    optimizer, loss, router, checkpoint = (
+        workload.optimizer,
+        workload.loss,
+        workload.router,
+        workload.checkpoint,
+    )
     scaling, ramp = workload.scaling, workload.ramp
     ranges = (
         ("train.seq_len", workload.seq_len, 1, MAX_SEQ_LEN),
@@ -204,7 +241,12 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.eval_batches", workload.eval_batches, 1, MAX_STEPS),
         ("train.ledger_step", workload.ledger_step, 0, MAX_STEPS),
         ("train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS),
-        ("train.profile.start", workload.profile.start, 1 if workload.profile.end else 0, MAX_STEPS),
+        (
+            "train.profile.start",
+            workload.profile.start,
+            1 if workload.profile.end else 0,
+            MAX_STEPS,
+        ),
         (
             "train.profile.end",
             workload.profile.end,
@@ -235,7 +277,12 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.min_loss_scale", scaling.min_loss_scale, 1, scaling.initial_loss_scale),
         ("train.loss_scale_window", scaling.loss_scale_window, 1, MAX_STEPS),
         ("train.ramp_start", ramp.ramp_start, 0, workload.global_batch),
-        ("train.ramp_increment", ramp.ramp_increment, 1 if ramp.ramp_start else 0, workload.global_batch),
+        (
+            "train.ramp_increment",
+            ramp.ramp_increment,
+            1 if ramp.ramp_start else 0,
+            workload.global_batch,
+        ),
         ("train.ramp_samples", ramp.ramp_samples, 0, 2**40),
         ("data.attended_share", workload.data.attended_share, 1e-9, 1),
         ("checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS),
@@ -247,26 +294,38 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
             close = f"{min(max(value, low), high):.12g}"
             rule = f"must be in {low:.12g}..{high:.12g}"
             yield Reason(field=f"{where}: {key}", value=f"{value:.12g}", rule=rule, nearest=close)
-    for key, dtype in (("grad_dtype", workload.grad_dtype), ("moment_dtype", optimizer.moment_dtype)):
+    for key, dtype in (
+        ("grad_dtype", workload.grad_dtype),
+        ("moment_dtype", optimizer.moment_dtype),
+    ):
         if dtype is Dtype.FP16:
             rule = "fp16 has too little range to accumulate in"
             yield Reason(field=f"{where}: train.{key}", value=dtype, rule=rule, nearest=Dtype.FP32)
 
 
 def _layout(table: dict[str, Any], where: str) -> str:
-    """The section as layout text. Keys are those of the text; a list stands for its items joined by +."""
+    """The section as layout text. Keys are those of the text; a list stands for its items joined by
+    +."""
     text = table.pop("text", None)
     if text is not None and table:
-        raise BadInput(Reason(field=f"{where}: layout.{sorted(table)[0]}", rule="cannot stand beside layout.text"))
+        raise BadInput(
+            Reason(
+                field=f"{where}: layout.{sorted(table)[0]}", rule="cannot stand beside layout.text"
+            )
+        )
     if text is not None and not isinstance(text, str):
-        raise BadInput(Reason(field=f"{where}: layout.text", rule="must be text in quotes", nearest='"ep2"'))
+        raise BadInput(
+            Reason(field=f"{where}: layout.text", rule="must be text in quotes", nearest='"ep2"')
+        )
     if text is None:
         text = ",".join(f"{key}={_layout_value(key, value, where)}" for key, value in table.items())
     try:
         given_fields(text)
     except BadInput as error:
         reasons = (
-            Reason(field=f"{where}: layout.{r.field}", rule=r.rule, value=r.value, nearest=r.nearest)
+            Reason(
+                field=f"{where}: layout.{r.field}", rule=r.rule, value=r.value, nearest=r.nearest
+            )
             for r in error.reasons
         )
         raise BadInput(*reasons) from None
@@ -289,10 +348,17 @@ def _layout_value(key: str, value: Any, where: str) -> str:
 def _axis(key: str, values: Any, where: str) -> Axis:
     """A key of [tune] and its values, each as it would stand in [layout] or [train]."""
     if not isinstance(values, list) or not values:
-        raise BadInput(Reason(field=where, value=shown(values), rule="must be a list of values", nearest="[1, 2]"))
+        raise BadInput(
+            Reason(
+                field=where, value=shown(values), rule="must be a list of values", nearest="[1, 2]"
+            )
+        )
     if key in TRAIN_KEYS:
         low = 0 if key == "gc_every_steps" else 1
-        return Axis(key=key, values=tuple(str(_whole(value, where, low=low, high=2**40)) for value in values))
+        return Axis(
+            key=key,
+            values=tuple(str(_whole(value, where, low=low, high=2**40)) for value in values),
+        )
     texts = tuple(dict.fromkeys(_layout_value(key, value, where) for value in values))
     for text in texts:
         try:
@@ -300,25 +366,36 @@ def _axis(key: str, values: Any, where: str) -> Axis:
         except BadInput as error:
             raise BadInput(*(replace(reason, field=where) for reason in error.reasons)) from None
         if not fields_set:
-            raise BadInput(Reason(field=where, value=text, rule="is derived from the other degrees; leave it out"))
+            raise BadInput(
+                Reason(
+                    field=where, value=text, rule="is derived from the other degrees; leave it out"
+                )
+            )
     return Axis(key=key, values=texts)
 
 
 def _hardware(value: Any, path: Path, where: str) -> str:
-    """A device of the catalogue by name; a file as a path from here. Absent: the machine at hand."""
+    """A device of the catalogue by name; a file as a path from here. Absent: the machine at
+    hand."""
     if value is None:
         return DEFAULT_HARDWARE
     here = f"{where}: train.hardware"
     if not isinstance(value, str) or not value or "\0" in value:
         raise BadInput(
-            Reason(field=here, rule="must be a device name or the path of a .toml", nearest='"machine.toml"')
+            Reason(
+                field=here,
+                rule="must be a device name or the path of a .toml",
+                nearest='"machine.toml"',
+            )
         )
     if value.casefold().endswith(".toml"):
         return _beside(path, value)
     if parts.find(value) is None:
         close = nearest(value[:60], parts.names())
         rule = "must be a known device or the path of a .toml; how many stands in train.nproc"
-        raise BadInput(Reason(field=here, value=value[:60], rule=rule, nearest=close or parts.names()[0]))
+        raise BadInput(
+            Reason(field=here, value=value[:60], rule=rule, nearest=close or parts.names()[0])
+        )
     return value
 
 
@@ -329,7 +406,11 @@ def _beside(path: Path, value: str) -> str:
 
 def _whole(value: Any, where: str, *, high: int, low: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        close = str(min(max(value, low), high)) if isinstance(value, int) and not isinstance(value, bool) else str(low)
+        close = (
+            str(min(max(value, low), high))
+            if isinstance(value, int) and not isinstance(value, bool)
+            else str(low)
+        )
         rule = f"must be a whole number in {low}..{high}"
         raise BadInput(Reason(field=where, value=shown(value), rule=rule, nearest=close))
     return value

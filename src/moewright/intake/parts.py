@@ -1,4 +1,5 @@
-"""The devices of the catalogue as Hardware: datasheet figures, measured and first-order rates, own constants."""
+"""The devices of the catalogue as Hardware: datasheet figures, measured and first-order rates, own
+constants."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from importlib import resources
 
 from moewright.codec import from_data, parse_json
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Constant, Curve, Device, DeviceKind, Fabric, Hardware, Op, OpRate, Peak
+from moewright.spec.hardware import (
+    Constant,
+    Curve,
+    Device,
+    DeviceKind,
+    Fabric,
+    Hardware,
+    Op,
+    OpRate,
+    Peak,
+)
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB
 from moewright.spec.workload import Dtype
@@ -111,11 +122,14 @@ def find(name: str) -> Part | None:
 
 
 def called(device: str) -> Part | None:
-    """The part that a driver calls so: "NVIDIA H100 80GB HBM3", "NVIDIA GB200", "A100-SXM4-80GB"."""
+    """The part that a driver calls so: "NVIDIA H100 80GB HBM3", "NVIDIA GB200",
+    "A100-SXM4-80GB"."""
     words = re.split(r"[^A-Z0-9]+", device.upper())
     ours = [part for part in _load().parts if part.aliases[0].partition("-")[0].upper() in words]
     small = [part for part in ours if "40GB" in part.name]
-    return next(iter(small if "40GB" in words else [part for part in ours if part not in small]), None)
+    return next(
+        iter(small if "40GB" in words else [part for part in ours if part not in small]), None
+    )
 
 
 def names() -> tuple[str, ...]:
@@ -124,7 +138,8 @@ def names() -> tuple[str, ...]:
 
 
 def check(hardware: Hardware, *, where: str) -> None:
-    """Refuse a hardware file whose numbers no estimate could stand on. Raises BadInput with one Reason a fault."""
+    """Refuse a hardware file whose numbers no estimate could stand on. Raises BadInput with one
+    Reason a fault."""
     device, fabric = hardware.device, hardware.fabric
     positive = [
         ("device.memory_bytes", device.memory_bytes.value),
@@ -144,7 +159,9 @@ def check(hardware: Hardware, *, where: str) -> None:
     if not 1 <= hardware.count <= MAX_DEVICES:
         close = str(min(max(hardware.count, 1), MAX_DEVICES))
         rule = f"must be in 1..{MAX_DEVICES}"
-        faults.append(Reason(field=f"{where}: count", value=str(hardware.count), rule=rule, nearest=close))
+        faults.append(
+            Reason(field=f"{where}: count", value=str(hardware.count), rule=rule, nearest=close)
+        )
     curves = [
         *((f"device.rates[{i}].curve", rate.curve) for i, rate in enumerate(device.rates)),
         *((f"fabric.times[{i}].curve", time.curve) for i, time in enumerate(fabric.times)),
@@ -167,7 +184,9 @@ def hardware_of(part: Part, *, count: int) -> Hardware:
         kind=DeviceKind.CUDA,
         memory_bytes=Sourced(value=memory, kind=SourceKind.ASSUMED, source=shared.usable_source),
         memory_Bps=_datasheet(part, part.memory_Bps),
-        peaks=tuple(Peak(dtype=dtype, rate=_datasheet(part, peak.flops)) for dtype, peak in _dtypes(part)),
+        peaks=tuple(
+            Peak(dtype=dtype, rate=_datasheet(part, peak.flops)) for dtype, peak in _dtypes(part)
+        ),
         rates=tuple(_rates(part, shared.rates_source)),
     )
     fabric = Fabric(
@@ -175,13 +194,20 @@ def hardware_of(part: Part, *, count: int) -> Hardware:
         devices_per_node=part.devices_per_node,
         domain_Bps=_datasheet(part, part.domain_Bps),
         network_Bps=Sourced(value=part.network_Bps, kind=part.network_kind, source=_cited(part)),
-        domain_latency_s=_assumed(_DOMAIN_LATENCY_S, "launch and hand-shake of a collective inside a domain"),
-        network_latency_s=_assumed(_NETWORK_LATENCY_S, "launch and hand-shake of a collective over the network"),
+        domain_latency_s=_assumed(
+            _DOMAIN_LATENCY_S, "launch and hand-shake of a collective inside a domain"
+        ),
+        network_latency_s=_assumed(
+            _NETWORK_LATENCY_S, "launch and hand-shake of a collective over the network"
+        ),
     )
     constants = tuple(
-        Constant(name=c.name, value=Sourced(value=c.value, kind=c.kind, source=c.source)) for c in part.constants
+        Constant(name=c.name, value=Sourced(value=c.value, kind=c.kind, source=c.source))
+        for c in part.constants
     )
-    return Hardware(name=part.aliases[0], count=count, device=device, fabric=fabric, constants=constants)
+    return Hardware(
+        name=part.aliases[0], count=count, device=device, fabric=fabric, constants=constants
+    )
 
 
 def _dtypes(part: Part) -> Iterator[tuple[Dtype, PartPeak]]:
@@ -193,13 +219,21 @@ def _dtypes(part: Part) -> Iterator[tuple[Dtype, PartPeak]]:
 
 
 def _rates(part: Part, source: str) -> Iterator[OpRate]:
-    """Measured kernels where the tables have them; what they lack from shares of peak and bandwidth."""
+    """Measured kernels where the tables have them; what they lack from shares of peak and
+    bandwidth."""
     memory_Bps, kind = _MEMORY_SHARE * part.memory_Bps, part.rates_kind
     most, half = part.attention.most_flops, part.attention.half_seq
     attention = tuple((s, most * s / (s + half)) for s in _ATTENTION_SEQ)
     backward = tuple((s, y * _BACKWARD_SHARE) for s, y in attention)
     kernels = {(one.op, one.dtype): one for one in _load_kernels().curves if part.name in one.parts}
-    blocks = next((peak for dtype, peak in _dtypes(part) if (Op.GEMM, Dtype.MXFP8) in kernels and dtype.narrow), None)
+    blocks = next(
+        (
+            peak
+            for dtype, peak in _dtypes(part)
+            if (Op.GEMM, Dtype.MXFP8) in kernels and dtype.narrow
+        ),
+        None,
+    )
     for dtype, peak in (*_dtypes(part), *([(Dtype.MXFP8, blocks)] if blocks else [])):
         share = ((1.0, peak.flops * peak.gemm_share),)
         said = Curve(points=share, kind=kind, source=f"{peak.gemm_share:g} of peak; {source}")
@@ -214,9 +248,18 @@ def _rates(part: Part, source: str) -> Iterator[OpRate]:
             (Op.GROUPED_GEMM, _measured(kernels.get((Op.GROUPED_GEMM, table))) or grouped),
             # 8-bit recipes keep attention in bf16.
             (Op.ATTENTION, _fitted(attention, f"most * s / (s + {half:g}); {source}", kind)),
-            (Op.ATTENTION_BACKWARD, _fitted(backward, f"2.5 x the forward FLOPs at 0.79 of its rate; {source}", kind)),
-            (Op.ELEMENTWISE, _flat(memory_Bps, f"{_MEMORY_SHARE} of memory bandwidth; {source}", kind)),
-            (Op.OPTIMIZER, _flat(memory_Bps / _OPTIMIZER_BYTES, f"{_OPTIMIZER_BYTES} bytes a parameter", kind)),
+            (
+                Op.ATTENTION_BACKWARD,
+                _fitted(backward, f"2.5 x the forward FLOPs at 0.79 of its rate; {source}", kind),
+            ),
+            (
+                Op.ELEMENTWISE,
+                _flat(memory_Bps, f"{_MEMORY_SHARE} of memory bandwidth; {source}", kind),
+            ),
+            (
+                Op.OPTIMIZER,
+                _flat(memory_Bps / _OPTIMIZER_BYTES, f"{_OPTIMIZER_BYTES} bytes a parameter", kind),
+            ),
         )
         for op, curve in curves:
             yield OpRate(op=op, dtype=dtype, curve=curve)
@@ -247,10 +290,18 @@ def _assumed(value: float, source: str) -> Sourced:
 
 
 def _load() -> _Parts:
-    text = resources.files("moewright.intake").joinpath("data/hardware.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("moewright.intake")
+        .joinpath("data/hardware.json")
+        .read_text(encoding="utf-8")
+    )
     return from_data(_Parts, parse_json(text, where="hardware.json"), where="hardware.json")
 
 
 def _load_kernels() -> _Kernels:
-    text = resources.files("moewright.intake").joinpath("data/kernels.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("moewright.intake")
+        .joinpath("data/kernels.json")
+        .read_text(encoding="utf-8")
+    )
     return from_data(_Kernels, parse_json(text, where="kernels.json"), where="kernels.json")

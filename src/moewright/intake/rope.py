@@ -1,4 +1,5 @@
-"""Rotary embedding settings of a config.json, in the old dialect (`rope_scaling`) or the new (`rope_parameters`)."""
+"""Rotary embedding settings of a config.json, in the old dialect (`rope_scaling`) or the new
+(`rope_parameters`)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _MAX_FACTOR = 1e6
 def read_rope(fields: Fields, family: str, max_position: int, *, interleaved: bool) -> RopeSpec:
     """The rope of a config.
 
-    gpt-oss does not round the bounds of its yarn ramp (`truncate: false`), every other family does; a config that says
-    otherwise is refused.
+    gpt-oss does not round the bounds of its yarn ramp (`truncate: false`), every other family does;
+    a config that says otherwise is refused.
     """
     new, old = fields.table("rope_parameters"), fields.table("rope_scaling")
     if new and old and fields.value("rope_parameters") != fields.value("rope_scaling"):
@@ -45,11 +46,16 @@ def _scaled(table: Fields, spec: RopeSpec, family: str, max_position: int) -> Ro
         return spec
     llama3 = spec.scaling == "llama3"
     original = table.whole(
-        "original_max_position_embeddings", low=1, high=2**30, default=None if llama3 else max_position
+        "original_max_position_embeddings",
+        low=1,
+        high=2**30,
+        default=None if llama3 else max_position,
     )
     if llama3:
         low, high = _ordered(table, "low_freq_factor", "high_freq_factor")
-        return replace(spec, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
+        return replace(
+            spec, original_max_position=original, low_freq_factor=low, high_freq_factor=high
+        )
     slow, fast = _ordered(table, "beta_slow", "beta_fast", spec.beta_slow, spec.beta_fast)
     table.neutral("truncate", family != "gpt_oss")
     table.neutral("attention_factor")
@@ -64,7 +70,11 @@ def _scaled(table: Fields, spec: RopeSpec, family: str, max_position: int) -> Ro
 
 
 def _ordered(
-    table: Fields, low: str, high: str, low_default: float | None = None, high_default: float | None = None
+    table: Fields,
+    low: str,
+    high: str,
+    low_default: float | None = None,
+    high_default: float | None = None,
 ) -> tuple[float, float]:
     """Two numbers of the table, the first at most the second."""
     first = table.number(low, low=0, high=1e6, default=low_default)

@@ -1,4 +1,5 @@
-"""Geometry of the report's charts: ranges, ticks, thinned curves, bars and heat levels. Templates draw them."""
+"""Geometry of the report's charts: ranges, ticks, thinned curves, bars and heat levels. Templates
+draw them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ Point = tuple[float, float]
 MAX_POINTS = 2000  # of one curve
 BOX = 1000  # drawing units of a plot's width and height; the page stretches them
 HEAT_LEVELS = 6  # on either side of an even load
-HEAT_PER_OCTAVE = 6  # levels a factor of two takes, so that the last ones stand for 2 x and more, 1/2 x and less
+HEAT_PER_OCTAVE = (
+    6  # levels a factor of two takes, so that the last ones stand for 2 x and more, 1/2 x and less
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +118,23 @@ def ramp(part: float) -> str:
     stops = ((52, 80, 107), (87, 163, 140), (214, 122, 52))
     place = min(max(part, 0.0), 1.0) * (len(stops) - 1)
     left = min(int(place), len(stops) - 2)
-    mixed = (round(a + (b - a) * (place - left)) for a, b in zip(stops[left], stops[left + 1], strict=True))
+    mixed = (
+        round(a + (b - a) * (place - left))
+        for a, b in zip(stops[left], stops[left + 1], strict=True)
+    )
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def axis(values: Iterable[float], label: str, *, from_zero: bool = False, whole: bool = False, ticks: int = 5) -> Axis:
-    """An axis that covers the values, widened to round ticks (not widened when `whole`: steps keep their range)."""
+def axis(
+    values: Iterable[float],
+    label: str,
+    *,
+    from_zero: bool = False,
+    whole: bool = False,
+    ticks: int = 5,
+) -> Axis:
+    """An axis that covers the values, widened to round ticks (not widened when `whole`: steps keep
+    their range)."""
     finite = [value for value in values if isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     if from_zero:
@@ -137,12 +151,16 @@ def axis(values: Iterable[float], label: str, *, from_zero: bool = False, whole:
     places = ceil(low / step - 1e-9), floor(high / step + 1e-9)
     at = [place * step for place in range(places[0], places[1] + 1)]
     places_after_point = max(0, -floor(log10(step) + 1e-9) + (1 if f"{step:e}"[:3] == "2.5" else 0))
-    marks = tuple(Tick(at=100 * (value - low) / (high - low), text=f"{value:,.{places_after_point}f}") for value in at)
+    marks = tuple(
+        Tick(at=100 * (value - low) / (high - low), text=f"{value:,.{places_after_point}f}")
+        for value in at
+    )
     return Axis(low=low, high=high, ticks=marks, label=label)
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
-    """At most `limit` points: of each run of neighbours the lowest and the highest, so that spikes stay visible."""
+    """At most `limit` points: of each run of neighbours the lowest and the highest, so that spikes
+    stay visible."""
     if len(points) <= limit:
         return tuple(points)
     bins = limit // 2
@@ -156,28 +174,48 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
 
 
 def curve(
-    label: str, colour: str, points: Iterable[Point], x: Axis, y: Axis, *, dots: bool = False, limit: int = MAX_POINTS
+    label: str,
+    colour: str,
+    points: Iterable[Point],
+    x: Axis,
+    y: Axis,
+    *,
+    dots: bool = False,
+    limit: int = MAX_POINTS,
 ) -> Curve:
     """Non-finite points are left out; the reader is told of them elsewhere."""
     finite = [point for point in points if isfinite(point[1])]
-    spots = [f"{x.percent(px) / 100 * BOX:.4g} {BOX - y.percent(py) / 100 * BOX:.4g}" for px, py in thin(finite, limit)]
+    spots = [
+        f"{x.percent(px) / 100 * BOX:.4g} {BOX - y.percent(py) / 100 * BOX:.4g}"
+        for px, py in thin(finite, limit)
+    ]
     path = "M" + "L".join(spots) if spots else ""
-    return Curve(label=label, colour=colour, path=path, dots="".join(f"M{spot}h0" for spot in spots) if dots else "")
+    return Curve(
+        label=label,
+        colour=colour,
+        path=path,
+        dots="".join(f"M{spot}h0" for spot in spots) if dots else "",
+    )
 
 
 def bar(label: str, parts: Sequence[tuple[str, float, str, str]], text: str, longest: float) -> Bar:
     """One stacked bar of (label, value, shown value, colour) on an axis that ends at `longest`."""
     whole = sum(value for _, value, _, _ in parts)
     segments = tuple(
-        Segment(label=name, text=shown, percent=100 * value / longest, share=value / whole, colour=hue)
+        Segment(
+            label=name, text=shown, percent=100 * value / longest, share=value / whole, colour=hue
+        )
         for name, value, shown, hue in parts
         if value > 0
     )
-    return Bar(label=label, text=text, percent=100 * whole / longest if longest else 0.0, segments=segments)
+    return Bar(
+        label=label, text=text, percent=100 * whole / longest if longest else 0.0, segments=segments
+    )
 
 
 def heat_level(load: float) -> str:
-    """Style class of a normalised load: d0 no tokens, l6..l1 below the mean, m0 even, h1..h6 above."""
+    """Style class of a normalised load: d0 no tokens, l6..l1 below the mean, m0 even, h1..h6
+    above."""
     if load <= 0:
         return "d0"
     level = max(-HEAT_LEVELS, min(HEAT_LEVELS, round(log2(load) * HEAT_PER_OCTAVE)))

@@ -1,4 +1,5 @@
-"""Plans and estimates as tables for a terminal; the same text, 120 columns wide, when the output is piped."""
+"""Plans and estimates as tables for a terminal; the same text, 120 columns wide, when the output is
+piped."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the caller, as every other stream does; rich would end the program with code 1."""
+        """Leave it to the caller, as every other stream does; rich would end the program with code
+        1."""
         raise BrokenPipeError
 
 
 def console_for(stream: TextIO) -> Console:
     """A console on `stream`: the terminal's own width and colours, or plain text of 120 columns."""
-    return _Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False)
+    return _Console(
+        file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False
+    )
 
 
 def print_plans(
@@ -43,11 +47,16 @@ def print_plans(
     rejected: Sequence[tuple[str, int]] = (),
     why: Sequence[str] = (),
 ) -> None:
-    """Plans, best first, the picked one marked; `why` it wins; what was assumed; how many layouts a rule rejected."""
+    """Plans, best first, the picked one marked; `why` it wins; what was assumed; how many layouts a
+    rule rejected."""
     if plans:
         console.print(_job(plans[0]), soft_wrap=True)
         console.print(_ranking(console, plans, picked))
-        limits = [(place, plan.estimate) for place, plan in enumerate(plans, 1) if plan.estimate.load_limit > 1]
+        limits = [
+            (place, plan.estimate)
+            for place, plan in enumerate(plans, 1)
+            if plan.estimate.load_limit > 1
+        ]
         told = [*why, *(f"{place}: {room_for_load(one)}" for place, one in limits)]
         for line in told:
             console.print(Text(line))
@@ -66,14 +75,19 @@ def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[P
 
 
 def print_estimate(console: Console, plan: Plan) -> None:
-    """One layout: verdict, memory of the fullest stage by component and module, time by part, what was assumed."""
+    """One layout: verdict, memory of the fullest stage by component and module, time by part, what
+    was assumed."""
     estimate = plan.estimate
     console.print(_job(plan), soft_wrap=True)
     console.print(Text(f"layout    {layout_text(plan.layout)}"), soft_wrap=True)
     console.print(_verdict(estimate))
-    console.print(_memory(next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank)))
+    console.print(
+        _memory(next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank))
+    )
     if len(estimate.ledgers) > 1:
-        peaks = "  ".join(f"{ledger.pp_rank}: {show_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers)
+        peaks = "  ".join(
+            f"{ledger.pp_rank}: {show_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers
+        )
         console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
     console.print(_time(console, estimate))
     console.print(
@@ -92,7 +106,9 @@ def show_rate(value: float) -> str:
 def show_flops(value: float) -> str:
     """FLOPs as PFLOP, TFLOP, GFLOP or MFLOP with four significant figures."""
     unit, scale = next((each for each in FLOP_UNITS if value >= each[1]), FLOP_UNITS[-1])
-    return f"{value / scale:,.0f} {unit}" if value >= 1e4 * scale else f"{value / scale:,.4g} {unit}"
+    return (
+        f"{value / scale:,.0f} {unit}" if value >= 1e4 * scale else f"{value / scale:,.4g} {unit}"
+    )
 
 
 def _job(plan: Plan) -> Text:
@@ -113,7 +129,13 @@ def _bar(console: Console, part: float, width: int = BAR_WIDTH) -> str:
 
 def new_table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
     """An empty table; columns in `left` hold words and may wrap, the others numbers."""
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for column in columns:
         if column in left:
             table.add_column(column, overflow="fold")
@@ -123,14 +145,26 @@ def new_table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table
 
 
 def _ranking(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:
-    columns = ("", "layout", "step", "tok/s/dev", "TFLOP/s/dev", "MFU", "peak of capacity", "margin", "verdict")
+    columns = (
+        "",
+        "layout",
+        "step",
+        "tok/s/dev",
+        "TFLOP/s/dev",
+        "MFU",
+        "peak of capacity",
+        "margin",
+        "verdict",
+    )
     table = new_table(*columns, left=("layout",))
     for place, plan in enumerate(plans, 1):
         estimate = plan.estimate
         part = estimate.peak_bytes / estimate.capacity_bytes
         table.add_row(
             f"{'> ' if plan in picked else ''}{place}",
-            Text(layout_text(plan.layout).replace(",", ", "), style="bold" if plan in picked else ""),  # may wrap there
+            Text(
+                layout_text(plan.layout).replace(",", ", "), style="bold" if plan in picked else ""
+            ),  # may wrap there
             show_seconds(estimate.step_s),
             show_rate(estimate.tokens_per_s_per_device),
             f"{estimate.tflops_per_device:.4g}",
@@ -155,7 +189,9 @@ def _assumptions(assumptions: Iterable[Assumption]) -> Table:
     for each in assumptions:
         shared.setdefault((each.kind, each.source), []).append(f"{each.name} {each.value}")
     order = list(reversed(SourceKind))
-    table = new_table("kind", "source", "what", left=("kind", "source", "what"), title="What went into it")
+    table = new_table(
+        "kind", "source", "what", left=("kind", "source", "what"), title="What went into it"
+    )
     for (kind, source), constants in sorted(shared.items(), key=lambda row: order.index(row[0][0])):
         table.add_row(kind.value, Text(source), Text(", ".join(constants)))
     return table
@@ -172,7 +208,8 @@ def _verdict(estimate: Estimate) -> Text:
 
 
 def print_load(console: Console, plan: Plan, even: Estimate | None) -> None:
-    """What a measured load costs the hottest rank beside even routing; nothing where none was measured."""
+    """What a measured load costs the hottest rank beside even routing; nothing where none was
+    measured."""
     if even is None:
         return
     found = plan.estimate
@@ -196,7 +233,11 @@ def room_for_load(estimate: Estimate) -> str:
 
 def _memory(ledger: Ledger) -> Table:
     cells = {(row.component, row.module): row.bytes for row in ledger.memory}
-    modules = [module for module in Module if any(cells.get((component, module)) for component in Component)]
+    modules = [
+        module
+        for module in Module
+        if any(cells.get((component, module)) for component in Component)
+    ]
     unit, scale = ("GiB", GIB) if ledger.device_bytes >= GIB else ("MiB", MIB)
     table = new_table(
         "component",
@@ -219,14 +260,22 @@ def _memory(ledger: Ledger) -> Table:
 
 
 def _time(console: Console, estimate: Estimate) -> Table:
-    table = new_table("part", "exposed", "hidden", "of step", "", left=("part",), title="Time of a step")
+    table = new_table(
+        "part", "exposed", "hidden", "of step", "", left=("part",), title="Time of a step"
+    )
     for share in sorted(estimate.shares, key=lambda share: -share.seconds):
         if not (share.seconds or share.hidden_s):
             continue
         part = share.seconds / estimate.step_s
         hidden = show_seconds(share.hidden_s) if share.hidden_s else ""
         name = share.part.value.replace("_", " ")
-        table.add_row(name, show_seconds(share.seconds), hidden, f"{part:.1%}", _bar(console, part, 2 * BAR_WIDTH))
+        table.add_row(
+            name,
+            show_seconds(share.seconds),
+            hidden,
+            f"{part:.1%}",
+            _bar(console, part, 2 * BAR_WIDTH),
+        )
     table.add_section()
     table.add_row("step", Text(show_seconds(estimate.step_s), style="bold"), "", "", "")
     return table

@@ -28,7 +28,11 @@ def print_breakdown(console: Console, parts: Sequence[Breakdown]) -> None:
     first = parts[0]
     over = f"{first.steps} steps" if first.steps else "all of it (no step is marked)"
     ranks = f"{len(parts)} ranks" if len(parts) > 1 else f"rank {first.rank}"
-    console.print(Text(f"{ranks}, {first.device or 'unnamed device'}, {over}; {show_seconds(step)} a step (measured)"))
+    console.print(
+        Text(
+            f"{ranks}, {first.device or 'unnamed device'}, {over}; {show_seconds(step)} a step (measured)"
+        )
+    )
     table = new_table("part of the step", "seconds", "share", "", left=("part of the step", ""))
     _row(table, "compute", fmean(part.compute_s for part in parts), step, "union of its kernels")
     for work in Work:
@@ -39,18 +43,32 @@ def print_breakdown(console: Console, parts: Sequence[Breakdown]) -> None:
         ours = [each for part in parts for each in part.comms if each.comm is comm]
         exposed, busy, moved = (
             sum(values) / len(parts)
-            for values in zip(*((each.exposed_s, each.busy_s, each.bytes) for each in ours), strict=True)
+            for values in zip(
+                *((each.exposed_s, each.busy_s, each.bytes) for each in ours), strict=True
+            )
         )
         rate = f", {show_bytes(moved)} handed in" if moved else ""
-        note = f"of {show_seconds(busy)} in {ours[0].calls:.0f} calls{rate}; {'; '.join(ours[0].how)}"
+        note = (
+            f"of {show_seconds(busy)} in {ours[0].calls:.0f} calls{rate}; {'; '.join(ours[0].how)}"
+        )
         _row(table, f"exposed {comm}", exposed, step, note)
     _row(table, "copies not hidden", fmean(part.copies_s for part in parts), step, "")
     for cause in dict.fromkeys(cause for part in parts for cause, _ in part.idle):
-        _row(table, f"idle: {cause}", fmean(dict(part.idle).get(cause, 0.0) for part in parts), step, "")
+        _row(
+            table,
+            f"idle: {cause}",
+            fmean(dict(part.idle).get(cause, 0.0) for part in parts),
+            step,
+            "",
+        )
     console.print(table)
-    top = new_table("top kernels", "work", "ms a step", "calls", "share", left=("top kernels", "work"))
+    top = new_table(
+        "top kernels", "work", "ms a step", "calls", "share", left=("top kernels", "work")
+    )
     for kernel in first.top:
-        name = kernel.name if len(kernel.name) <= _NAME_WIDTH else kernel.name[: _NAME_WIDTH - 1] + "…"
+        name = (
+            kernel.name if len(kernel.name) <= _NAME_WIDTH else kernel.name[: _NAME_WIDTH - 1] + "…"
+        )
         share = f"{kernel.seconds / first.step_s:.1%}"
         top.add_row(name, kernel.work, f"{kernel.seconds * 1e3:.2f}", f"{kernel.calls:,.0f}", share)
     console.print(top)
@@ -66,7 +84,9 @@ def _row(table: Table, name: str, seconds: float, step: float, note: str) -> Non
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """The wall to work on first in front, with its fixes; what comes after it in short."""
     for place, finding in enumerate(findings[:_FINDINGS]):
-        head = f"{'WALL' if place == 0 else 'then'}: {finding.wall} ({finding.cause}): {finding.title}"
+        head = (
+            f"{'WALL' if place == 0 else 'then'}: {finding.wall} ({finding.cause}): {finding.title}"
+        )
         console.print(Text(head, style="bold" if place == 0 else ""), soft_wrap=True)
         for line in finding.evidence:
             console.print(Text(f"  seen: {line}"), soft_wrap=True)
@@ -90,30 +110,48 @@ def _fix(fix: Fix) -> str:
 
 
 def print_waterfall(console: Console, fall: Waterfall, model_flops_per_device: float = 0.0) -> None:
-    """Ideal to measured, each drop with its share of the measured step, and the rates at both ends where FLOPs are
-    known."""
+    """Ideal to measured, each drop with its share of the measured step, and the rates at both ends
+    where FLOPs are known."""
     if fall.ideal_s > fall.measured_s:
         text = f"the job given would take {show_seconds(fall.ideal_s)} a step at the peak rate, longer than"
         console.print(
-            Text(f"{text} the measured {show_seconds(fall.measured_s)}: it is not the job that ran"), soft_wrap=True
+            Text(
+                f"{text} the measured {show_seconds(fall.measured_s)}: it is not the job that ran"
+            ),
+            soft_wrap=True,
         )
         return
     table = new_table(
-        "from ideal to measured", "seconds", "share", "how known", "", left=("from ideal to measured", "how known", "")
+        "from ideal to measured",
+        "seconds",
+        "share",
+        "how known",
+        "",
+        left=("from ideal to measured", "how known", ""),
     )
     table.add_row(
-        "ideal step", show_seconds(fall.ideal_s), f"{fall.ideal_s / fall.measured_s:.1%}", "", fall.ideal_note
+        "ideal step",
+        show_seconds(fall.ideal_s),
+        f"{fall.ideal_s / fall.measured_s:.1%}",
+        "",
+        fall.ideal_note,
     )
     for drop in fall.drops:
         sign = "+" if drop.seconds >= 0 else "-"
         amount = f"{sign}{show_seconds(abs(drop.seconds))}"
-        table.add_row(drop.name, amount, f"{drop.seconds / fall.measured_s:+.1%}", drop.basis, drop.note)
+        table.add_row(
+            drop.name, amount, f"{drop.seconds / fall.measured_s:+.1%}", drop.basis, drop.note
+        )
     table.add_row("measured step", show_seconds(fall.measured_s), "100.0%", "measured", "")
     console.print(table)
     if model_flops_per_device:
-        ideal, measured = (model_flops_per_device / seconds / TERA for seconds in (fall.ideal_s, fall.measured_s))
+        ideal, measured = (
+            model_flops_per_device / seconds / TERA for seconds in (fall.ideal_s, fall.measured_s)
+        )
         console.print(
-            Text(f"{measured:.1f} TFLOP/s a device measured, {ideal:.1f} at the peak: MFU {measured / ideal:.1%}")
+            Text(
+                f"{measured:.1f} TFLOP/s a device measured, {ideal:.1f} at the peak: MFU {measured / ideal:.1%}"
+            )
         )
 
 
@@ -122,7 +160,11 @@ def _print_timers(console: Console, log: MegatronLog) -> None:
     if not log.timers:
         return
     table = new_table(
-        "timer of the trainer (measured)", "least", "most", "share", left=("timer of the trainer (measured)",)
+        "timer of the trainer (measured)",
+        "least",
+        "most",
+        "share",
+        left=("timer of the trainer (measured)",),
     )
     for name, timer in sorted(log.timers.items(), key=lambda each: -each[1].most_s)[:_TIMERS]:
         share = f"{timer.most_s / log.step_s:.1%}" if log.step_s else ""
@@ -138,21 +180,28 @@ def print_log(console: Console, log: MegatronLog, known: Known | None) -> None:
         if log.tflops_per_device:
             text += f", {log.tflops_per_device:.1f} TFLOP/s a device as the trainer counts"
         console.print(Text(f"{text} (measured)"), soft_wrap=True)
-        skipped, broken = sum(each.skipped for each in log.iterations), sum(each.nan for each in log.iterations)
+        skipped, broken = (
+            sum(each.skipped for each in log.iterations),
+            sum(each.nan for each in log.iterations),
+        )
         if skipped or broken:
             console.print(Text(f"{skipped} iterations skipped, {broken} with NaN (measured)"))
     _print_timers(console, log)
     for report in sorted(log.memory, key=lambda each: -each.max_reserved_bytes)[:1]:
         held, given = show_bytes(report.max_reserved_bytes), show_bytes(report.max_allocated_bytes)
         console.print(
-            Text(f"rank {report.rank} is the fullest of {len(log.memory)}: {held} held, {given} given out (measured)")
+            Text(
+                f"rank {report.rank} is the fullest of {len(log.memory)}: {held} held, {given} given out (measured)"
+            )
         )
     if known is None:
         return
     found = known.estimate
     rate = known.workload.tokens_per_step / known.layout.world_size
     line = f"predicted: {show_seconds(found.step_s)} a step, {found.tflops_per_device:.1f} TFLOP/s, MFU {found.mfu:.1%}"
-    console.print(Text(f"{line}, HFU {found.hfu:.1%}, peak {show_bytes(found.peak_bytes)}"), soft_wrap=True)
+    console.print(
+        Text(f"{line}, HFU {found.hfu:.1%}, peak {show_bytes(found.peak_bytes)}"), soft_wrap=True
+    )
     if log.step_s:
         tflops = found.model_flops_per_step / known.layout.world_size / log.step_s / TERA
         text = f"measured: {rate / log.step_s:,.0f} tokens/s a device, {tflops:.1f} TFLOP/s by our count of model FLOPs"

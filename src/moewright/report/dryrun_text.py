@@ -1,4 +1,5 @@
-"""A dry run for a terminal: what the rank would hold, send and compute, counted beside predicted."""
+"""A dry run for a terminal: what the rank would hold, send and compute, counted beside
+predicted."""
 
 from __future__ import annotations
 
@@ -30,17 +31,34 @@ def print_dry_run(
     beside: Sequence[tuple[Module, int]],
     planned: Ledger | None,
 ) -> None:
-    """Every line of the comparison, and the fullest moment: the bytes of `states` and of tensors `beside` them, counted
-    (see engine.dryrun), and the memory that the planner expects on the device, if it knows the device.
+    """Every line of the comparison, and the fullest moment: the bytes of `states` and of tensors
+    `beside` them, counted (see engine.dryrun), and the memory that the planner expects on the
+    device, if it knows the device.
     """
     _section(console, comparison.of(Section.MEMORY), "Memory held", "bytes of", show_bytes)
-    _section(console, comparison.of(Section.COMM), "Collectives, payload", "operation / group", show_bytes)
-    _section(console, comparison.of(Section.CALLS), "Collectives, calls", "operation / group", "{:,.0f}".format)
+    _section(
+        console,
+        comparison.of(Section.COMM),
+        "Collectives, payload",
+        "operation / group",
+        show_bytes,
+    )
+    _section(
+        console,
+        comparison.of(Section.CALLS),
+        "Collectives, calls",
+        "operation / group",
+        "{:,.0f}".format,
+    )
     _section(console, comparison.of(Section.FLOPS), "FLOPs", "operation / module", show_flops)
-    parts = ", ".join(f"{module.replace('_', ' ')} {show_bytes(size)}" for module, size in beside if size)
+    parts = ", ".join(
+        f"{module.replace('_', ' ')} {show_bytes(size)}" for module, size in beside if size
+    )
     total = states + sum(size for _, size in beside)
     console.print(
-        Text(f"Fullest moment: {show_bytes(total)}, of which states {show_bytes(states)}; the rest by maker: {parts}")
+        Text(
+            f"Fullest moment: {show_bytes(total)}, of which states {show_bytes(states)}; the rest by maker: {parts}"
+        )
     )
     if planned is not None:
         own = sum(row.bytes for row in planned.memory if row.component in _OF_THE_DEVICE)
@@ -57,7 +75,9 @@ def print_dry_run(
             console.print(Text(f"- {note}"))
 
 
-def _section(console: Console, lines: Sequence[Line], title: str, what: str, show: Callable[[float], str]) -> None:
+def _section(
+    console: Console, lines: Sequence[Line], title: str, what: str, show: Callable[[float], str]
+) -> None:
     if not lines:
         return
     rows = new_table(what, "predicted", "counted", "", left=(what,), title=title)

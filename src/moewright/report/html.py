@@ -15,16 +15,23 @@ from moewright.spec.finding import Finding
 from moewright.spec.run import RunRecord
 
 
-def write_report(record: RunRecord, comparisons: Sequence[Comparison], findings: Sequence[Finding], path: Path) -> None:
-    """Write the page at `path`, styles, drawings and script inside it. BadInput when it cannot be written.
+def write_report(
+    record: RunRecord, comparisons: Sequence[Comparison], findings: Sequence[Finding], path: Path
+) -> None:
+    """Write the page at `path`, styles, drawings and script inside it. BadInput when it cannot be
+    written.
 
-    `comparisons` holds one Comparison a rank (tune.compare), `findings` come from tune.diagnose; either may be empty.
+    `comparisons` holds one Comparison a rank (tune.compare), `findings` come from tune.diagnose;
+    either may be empty.
     """
     write_text(path, render(record, comparisons, findings))
 
 
-def render(record: RunRecord, comparisons: Sequence[Comparison], findings: Sequence[Finding]) -> str:
-    """The page as text. What comes from files is escaped; the page's own policy forbids any request."""
+def render(
+    record: RunRecord, comparisons: Sequence[Comparison], findings: Sequence[Finding]
+) -> str:
+    """The page as text. What comes from files is escaped; the page's own policy forbids any
+    request."""
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

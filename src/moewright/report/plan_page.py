@@ -1,4 +1,5 @@
-"""What the report says of the plan: time and memory beside what was measured, the job, and every constant's source."""
+"""What the report says of the plan: time and memory beside what was measured, the job, and every
+constant's source."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Quantity:
 
 
 SECONDS = Quantity(name="time of a step", show=show_seconds, units=(("s", 1.0), ("ms", 1e-3)))
-BYTES = Quantity(name="memory of one rank", show=show_bytes, units=(("GiB", GIB), ("MiB", MIB), ("KiB", KIB)))
+BYTES = Quantity(
+    name="memory of one rank", show=show_bytes, units=(("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,8 @@ class Facts:
 
 
 def time_stacks(record: RunRecord) -> tuple[Stack, ...]:
-    """Phases of the step, predicted and measured (median), and the parts behind the predicted step, on one axis."""
+    """Phases of the step, predicted and measured (median), and the parts behind the predicted step,
+    on one axis."""
     measured = {phase.value: seconds for phase, seconds in median_phases(record)}
     estimate = record.plan.estimate
     ledgers = [ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank]
@@ -80,30 +84,51 @@ def time_stacks(record: RunRecord) -> tuple[Stack, ...]:
 
 
 def memory_stacks(plan: Plan, comparisons: Sequence[Comparison]) -> tuple[Stack, ...]:
-    """Bytes by component and by module on the rank that counted most; the plan's fullest stage when none counted."""
+    """Bytes by component and by module on the rank that counted most; the plan's fullest stage when
+    none counted."""
     rows: list[tuple[tuple[str, ...], float, float]]
     if comparisons:
-        fullest = max(comparisons, key=lambda each: sum(line.counted for line in each.of(Section.MEMORY)))
+        fullest = max(
+            comparisons, key=lambda each: sum(line.counted for line in each.of(Section.MEMORY))
+        )
         lines = [line for line in fullest.of(Section.MEMORY) if line.key[-1] != TOTAL]
         rows = [(line.key, line.predicted, line.counted) for line in lines]
     else:
         estimate = plan.estimate
         ledgers = [ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank]
-        rows = [((row.component, row.module), row.bytes, 0) for ledger in ledgers[:1] for row in ledger.memory]
+        rows = [
+            ((row.component, row.module), row.bytes, 0)
+            for ledger in ledgers[:1]
+            for row in ledger.memory
+        ]
     top = max(sum(row[1] for row in rows), sum(row[2] for row in rows))
     stacks = []
-    for title, place, names in (("By component", 0, tuple(Component)), ("By module", 1, tuple(Module))):
-        predicted = {name.value: sum(row[1] for row in rows if row[0][place] == name) for name in names}
-        counted = {name.value: sum(row[2] for row in rows if row[0][place] == name) for name in names}
+    for title, place, names in (
+        ("By component", 0, tuple(Component)),
+        ("By module", 1, tuple(Module)),
+    ):
+        predicted = {
+            name.value: sum(row[1] for row in rows if row[0][place] == name) for name in names
+        }
+        counted = {
+            name.value: sum(row[2] for row in rows if row[0][place] == name) for name in names
+        }
         stacks.append(_stack(title, "counted", predicted, counted, BYTES, top))
     return tuple(stack for stack in stacks if stack.bars)
 
 
 def _stack(
-    title: str, observed: str, predicted: Mapping[str, float], seen: Mapping[str, float], what: Quantity, top: float
+    title: str,
+    observed: str,
+    predicted: Mapping[str, float],
+    seen: Mapping[str, float],
+    what: Quantity,
+    top: float,
 ) -> Stack:
     ticks, longest = what.axis(top)
-    names = [name for name in dict.fromkeys((*predicted, *seen)) if predicted.get(name) or seen.get(name)]
+    names = [
+        name for name in dict.fromkeys((*predicted, *seen)) if predicted.get(name) or seen.get(name)
+    ]
     hues = {name: colour(place) for place, name in enumerate(names)}
 
     def shown(values: Mapping[str, float], name: str) -> str:
@@ -111,7 +136,10 @@ def _stack(
 
     bars = []
     for label, values in (("predicted", predicted), (observed, seen)):
-        parts = [(name.replace("_", " "), values.get(name, 0.0), shown(values, name), hues[name]) for name in names]
+        parts = [
+            (name.replace("_", " "), values.get(name, 0.0), shown(values, name), hues[name])
+            for name in names
+        ]
         whole = sum(values.values())
         if whole:
             bars.append(bar(label, parts, what.show(whole), longest))
@@ -137,7 +165,10 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
         ("parameters", f"{show_count(params.total)}, {show_count(params.active)} active a token"),
         ("layers", f"{model.layers}, {model.moe_layer_count} with experts"),
         ("hidden size", f"{model.hidden_size:,}"),
-        ("attention", f"{attention.kind}, {attention.heads} heads, {attention.kv_heads} key-value heads"),
+        (
+            "attention",
+            f"{attention.kind}, {attention.heads} heads, {attention.kv_heads} key-value heads",
+        ),
         ("vocabulary", f"{model.vocab_size:,}"),
     ]
     if moe:
@@ -148,7 +179,10 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
             rows=(
                 ("layout", layout_text(layout)),
                 ("ranks", f"{layout.world_size:,}: dp {layout.dp}, expert dp {layout.edp}"),
-                ("micro-batches", f"{estimate.micro_batches} of {layout.mbs} x {job.seq_len:,} tokens"),
+                (
+                    "micro-batches",
+                    f"{estimate.micro_batches} of {layout.mbs} x {job.seq_len:,} tokens",
+                ),
                 ("bubble", f"{estimate.bubble_fraction:.2%}"),
                 ("device", plan.hardware.device.name),
                 ("plan", plan.fingerprint),
@@ -161,7 +195,10 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
                 ("global batch", f"{job.global_batch:,} sequences, {job.tokens_per_step:,} tokens"),
                 ("steps", f"{job.steps:,}"),
                 ("precision", f"{job.precision}, gradients {job.grad_dtype}"),
-                ("optimizer", f"AdamW, lr {job.optimizer.lr:g}, weight decay {job.optimizer.weight_decay:g}"),
+                (
+                    "optimizer",
+                    f"AdamW, lr {job.optimizer.lr:g}, weight decay {job.optimizer.weight_decay:g}",
+                ),
                 ("auxiliary losses", _losses(job.loss)),
                 ("routing", _routing(job.router)),
                 ("seed", str(job.seed)),
@@ -173,9 +210,15 @@ def plan_facts(plan: Plan) -> tuple[Facts, ...]:
             rows=(
                 ("step", show_seconds(estimate.step_s)),
                 ("speed", f"{show_rate(estimate.tokens_per_s_per_device)} tokens/s/rank"),
-                ("arithmetic", f"{estimate.tflops_per_device:.4g} TFLOP/s/rank, MFU {estimate.mfu:.1%}"),
+                (
+                    "arithmetic",
+                    f"{estimate.tflops_per_device:.4g} TFLOP/s/rank, MFU {estimate.mfu:.1%}",
+                ),
                 ("model FLOPs", f"{show_flops(estimate.model_flops_per_step)} a step"),
-                ("peak memory", f"{show_bytes(estimate.peak_bytes)}, margin {show_bytes(estimate.margin_bytes)}"),
+                (
+                    "peak memory",
+                    f"{show_bytes(estimate.peak_bytes)}, margin {show_bytes(estimate.margin_bytes)}",
+                ),
                 ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),
                 *((("routing", room_for_load(estimate)),) if estimate.load_limit > 1 else ()),
             ),

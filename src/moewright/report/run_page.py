@@ -10,7 +10,18 @@ from statistics import fmean, median
 
 from moewright.diagnosis.compare_ledgers import Comparison, Line, Section, Status
 from moewright.diagnosis.compare_ledgers import Rule as Promise
-from moewright.report.charts import Axis, Cell, HeatRow, Plot, Point, Rule, axis, curve, heat_level, ramp
+from moewright.report.charts import (
+    Axis,
+    Cell,
+    HeatRow,
+    Plot,
+    Point,
+    Rule,
+    axis,
+    curve,
+    heat_level,
+    ramp,
+)
 from moewright.report.console import show_rate
 from moewright.rules.settled_steps import median_step_s, settled
 from moewright.spec.run import LayerLoad, RunRecord
@@ -90,8 +101,8 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """Heat rows are mean loads over `window`, those of `ranks` by EP rank; `layers` are the routers' figures; `plot` is
-    the hottest expert's load over the steps, a curve a layer.
+    """Heat rows are mean loads over `window`, those of `ranks` by EP rank; `layers` are the
+    routers' figures; `plot` is the hottest expert's load over the steps, a curve a layer.
     """
 
     rows: tuple[HeatRow, ...]
@@ -120,7 +131,11 @@ def verdict(record: RunRecord, comparisons: Sequence[Comparison]) -> Verdict:
     estimate = record.plan.estimate
     tiles = (
         loss,
-        Tile(label="Step time", value=show_seconds(measured), note=f"predicted {show_seconds(predicted)}, {error}"),
+        Tile(
+            label="Step time",
+            value=show_seconds(measured),
+            note=f"predicted {show_seconds(predicted)}, {error}",
+        ),
         Tile(label="Speed", value=show_rate(rate), note="tokens/s/rank, median"),
         Tile(label="MFU", value=f"{mfu:.1%}", note=f"predicted {estimate.mfu:.1%}"),
         Tile(
@@ -135,18 +150,30 @@ def verdict(record: RunRecord, comparisons: Sequence[Comparison]) -> Verdict:
 
 def _learning(record: RunRecord) -> tuple[str, Tone, Tile]:
     if not record.steps:
-        return "No step was recorded", Tone.BAD, Tile(label="Training loss", value="none", note="no step was recorded")
+        return (
+            "No step was recorded",
+            Tone.BAD,
+            Tile(label="Training loss", value="none", note="no step was recorded"),
+        )
     broken = sum(1 for step in record.steps if not isfinite(step.loss))
     last = record.steps[-1]
     if not record.evals:
         said = f"{last.step} steps ran and the training loss ended at {last.loss:.3f} nats/token (no held-out data)"
-        tile = Tile(label="Training loss", value=f"{last.loss:.3f}", note="nats/token; no held-out data")
+        tile = Tile(
+            label="Training loss", value=f"{last.loss:.3f}", note="nats/token; no held-out data"
+        )
         return said, Tone.BAD if broken else Tone.PLAIN, tile
     end = record.evals[-1]
     gain = end.unigram_entropy - end.heldout_loss
     tone = Tone.GOOD if gain > 0 and not broken else Tone.BAD
     subject = "The model trained" if tone is Tone.GOOD else "The model did not train"
-    place = f"{gain:.2f} below" if gain > 0 else f"{-gain:.2f} above" if isfinite(gain) else "not comparable with"
+    place = (
+        f"{gain:.2f} below"
+        if gain > 0
+        else f"{-gain:.2f} above"
+        if isfinite(gain)
+        else "not comparable with"
+    )
     said = (
         f"{subject}: its held-out loss after {end.step} steps is {end.heldout_loss:.3f} nats/token, {place} "
         f"the unigram entropy of {end.unigram_entropy:.3f}"
@@ -154,7 +181,11 @@ def _learning(record: RunRecord) -> tuple[str, Tone, Tile]:
     if broken:
         said += f", and {broken} steps had a loss that is no number"
     note = f"nats/token; unigram entropy {end.unigram_entropy:.3f}"
-    return said, tone, Tile(label="Held-out loss", value=f"{end.heldout_loss:.3f}", note=note, tone=tone)
+    return (
+        said,
+        tone,
+        Tile(label="Held-out loss", value=f"{end.heldout_loss:.3f}", note=note, tone=tone),
+    )
 
 
 def _books(comparisons: Sequence[Comparison]) -> Tile:
@@ -168,7 +199,9 @@ def _books(comparisons: Sequence[Comparison]) -> Tile:
         note = "the ledger is exact and saved activations are within 3%"
         return Tile(label=f"on {ranks} of {ranks} ranks", value="exact", note=note, tone=Tone.GOOD)
     counts = (("the ledger differs", exact), ("saved activations exceed 3%", bounded))
-    note = " and ".join(f"{name} on {ranks - good} of {ranks} ranks" for name, good in counts if good < ranks)
+    note = " and ".join(
+        f"{name} on {ranks - good} of {ranks} ranks" for name, good in counts if good < ranks
+    )
     value = "differs" if exact < ranks else "exact"
     return Tile(label=note, value=value, note=note, tone=Tone.BAD)
 
@@ -187,7 +220,9 @@ def loss_plot(record: RunRecord) -> Plot:
             curve("training loss", "#3f6fa6", train, x, y),
             curve("held-out loss", "#c4605c", heldout, x, y, dots=True),
         ),
-        levels=tuple(Rule(at=y.percent(each), text=f"unigram entropy {each:.3f}") for each in entropies),
+        levels=tuple(
+            Rule(at=y.percent(each), text=f"unigram entropy {each:.3f}") for each in entropies
+        ),
         marks=tuple(
             Rule(at=x.percent(session.first_step), text="resumed")
             for session in record.sessions
@@ -201,7 +236,9 @@ def ledger_table(comparison: Comparison, *, opened: bool) -> LedgerTable:
     bound = [line for line in comparison.lines if line.rule is not Promise.LISTED]
     kept = sum(line.kept for line in bound)
     good = kept == len(bound)
-    groups = ((TITLES[section], tuple(map(_ledger_row, comparison.of(section)))) for section in Section)
+    groups = (
+        (TITLES[section], tuple(map(_ledger_row, comparison.of(section)))) for section in Section
+    )
     return LedgerTable(
         title=f"Rank {comparison.rank}",
         summary=f"{kept} of {len(bound)} promised lines hold",
@@ -217,7 +254,9 @@ def _ledger_row(line: Line) -> LedgerRow:
     predicted, counted, difference = (
         f"{value:,.{places}f}" for value in (line.predicted, line.counted, line.difference)
     )
-    relative = "" if line.relative is None or line.status is Status.EQUAL else f" ({line.relative:+.2%})"
+    relative = (
+        "" if line.relative is None or line.status is Status.EQUAL else f" ({line.relative:+.2%})"
+    )
     marks = {
         Status.EQUAL: "equal",
         Status.WITHIN: "within 3%",
@@ -243,11 +282,18 @@ def experts(record: RunRecord) -> Experts | None:
         return None
     last = steps[-LOAD_STEPS:]
     layers = [load.layer for load in last[-1].loads]
-    of_layer = [[load for step in last for load in step.loads if load.layer == layer] for layer in layers]
-    rows = tuple(_heat_row(str(loads[0].layer), [load.counts for load in loads], "expert") for loads in of_layer)
+    of_layer = [
+        [load for step in last for load in step.loads if load.layer == layer] for layer in layers
+    ]
+    rows = tuple(
+        _heat_row(str(loads[0].layer), [load.counts for load in loads], "expert")
+        for loads in of_layer
+    )
     ranked = len(last[-1].loads[0].rank_counts) > 1
     ranks = [
-        _heat_row(str(loads[0].layer), [load.rank_counts for load in loads], "EP rank") for loads in of_layer if ranked
+        _heat_row(str(loads[0].layer), [load.rank_counts for load in loads], "EP rank")
+        for loads in of_layer
+        if ranked
     ]
     ratios: dict[int, list[Point]] = {layer: [] for layer in layers}
     for step in steps:
@@ -257,12 +303,26 @@ def experts(record: RunRecord) -> Experts | None:
     y = _ratio_axis([value for points in ratios.values() for _, value in points])
     limit = max(60, LOAD_POINTS // len(layers))
     curves = tuple(
-        curve(f"layer {layer}", ramp(place / max(1, len(layers) - 1)), ratios[layer], x, y, limit=limit)
+        curve(
+            f"layer {layer}",
+            ramp(place / max(1, len(layers) - 1)),
+            ratios[layer],
+            x,
+            y,
+            limit=limit,
+        )
         for place, layer in enumerate(layers)
     )
     first, end = last[0].step, last[-1].step
     dead = sum(load.dead_experts for load in last[-1].loads)
-    scale = (("no token", 0.0), ("≤ 0.5 ×", 0.5), ("0.7 ×", 0.7), ("mean", 1.0), ("1.4 ×", 1.4), ("≥ 2 ×", 2.0))
+    scale = (
+        ("no token", 0.0),
+        ("≤ 0.5 ×", 0.5),
+        ("0.7 ×", 0.7),
+        ("mean", 1.0),
+        ("1.4 ×", 1.4),
+        ("≥ 2 ×", 2.0),
+    )
     return Experts(
         rows=rows,
         window=f"mean over steps {first} to {end}" if first < end else f"step {end}",
@@ -286,7 +346,10 @@ def _heat_row(layer: str, counted: Sequence[Sequence[int]], place_name: str) -> 
     return HeatRow(
         label=layer,
         cells=tuple(
-            Cell(level=heat_level(part), text=f"layer {layer}, {place_name} {place}: {part:.2f} x the mean")
+            Cell(
+                level=heat_level(part),
+                text=f"layer {layer}, {place_name} {place}: {part:.2f} x the mean",
+            )
             for place, part in enumerate(parts)
         ),
         summary=f"{max(parts):.2f}",
@@ -298,7 +361,9 @@ def _layer_row(loads: Sequence[LayerLoad]) -> LayerRow:
         return fmean(map(of, loads))
 
     hottest = [
-        max(load.rank_counts) * len(load.rank_counts) / max(1, sum(load.counts)) for load in loads if load.rank_counts
+        max(load.rank_counts) * len(load.rank_counts) / max(1, sum(load.counts))
+        for load in loads
+        if load.rank_counts
     ]
     return LayerRow(
         layer=str(loads[0].layer),

@@ -16,10 +16,12 @@ _REASONS = 12
 
 
 def print_score(console: Console, found: Score) -> None:
-    """Errors, ranks by group, memory and verdicts; the rows predicted worst; what was skipped and what contradicts."""
+    """Errors, ranks by group, memory and verdicts; the rows predicted worst; what was skipped and
+    what contradicts."""
     summary = found.summary
     console.print(
-        f"{summary.rows} rows: {summary.scored} scored, {summary.skipped} skipped with their reason\n", soft_wrap=True
+        f"{summary.rows} rows: {summary.scored} scored, {summary.skipped} skipped with their reason\n",
+        soft_wrap=True,
     )
     if summary.all_speeds:
         console.print(_errors(summary))
@@ -36,14 +38,24 @@ def print_score(console: Console, found: Score) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place == 0 else "right")
     return table
 
 
 def _errors(summary: Summary) -> Table:
-    table = _table("Speed: predicted tokens/s against measured", "rows", "count", "median", "mean", "p90", "bias")
+    table = _table(
+        "Speed: predicted tokens/s against measured",
+        "rows",
+        "count",
+        "median",
+        "mean",
+        "p90",
+        "bias",
+    )
     named: tuple[tuple[str, Speeds | None], ...] = (
         ("all that decides is stated", summary.complete_speeds),
         ("all scored rows", summary.all_speeds),
@@ -56,7 +68,14 @@ def _errors(summary: Summary) -> Table:
 
 
 def _groups(summary: Summary) -> Table:
-    table = _table("Order of layouts in one model on one device", "model", "device", "layouts", "rank corr.", "regret")
+    table = _table(
+        "Order of layouts in one model on one device",
+        "model",
+        "device",
+        "layouts",
+        "rank corr.",
+        "regret",
+    )
     table.columns[1].justify = "left"
     for one in summary.groups:
         rank, regret = f"{one.rank_correlation:+.2f}", f"{one.regret:.1%}"
@@ -86,7 +105,10 @@ def _worst(rows: tuple[ScoredRow, ...]) -> Table:
         if row.predicted_tokens_per_s_per_gpu and row.measured_tokens_per_s_per_gpu
     ]
     for error, row in sorted(far, key=lambda one: -abs(one[0]))[:_WORST]:
-        figures = f"{row.measured_tokens_per_s_per_gpu:,.0f}", f"{row.predicted_tokens_per_s_per_gpu:,.0f}"
+        figures = (
+            f"{row.measured_tokens_per_s_per_gpu:,.0f}",
+            f"{row.predicted_tokens_per_s_per_gpu:,.0f}",
+        )
         table.add_row(row.id, *figures, f"{error:+.1%}", row.calibration)
     return table
 

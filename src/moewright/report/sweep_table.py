@@ -1,4 +1,5 @@
-"""A sweep as Markdown, CSV and a drawing: the seven columns of benchmark tables, predicted beside measured."""
+"""A sweep as Markdown, CSV and a drawing: the seven columns of benchmark tables, predicted beside
+measured."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from moewright.tuning.sweep import Figures, SweepRow, figures_of, memory_of
 
 HEAD = (
     *("configuration", "SeqLen", "GBS", "GPUs", "time/iter (s)", "tokens/GPU/s", "TFLOP/s/GPU"),
-    *("predicted time/iter (s)", "predicted tokens/GPU/s", "predicted TFLOP/s/GPU", "error", "predicted memory"),
+    *(
+        "predicted time/iter (s)",
+        "predicted tokens/GPU/s",
+        "predicted TFLOP/s/GPU",
+        "error",
+        "predicted memory",
+    ),
 )
 _ROW, _THIN, _LEFT, _WIDE = 34, 18, 330, 420  # of a drawing, pixels
 
@@ -24,7 +31,11 @@ def cells(row: SweepRow) -> tuple[str, ...]:
     error = ""
     if ours and row.measured and row.measured.tokens:
         error = f"{ours.tokens / row.measured.tokens - 1:+.1%}"
-    memory = f"{row.predicted.peak_bytes / GIB:.1f} GiB, {row.predicted.verdict}" if row.predicted else row.refused
+    memory = (
+        f"{row.predicted.peak_bytes / GIB:.1f} GiB, {row.predicted.verdict}"
+        if row.predicted
+        else row.refused
+    )
     failed = row.trial.failed if row.trial else ""
     return (
         row.spec.name + (f" [{failed}]" if failed else ""),
@@ -66,7 +77,10 @@ def csv_of(tables: Mapping[str, Sequence[SweepRow]]) -> str:
 
 def memory_text(name: str, found: Estimate) -> str:
     """Both memory pictures of a layout in words: GiB and share by component, by module."""
-    lines = [f"### Memory of {name}: {found.peak_bytes / GIB:.1f} GiB on the fullest rank (predicted)", ""]
+    lines = [
+        f"### Memory of {name}: {found.peak_bytes / GIB:.1f} GiB on the fullest rank (predicted)",
+        "",
+    ]
     for what, held in memory_of(found):
         total = sum(held.values())
         lines += [f"by {what} | GiB | share", "-- | -- | --"]
@@ -98,8 +112,11 @@ def _svg(parts: Sequence[str], at: int) -> str:
 
 
 def memory_drawing(found: Mapping[str, Estimate]) -> str:
-    """SVG bars of what fills the fullest rank of each layout: by component, then by module, on one scale."""
-    pictures = [(name, what, held) for name, each in found.items() for what, held in memory_of(each)]
+    """SVG bars of what fills the fullest rank of each layout: by component, then by module, on one
+    scale."""
+    pictures = [
+        (name, what, held) for name, each in found.items() for what, held in memory_of(each)
+    ]
     most = max((size for _, _, held in pictures for size in held.values()), default=1) or 1
     parts, at = [], 10
     for name, what, held in pictures:
@@ -109,8 +126,12 @@ def memory_drawing(found: Mapping[str, Estimate]) -> str:
         for key, size in held.items():
             wide = _WIDE * size / most
             parts.append(f'<text x="8" y="{at + 13}">{escape(key)}</text>')
-            parts.append(f'<rect x="{_LEFT}" y="{at + 2}" width="{wide:.1f}" height="12" fill="#3b6ea5"/>')
-            parts.append(f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 13}">{size / GIB:.2f} GiB</text>')
+            parts.append(
+                f'<rect x="{_LEFT}" y="{at + 2}" width="{wide:.1f}" height="12" fill="#3b6ea5"/>'
+            )
+            parts.append(
+                f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 13}">{size / GIB:.2f} GiB</text>'
+            )
             at += _THIN
     return _svg(parts, at)
 

@@ -1,4 +1,5 @@
-"""The predicted pipeline timetable as a Chrome trace: one track a pipeline rank, for Perfetto or chrome://tracing."""
+"""The predicted pipeline timetable as a Chrome trace: one track a pipeline rank, for Perfetto or
+chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from moewright.rules.simulate import StageSeconds, ends_s
 from moewright.rules.stages import stage_of
 from moewright.spec.plan import Estimate, Plan, TimePart
 
-AFTER_PIPELINE = (TimePart.DP_COMM, TimePart.OPTIMIZER)  # parts of a step that follow the last backward
+AFTER_PIPELINE = (
+    TimePart.DP_COMM,
+    TimePart.OPTIMIZER,
+)  # parts of a step that follow the last backward
 NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 # A backward has twice the FLOPs: as many for the gradients of inputs as for those of weights.
 UNIT = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
@@ -20,15 +24,16 @@ US = 1e6
 
 
 def write_trace(plan: Plan, path: Path) -> None:
-    """Write the trace as JSON. BadInput when there is no timetable for the layout or the file cannot be written."""
+    """Write the trace as JSON. BadInput when there is no timetable for the layout or the file
+    cannot be written."""
     write_text(path, json.dumps(trace(plan)))
 
 
 def trace(plan: Plan) -> dict[str, Any]:
     """Trace events of one step, times in microseconds.
 
-    Equal chunks, a backward twice a forward, free communication; scaled so that the last backward ends where the
-    predicted step stands before gradient reduction and optimizer.
+    Equal chunks, a backward twice a forward, free communication; scaled so that the last backward
+    ends where the predicted step stands before gradient reduction and optimizer.
     """
     layout = plan.layout
     table = timetable(layout, plan.estimate.micro_batches)
@@ -44,7 +49,8 @@ def trace(plan: Plan) -> dict[str, Any]:
             stage = stage_of(layout, rank, row.chunk)
             events.append(
                 {
-                    "name": f"{row.kind}{row.micro_batch}" + (f" chunk {row.chunk}" if layout.vpp > 1 else ""),
+                    "name": f"{row.kind}{row.micro_batch}"
+                    + (f" chunk {row.chunk}" if layout.vpp > 1 else ""),
                     "cat": NAMES[row.kind],
                     "ph": "X",
                     "pid": 0,
@@ -58,7 +64,9 @@ def trace(plan: Plan) -> dict[str, Any]:
 
 
 def _pipeline_s(estimate: Estimate) -> float:
-    return estimate.step_s - sum(share.seconds for share in estimate.shares if share.part in AFTER_PIPELINE)
+    return estimate.step_s - sum(
+        share.seconds for share in estimate.shares if share.part in AFTER_PIPELINE
+    )
 
 
 def _name(what: str, thread: int, text: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A tuning as Markdown: what was tried and why, predicted beside measured, what was kept, why it stopped."""
+"""A tuning as Markdown: what was tried and why, predicted beside measured, what was kept, why it
+stopped."""
 
 from __future__ import annotations
 
@@ -46,8 +47,16 @@ def markdown(contract: Contract, result: Result, *, basis: Basis) -> str:
 
 def line(decision: Decision, basis: Basis) -> str:
     """One decision for a terminal."""
-    figure = f"{show_seconds(decision.step_s)} {basis}, " if decision.step_s and basis is Basis.MEASURED else ""
-    figure += f"{show_seconds(decision.predicted_s)} predicted" if decision.predicted_s else "no prediction"
+    figure = (
+        f"{show_seconds(decision.step_s)} {basis}, "
+        if decision.step_s and basis is Basis.MEASURED
+        else ""
+    )
+    figure += (
+        f"{show_seconds(decision.predicted_s)} predicted"
+        if decision.predicted_s
+        else "no prediction"
+    )
     gain = f"; {_gain(decision.interval)}" if decision.interval and basis is Basis.MEASURED else ""
     said = f" ({decision.said})" if decision.said else ""
     return f"{decision.phase}: {decision.point}: {decision.ruling}{gain}; {figure}{said} [{decision.why}]"
@@ -87,7 +96,11 @@ def _contract(contract: Contract) -> Iterator[str]:
         ("sequence, global batch", f"{contract.seq_len} tokens, {contract.global_batch} sequences"),
         ("window", contract.window),
         ("start", f"`{contract.start}`"),
-        ("may change", "; ".join(f"{a.key}: {', '.join(a.values)}" for a in contract.axes) or "whatever is usual"),
+        (
+            "may change",
+            "; ".join(f"{a.key}: {', '.join(a.values)}" for a in contract.axes)
+            or "whatever is usual",
+        ),
     )
     yield from ("frozen | value", "-- | --")
     yield from (f"{name} | {_cell(str(value))}" for name, value in rows)
@@ -129,14 +142,18 @@ def _profiles(profiles: tuple[Profile, ...], basis: Basis) -> Iterator[str]:
         outcome = profile.outcome
         yield f"Profile of `{profile.point}` ({basis}):"
         yield ""
-        yield from (f"- {one.wall} ({one.cause}): {one.title}" for one in outcome.findings[:_FINDINGS])
+        yield from (
+            f"- {one.wall} ({one.cause}): {one.title}" for one in outcome.findings[:_FINDINGS]
+        )
         if outcome.waterfall is not None:
             yield f"- {_fall(outcome.waterfall)}"
         yield ""
 
 
 def _fall(fall: Waterfall) -> str:
-    drops = sorted((drop for drop in fall.drops if drop.seconds > 0), key=lambda drop: -drop.seconds)[:_DROPS]
+    drops = sorted(
+        (drop for drop in fall.drops if drop.seconds > 0), key=lambda drop: -drop.seconds
+    )[:_DROPS]
     said = ", ".join(f"{drop.name} {show_seconds(drop.seconds)} ({drop.basis})" for drop in drops)
     return f"ideal {show_seconds(fall.ideal_s)}, {said}; in all {show_seconds(fall.measured_s)}"
 
@@ -148,7 +165,10 @@ def _validation(result: Result) -> Iterator[str]:
     yield f"Of `{result.winner}`: " if result.winner else "Of the last that was tried:"
     yield ""
     yield from ("check | | seen", "-- | -- | --")
-    yield from (f"{one.name} | {'yes' if one.passed else 'NO'} | {_cell(one.said)}" for one in outcome.checks)
+    yield from (
+        f"{one.name} | {'yes' if one.passed else 'NO'} | {_cell(one.said)}"
+        for one in outcome.checks
+    )
     yield ""
     window = (
         f"A step took {show_seconds(outcome.wall_step_s)} by the clock over the last {WINDOW} steps, and would take "
@@ -172,8 +192,8 @@ def exhaustive_text(
     tried: int,
     tuning_runs: int,
 ) -> str:
-    """Every point of a space by its measured step, and how near a tuning's winner comes to the best. `duel` are seconds
-    of winner and best in turns.
+    """Every point of a space by its measured step, and how near a tuning's winner comes to the
+    best. `duel` are seconds of winner and best in turns.
     """
     ranked = sorted(means, key=lambda point: means[point])
     near = means[best] / means[winner]
@@ -188,11 +208,18 @@ def exhaustive_text(
     if duel:
         ratios = [log(theirs / ours) for ours, theirs in duel]
         sd = stdev(ratios) if len(ratios) > 1 else 0.0
-        half = t_quantile(0.975, len(ratios) - 1) * sd / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+        half = (
+            t_quantile(0.975, len(ratios) - 1) * sd / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+        )
         mean = fmean(ratios)
         said.append(
             f"- in turns, {len(ratios)} pairs: {exp(mean):.1%} of the best's speed "
             f"(95 % interval {exp(mean - half):.1%} to {exp(mean + half):.1%})"
         )
-    rows = [f"`{point}` | {show_seconds(means[point])} | {means[best] / means[point]:.1%}" for point in ranked]
-    return "\n".join([*said, "", "point | measured step | of the best's speed", "-- | -- | --", *rows, ""])
+    rows = [
+        f"`{point}` | {show_seconds(means[point])} | {means[best] / means[point]:.1%}"
+        for point in ranked
+    ]
+    return "\n".join(
+        [*said, "", "point | measured step | of the best's speed", "-- | -- | --", *rows, ""]
+    )

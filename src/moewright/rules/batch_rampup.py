@@ -1,7 +1,9 @@
-"""Which samples a step trains on while the global batch grows: a pure function of the step, so that any resume agrees.
+"""Which samples a step trains on while the global batch grows: a pure function of the step, so that
+any resume agrees.
 
-The sizes are Megatron-LM's: with n = (global_batch - start) / increment, a step that has c < ramp_samples sequences
-before it takes start + increment * floor(c * n / ramp_samples), later ones take global_batch.
+The sizes are Megatron-LM's: with n = (global_batch - start) / increment, a step that has c <
+ramp_samples sequences before it takes start + increment * floor(c * n / ramp_samples), later ones
+take global_batch.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def ramp_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
         rule = f"must divide global_batch - ramp_start = {full - ramp.ramp_start}"
         fits = [n for n in range(step, full + 1, step) if (full - ramp.ramp_start) % n == 0]
         near = str(min(fits, key=lambda n: abs(n - ramp.ramp_increment), default=""))
-        yield Reason(field="workload.ramp_increment", value=str(ramp.ramp_increment), rule=rule, nearest=near)
+        yield Reason(
+            field="workload.ramp_increment", value=str(ramp.ramp_increment), rule=rule, nearest=near
+        )
 
 
 def _stages(ramp: RampSpec, full: int) -> Iterator[tuple[int, int]]:
@@ -64,4 +68,7 @@ def _stages(ramp: RampSpec, full: int) -> Iterator[tuple[int, int]]:
         return
     count = (full - ramp.ramp_start) // ramp.ramp_increment
     for stage in range(count):
-        yield ramp.ramp_start + stage * ramp.ramp_increment, -(-(stage + 1) * ramp.ramp_samples // count)
+        yield (
+            ramp.ramp_start + stage * ramp.ramp_increment,
+            -(-(stage + 1) * ramp.ramp_samples // count),
+        )

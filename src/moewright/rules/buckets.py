@@ -1,4 +1,5 @@
-"""Flat buffers: where each parameter lies in which bucket, and which slice of it a rank owns (docs/formulas.md 2)."""
+"""Flat buffers: where each parameter lies in which bucket, and which slice of it a rank owns
+(docs/formulas.md 2)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Parameters that are reduced together. `numel` includes the padding; it is a multiple of lcm(shards, 128)."""
+    """Parameters that are reduced together. `numel` includes the padding; it is a multiple of
+    lcm(shards, 128)."""
 
     entries: tuple[Entry, ...]
     numel: int
@@ -38,18 +40,27 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Lay (name, numel) pairs out in the order given, each start a multiple of `align` elements.
 
-    A bucket closes when it holds `bucket_elements` or more, alignment gaps included, looked at after each parameter.
+    A bucket closes when it holds `bucket_elements` or more, alignment gaps included, looked at
+    after each parameter.
     """
-    for field, value in (("shards", shards), ("bucket_elements", bucket_elements), ("align", align)):
+    for field, value in (
+        ("shards", shards),
+        ("bucket_elements", bucket_elements),
+        ("align", align),
+    ):
         if value < 1:
-            raise BadInput(Reason(field=field, value=str(value), rule="must be at least 1", nearest="1"))
+            raise BadInput(
+                Reason(field=field, value=str(value), rule="must be at least 1", nearest="1")
+            )
     multiple = lcm(shards, _PAD_ELEMENTS)
     buckets: list[Bucket] = []
     entries: list[Entry] = []
     end = 0
     for name, numel in params:
         if numel < 1:
-            raise BadInput(Reason(field=name, value=str(numel), rule="a parameter has at least one element"))
+            raise BadInput(
+                Reason(field=name, value=str(numel), rule="a parameter has at least one element")
+            )
         start = _round_up(end, align)
         entries.append(Entry(name=name, start=start, numel=numel))
         end = start + numel

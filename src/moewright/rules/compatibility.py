@@ -1,5 +1,5 @@
-"""Memory, overlap, graph and dispatcher choices that cannot stand together, or would have nothing to act on
-(docs/formulas.md 5 and 6). A request without effect is refused, not ignored.
+"""Memory, overlap, graph and dispatcher choices that cannot stand together, or would have nothing
+to act on (docs/formulas.md 5 and 6). A request without effect is refused, not ignored.
 """
 
 from __future__ import annotations
@@ -63,13 +63,24 @@ def _recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             f"block{layout.recompute_block}+uniform{layout.recompute_span}",
             "block and uniform exclude each other",
         )
-        yield Reason(field="layout.recompute", value=value, rule=rule, nearest=f"block{layout.recompute_block}")
+        yield Reason(
+            field="layout.recompute",
+            value=value,
+            rule=rule,
+            nearest=f"block{layout.recompute_block}",
+        )
     idle = {
         Recompute.MOE: ("a model with experts", has_experts(model)),
         Recompute.MOE_ACT: ("a model with experts", has_experts(model)),
         Recompute.MLP: ("a layer with a dense MLP", model.moe_layer_count < model.layers),
-        Recompute.SHARED_EXPERTS: ("a shared expert", model.moe is not None and model.moe.shared_ffn_size > 0),
-        Recompute.MLA_UP_PROJ: ("multi-latent attention", model.attention.kind is AttentionKind.MLA),
+        Recompute.SHARED_EXPERTS: (
+            "a shared expert",
+            model.moe is not None and model.moe.shared_ffn_size > 0,
+        ),
+        Recompute.MLA_UP_PROJ: (
+            "multi-latent attention",
+            model.attention.kind is AttentionKind.MLA,
+        ),
     }
     for module in chosen:
         needed, there = idle.get(module, ("", True))
@@ -82,13 +93,23 @@ def _offload(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     activations = [item for item in chosen if item is not Offload.OPTIMIZER]
     experts = [item for item in chosen if item in _EXPERT_OFFLOADS]
     if activations and Recompute.FULL in layout.recompute:
-        yield _drop("offload", chosen, activations, "full recompute keeps no activation that could be offloaded")
+        yield _drop(
+            "offload",
+            chosen,
+            activations,
+            "full recompute keeps no activation that could be offloaded",
+        )
     elif experts and Recompute.MOE in layout.recompute:
         yield _drop("offload", chosen, experts, "nothing inside a recomputed moe can be offloaded")
     if experts and not has_experts(model):
         yield _drop("offload", chosen, experts, "the model has no experts")
     if Offload.ATTN_PROJ in chosen and Offload.CORE_ATTN not in chosen:
-        yield _drop("offload", chosen, [Offload.ATTN_PROJ], "attn_proj is offloaded only together with core_attn")
+        yield _drop(
+            "offload",
+            chosen,
+            [Offload.ATTN_PROJ],
+            "attn_proj is offloaded only together with core_attn",
+        )
 
 
 def _overlap(layout: Layout) -> Iterator[Reason]:
@@ -100,9 +121,19 @@ def _overlap(layout: Layout) -> Iterator[Reason]:
     if Overlap.TP in chosen and not (layout.sp and layout.tp > 1):
         yield _drop("overlap", chosen, [Overlap.TP], "tp needs tp > 1 with sequence parallelism")
     if Overlap.P2P in chosen and not (layout.pp > 1 and layout.vpp > 1):
-        yield _drop("overlap", chosen, [Overlap.P2P], "p2p needs pp > 1 with vpp > 1: 1f1b waits for every message")
+        yield _drop(
+            "overlap",
+            chosen,
+            [Overlap.P2P],
+            "p2p needs pp > 1 with vpp > 1: 1f1b waits for every message",
+        )
     if Overlap.WGRAD in chosen and Overlap.EP not in chosen:
-        yield _drop("overlap", chosen, [Overlap.WGRAD], "wgrad needs ep, whose exchanges it makes room beside")
+        yield _drop(
+            "overlap",
+            chosen,
+            [Overlap.WGRAD],
+            "wgrad needs ep, whose exchanges it makes room beside",
+        )
     if Overlap.WGRAD in chosen and layout.schedule.splits_backward:
         rule = f"{layout.schedule} has rows of its own for weight gradients"
         yield _drop("overlap", chosen, [Overlap.WGRAD], rule)
@@ -131,11 +162,20 @@ def _ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> Iterato
 
 def _shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     rules = (
-        ("shared needs a shared expert", not has_experts(model) or model.moe is None or not model.moe.shared_ffn_size),
+        (
+            "shared needs a shared expert",
+            not has_experts(model) or model.moe is None or not model.moe.shared_ffn_size,
+        ),
         ("shared needs ep > 1", layout.ep == 1),
         ("shared needs an all-to-all dispatcher", layout.dispatcher is Dispatcher.ALL_GATHER),
-        ("shared cannot stand with ep, which runs another micro-batch there", Overlap.EP in layout.overlap),
-        ("shared cannot stand with recompute=shared_experts", Recompute.SHARED_EXPERTS in layout.recompute),
+        (
+            "shared cannot stand with ep, which runs another micro-batch there",
+            Overlap.EP in layout.overlap,
+        ),
+        (
+            "shared cannot stand with recompute=shared_experts",
+            Recompute.SHARED_EXPERTS in layout.recompute,
+        ),
     )
     for rule, broken in rules:
         if broken:
@@ -169,11 +209,19 @@ def _exchange(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     direct = (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER)
     if has_experts(model) and layout.dispatcher not in direct and layout.ep * layout.etp == 1:
         rule = "needs etp * ep > 1"
-        yield Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=Dispatcher.ALL_TO_ALL)
+        yield Reason(
+            field="layout.dispatcher",
+            value=layout.dispatcher,
+            rule=rule,
+            nearest=Dispatcher.ALL_TO_ALL,
+        )
     if layout.cp_comm is CpComm.P2P:
         return
     rule, apart = "", factors(layout)[0]
-    heads, kv_heads = model.attention.heads // layout.tp, max(1, model.attention.kv_heads // layout.tp)
+    heads, kv_heads = (
+        model.attention.heads // layout.tp,
+        max(1, model.attention.kv_heads // layout.tp),
+    )
     if layout.cp == 1:
         rule = "needs cp > 1"
     elif layout.cp_comm is CpComm.A2A_P2P and apart == 1:
@@ -195,11 +243,14 @@ def _padding(layout: Layout) -> Iterator[Reason]:
     elif layout.dispatcher not in (Dispatcher.ALL_TO_ALL, Dispatcher.HYBRIDEP):
         rule = f"does not go with dispatcher={layout.dispatcher}, which moves no row an expert"
     if rule:
-        yield Reason(field="layout.capacity_fill", value=value, rule=rule, nearest=CapacityFill.USED)
+        yield Reason(
+            field="layout.capacity_fill", value=value, rule=rule, nearest=CapacityFill.USED
+        )
 
 
 def _assignment(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
-    """Sinkhorn routing evens the load itself: nothing else that chooses, evens or cuts goes with it."""
+    """Sinkhorn routing evens the load itself: nothing else that chooses, evens or cuts goes with
+    it."""
     training, loss = workload.router, workload.loss
     if training.assignment is not Assignment.SINKHORN:
         if training.sinkhorn_iterations:
@@ -214,9 +265,18 @@ def _assignment(model: ModelSpec, workload: Workload, layout: Layout) -> Iterato
         ("workload.force", training.force, RouterForce.NONE),
         ("layout.capacity", layout.capacity, 0.0),
         ("model.moe.router.selection_bias", bool(router and router.selection_bias), False),
-        ("model.moe.router.top_groups", router.top_groups if router else 1, router.groups if router else 1),
+        (
+            "model.moe.router.top_groups",
+            router.top_groups if router else 1,
+            router.groups if router else 1,
+        ),
     )
     for field, value, only in others:
         if value != only:
             near = f"{only:g}" if isinstance(only, float) else str(only)
-            yield Reason(field=field, value=str(value), rule="does not go with assignment=sinkhorn", nearest=near)
+            yield Reason(
+                field=field,
+                value=str(value),
+                rule="does not go with assignment=sinkhorn",
+                nearest=near,
+            )

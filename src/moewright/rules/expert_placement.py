@@ -1,8 +1,10 @@
-"""Which expert-parallel rank holds which expert, from a measured load: even by packing, or by replicas of hot experts.
+"""Which expert-parallel rank holds which expert, from a measured load: even by packing, or by
+replicas of hot experts.
 
-Greedy packing and replication after DeepSeek's EPLB (github.com/deepseek-ai/EPLB). A slot is a place for one expert; a
-rank's slots follow each other: first those of the experts that are its own, then those of replicas, which belong to
-other ranks and are equal to what these hold. A load is the tokens of each expert of a layer.
+Greedy packing and replication after DeepSeek's EPLB (github.com/deepseek-ai/EPLB). A slot is a
+place for one expert; a rank's slots follow each other: first those of the experts that are its own,
+then those of replicas, which belong to other ranks and are equal to what these hold. A load is the
+tokens of each expert of a layer.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from moewright.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """The expert of every slot, `slots`, more slots than experts; an expert's tokens are dealt evenly to its slots. Of
-    each rank's slots the last are of replicas, by the rank whose own their expert is.
+    """The expert of every slot, `slots`, more slots than experts; an expert's tokens are dealt
+    evenly to its slots. Of each rank's slots the last are of replicas, by the rank whose own their
+    expert is.
     """
 
     slots: tuple[int, ...]
@@ -29,10 +32,13 @@ class Replicas:
 
 
 def slots_of(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> tuple[int, ...]:
-    """The expert of every slot of a layer with experts; MTP depths, whose load no histogram counts, keep theirs."""
+    """The expert of every slot of a layer with experts; MTP depths, whose load no histogram counts,
+    keep theirs."""
     experts = model.moe.experts if model.moe else 0
     place = model.routed_layers.index(layer)
-    if layout.expert_placement is ExpertPlacement.CONTIGUOUS or place >= len(workload.load_histogram):
+    if layout.expert_placement is ExpertPlacement.CONTIGUOUS or place >= len(
+        workload.load_histogram
+    ):
         return tuple(range(experts))
     counts = workload.load_histogram[place]
     if layout.spare:
@@ -43,7 +49,9 @@ def slots_of(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -
 def slot_count(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
     """Slots of all ranks in a layer with experts, those of replicas included."""
     experts = model.moe.experts if model.moe else 0
-    counted = model.routed_layers.index(layer) < len(workload.load_histogram) if layout.spare else False
+    counted = (
+        model.routed_layers.index(layer) < len(workload.load_histogram) if layout.spare else False
+    )
     return experts + (layout.spare * layout.ep if counted else 0)
 
 
@@ -59,16 +67,18 @@ def of_rank(slots: Sequence[int], ep: int, rank: int) -> Sequence[int]:
 
 
 def dealt(count: int, slots: int, source: int, slot: int) -> int:
-    """How many of an expert's rows the rank `source` of a group sends to one of its slots: it deals them in turn, and
-    starts where its own number says, so that what is over does not go to the same slot from everywhere.
+    """How many of an expert's rows the rank `source` of a group sends to one of its slots: it deals
+    them in turn, and starts where its own number says, so that what is over does not go to the same
+    slot from everywhere.
     """
     return (count - (slot - source) % slots + slots - 1) // slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """What one rank exchanges to hold replicas: the numbers of its own experts' slots whose weights it sends, ordered
-    by the rank that they go to, and how many go to and come from each rank. What comes fills its spare slots in order.
+    """What one rank exchanges to hold replicas: the numbers of its own experts' slots whose weights
+    it sends, ordered by the rank that they go to, and how many go to and come from each rank. What
+    comes fills its spare slots in order.
     """
 
     sends: tuple[int, ...]
@@ -93,8 +103,9 @@ def copies_of(slots: Sequence[int], ep: int, rank: int, spare: int) -> Copies:
 
 @lru_cache(maxsize=512)
 def balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
-    """The expert of every slot such that ranks with equally many experts have about equal loads: the next hottest
-    expert goes to the least loaded rank that has room. Never worse than contiguous blocks.
+    """The expert of every slot such that ranks with equally many experts have about equal loads:
+    the next hottest expert goes to the least loaded rank that has room. Never worse than contiguous
+    blocks.
     """
     room = len(counts) // ep
     held: list[list[int]] = [[] for _ in range(ep)]
@@ -110,9 +121,10 @@ def balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def replicated(counts: tuple[int, ...], ep: int, spare: int) -> Replicas:
-    """The balanced placement, and `spare` slots more on each rank for replicas of what is hot there: each goes to an
-    expert of the hottest rank that has one to share, on the least loaded rank with room that has not got it. Where none
-    would even the load any more, a rank takes the one that adds the least to its own.
+    """The balanced placement, and `spare` slots more on each rank for replicas of what is hot
+    there: each goes to an expert of the hottest rank that has one to share, on the least loaded
+    rank with room that has not got it. Where none would even the load any more, a rank takes the
+    one that adds the least to its own.
     """
     blocks = balanced(counts, ep)
     held = [list(of_rank(blocks, ep, rank)) for rank in range(ep)]
@@ -148,8 +160,8 @@ def _shared(
     loads: Sequence[float],
     spare: int,
 ) -> tuple[int, int]:
-    """The expert that gets the next replica, and the rank: of those that leave no rank above the hottest sharer, what
-    lessens the sum of squared loads the most.
+    """The expert that gets the next replica, and the rank: of those that leave no rank above the
+    hottest sharer, what lessens the sum of squared loads the most.
     """
     room = [rank for rank, mine in enumerate(replicas) if len(mine) < spare]
     for hot in sorted(range(len(loads)), key=lambda rank: (-loads[rank], rank)):
@@ -188,19 +200,21 @@ def rank_loads(counts: Sequence[int], ep: int) -> tuple[int, ...]:
 
 
 def rank_load_factor(counts: Sequence[int], ep: int) -> float:
-    """Load of the hottest EP rank over the mean, experts in contiguous blocks. 1 when nothing was routed."""
+    """Load of the hottest EP rank over the mean, experts in contiguous blocks. 1 when nothing was
+    routed."""
     total = sum(counts)
     return max(rank_loads(counts, ep)) * ep / total if total else 1.0
 
 
 def even_loads(workload: Workload, ep: int) -> str:
-    """What placements make of the measured load, mean over layers: the hottest rank over the mean, in words."""
+    """What placements make of the measured load, mean over layers: the hottest rank over the mean,
+    in words."""
     histogram = workload.load_histogram
-    blocks, packed = (fmean(loads) for loads in zip(*(_two(counts, ep) for counts in histogram), strict=True))
-    spare = fmean(replicated(counts, ep, 1).load_factor for counts in histogram)
-    return (
-        f"{blocks:.3g} x the mean in contiguous blocks, {packed:.3g} balanced, {spare:.3g} with a replica more a rank"
+    blocks, packed = (
+        fmean(loads) for loads in zip(*(_two(counts, ep) for counts in histogram), strict=True)
     )
+    spare = fmean(replicated(counts, ep, 1).load_factor for counts in histogram)
+    return f"{blocks:.3g} x the mean in contiguous blocks, {packed:.3g} balanced, {spare:.3g} with a replica more a rank"
 
 
 def _two(counts: tuple[int, ...], ep: int) -> tuple[float, float]:
@@ -208,8 +222,8 @@ def _two(counts: tuple[int, ...], ep: int) -> tuple[float, float]:
 
 
 def placement_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """What an even placement lacks: ranks to place on, and the load that it is made from; and replicas: a placement to
-    go with, and experts of other ranks.
+    """What an even placement lacks: ranks to place on, and the load that it is made from; and
+    replicas: a placement to go with, and experts of other ranks.
     """
     placed_evenly = layout.expert_placement is ExpertPlacement.BALANCED
     others = model.moe.experts - model.moe.experts // layout.ep if model.moe else 0

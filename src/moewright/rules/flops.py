@@ -1,8 +1,10 @@
-"""Model FLOPs: one audited formula (docs/formulas.md 9), as a total per token and as rows of one rank.
+"""Model FLOPs: one audited formula (docs/formulas.md 9), as a total per token and as rows of one
+rank.
 
-A GEMM of m x k by k x n is 2 m n k FLOPs; backward is twice forward. Attention counts the causal half. Counted: linear
-layers, attention scores and values, output logits, MTP depths with their projection and their own logits pass. Not
-counted: input embedding, router, recomputation, elementwise work.
+A GEMM of m x k by k x n is 2 m n k FLOPs; backward is twice forward. Attention counts the causal
+half. Counted: linear layers, attention scores and values, output logits, MTP depths with their
+projection and their own logits pass. Not counted: input embedding, router, recomputation,
+elementwise work.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ TRAIN_OVER_FORWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """FLOPs of one part of a forward; `depth`: of an MTP depth, which they are booked to, but its router's."""
+    """FLOPs of one part of a forward; `depth`: of an MTP depth, which they are booked to, but its
+    router's."""
 
     op: FlopOp
     module: Module
@@ -37,11 +40,12 @@ class Work:
 class Share:
     """What one rank computes in one pass: which layers, over how many tokens and rows.
 
-    `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer. `routed_rows`: rows through
-    its local experts, summed over the MoE layers of the share (MTP depths included). `mtp`: MTP depths. `attended`:
-    twice the causal pairs of its tokens' queries (of all tokens of the ranks that exchange heads) with the keys that
-    documents leave them, over all heads; 0 where whole sequences attend. `near`: the same of layers with a sliding
-    window; 0 where it is that of whole sequences, or not known.
+    `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer.
+    `routed_rows`: rows through its local experts, summed over the MoE layers of the share (MTP
+    depths included). `mtp`: MTP depths. `attended`: twice the causal pairs of its tokens' queries
+    (of all tokens of the ranks that exchange heads) with the keys that documents leave them, over
+    all heads; 0 where whole sequences attend. `near`: the same of layers with a sliding window; 0
+    where it is that of whole sequences, or not known.
     """
 
     layers: tuple[int, ...]
@@ -55,8 +59,8 @@ class Share:
 
 
 def model_flops_per_token(model: ModelSpec, seq_len: int, *, attended_share: float = 1.0) -> int:
-    """Forward and backward FLOPs of one token in a sequence of `seq_len`, on the whole model; where documents bound
-    attention, they leave `attended_share` of a sequence's pairs.
+    """Forward and backward FLOPs of one token in a sequence of `seq_len`, on the whole model; where
+    documents bound attention, they leave `attended_share` of a sequence's pairs.
     """
     moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
@@ -78,8 +82,11 @@ def expected_pairs(seq_len: int, attended_share: float, sequences: float = 1) ->
     return 0 if attended_share == 1 else round(attended_share * seq_len * seq_len * sequences)
 
 
-def flop_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> tuple[FlopRow, ...]:
-    """Forward and backward FLOPs of one rank's share, by (op, module), sorted; the router is a row of its own.
+def flop_rows(
+    model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
+) -> tuple[FlopRow, ...]:
+    """Forward and backward FLOPs of one rank's share, by (op, module), sorted; the router is a row
+    of its own.
 
     MTP depths are booked to MTP, except their router and their logits pass (ROUTER, HEAD).
     """
@@ -89,7 +96,9 @@ def flop_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -
     )
 
 
-def forward_rows(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> tuple[FlopRow, ...]:
+def forward_rows(
+    model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
+) -> tuple[FlopRow, ...]:
     """The forward part of `flop_rows`; what a recomputation of these layers adds."""
     return summed(forward_work(model, layout, share, seq_len=seq_len))
 
@@ -99,14 +108,19 @@ def summed(work: Iterable[Work]) -> tuple[FlopRow, ...]:
     sums: dict[tuple[FlopOp, Module], int] = {}
     for one in work:
         sums[one.op, one.booked] = sums.get((one.op, one.booked), 0) + one.flops
-    return tuple(FlopRow(op=op, module=module, flops=flops) for (op, module), flops in sorted(sums.items()) if flops)
+    return tuple(
+        FlopRow(op=op, module=module, flops=flops)
+        for (op, module), flops in sorted(sums.items())
+        if flops
+    )
 
 
 def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
-    """Forward FLOPs of scores and values over all heads: 2 heads (d_qk + d_v) per attended (query, key) pair.
+    """Forward FLOPs of scores and values over all heads: 2 heads (d_qk + d_v) per attended (query,
+    key) pair.
 
-    Full causal attention attends seq_len / 2 keys a query; with a window w a query attends its last w, its own half
-    (rules.context).
+    Full causal attention attends seq_len / 2 keys a query; with a window w a query attends its last
+    w, its own half (rules.context).
     """
     spec = model.attention
     # Twice the attended pairs of one sequence, so that the arithmetic stays in integers.
@@ -115,12 +129,14 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
 
 
 def is_windowed(model: ModelSpec, layer: int) -> bool:
-    """Whether a layer's attention is limited to the sliding window. MTP depths (layer >= L) are not."""
+    """Whether a layer's attention is limited to the sliding window. MTP depths (layer >= L) are
+    not."""
     return model.window_of(layer) > 0
 
 
 def attention_weights(model: ModelSpec) -> tuple[int, int]:
-    """Multiply-adds a token costs in the projections of one layer: (cut by TP, whole on every TP rank)."""
+    """Multiply-adds a token costs in the projections of one layer: (cut by TP, whole on every TP
+    rank)."""
     spec, h = model.attention, model.hidden_size
     if spec.kind is AttentionKind.GQA:
         return h * (spec.q_width + 2 * spec.kv_width) + spec.out_width * h, 0
@@ -136,11 +152,15 @@ def forward_work(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
     h, tp = model.hidden_size, layout.tp
     tokens = share.tokens
     for layer in share.layers:
-        for op, module, flops in _layer(model, layout, layer, model.moe_layers[layer], share, seq_len):
+        for op, module, flops in _layer(
+            model, layout, layer, model.moe_layers[layer], share, seq_len
+        ):
             yield Work(op=op, module=module, flops=flops)
     for depth in range(share.mtp):
         yield Work(op=FlopOp.GEMM, module=Module.MTP, flops=2 * tokens * 2 * h * h // tp)
-        for op, module, flops in _layer(model, layout, model.layers + 1 + depth, model.moe_layers[-1], share, seq_len):
+        for op, module, flops in _layer(
+            model, layout, model.layers + 1 + depth, model.moe_layers[-1], share, seq_len
+        ):
             yield Work(op=op, module=module, flops=flops, depth=True)
     yield head_work(model, layout, share)
     if model.moe and share.routed_rows:
@@ -163,13 +183,17 @@ def _layer(
 ) -> Iterator[tuple[FlopOp, Module, int]]:
     """One layer without its routed experts."""
     h, tp, tokens, spec = model.hidden_size, layout.tp, share.tokens, model.attention
-    own = tokens // tp if layout.sp else tokens  # work that is not cut by TP runs on the rank's sequence part
+    own = (
+        tokens // tp if layout.sp else tokens
+    )  # work that is not cut by TP runs on the rank's sequence part
     matrices = 3 if model.gated else 2
     cut, whole = attention_weights(model)
     yield FlopOp.GEMM, Module.ATTENTION, 2 * tokens * cut // tp + 2 * own * whole
     core = attention_flops(model, layer, tokens, seq_len)
     if share.attended:
-        inside = share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
+        inside = (
+            share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
+        )
         core = min(core, inside) if is_windowed(model, layer) else inside
     if share.near and is_windowed(model, layer):
         core = share.near * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]

@@ -1,10 +1,11 @@
 """What torch's fully_shard cuts of the parameters of a rank, and when it moves them (ZeRO-3).
 
-A unit is gathered and reduced at once: the experts of a layer over EDP, the rest of a layer over DP x CP, and what
-belongs to no layer. A parameter is cut along its first dim into parts of ceil(rows / ranks), of which the last are
-shorter or empty but take the room of a whole one. Ranks that hold the same part sum its gradient once a step: those of
-a TP group for what TP does not cut, and with shard=N (hybrid sharding: cut inside blocks of tp * N ranks, copied
-across) those of the other blocks. What would be cut over one rank lies in flat buffers instead, as under ZeRO-1.
+A unit is gathered and reduced at once: the experts of a layer over EDP, the rest of a layer over DP
+x CP, and what belongs to no layer. A parameter is cut along its first dim into parts of ceil(rows /
+ranks), of which the last are shorter or empty but take the room of a whole one. Ranks that hold the
+same part sum its gradient once a step: those of a TP group for what TP does not cut, and with
+shard=N (hybrid sharding: cut inside blocks of tp * N ranks, copied across) those of the other
+blocks. What would be cut over one rank lies in flat buffers instead, as under ZeRO-1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from moewright.spec.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Over which groups a parameter lies: in parts over `cut`, each part the same on the ranks of `copies`."""
+    """Over which groups a parameter lies: in parts over `cut`, each part the same on the ranks of
+    `copies`."""
 
     cut: str
     copies: str
@@ -31,7 +33,8 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Elements of a parameter that a rank owns, and that its part has room for; `copies` as in Spread."""
+    """Elements of a parameter that a rank owns, and that its part has room for; `copies` as in
+    Spread."""
 
     module: Module
     own: int
@@ -88,7 +91,8 @@ def cuts(layout: Layout, group: str) -> bool:
 
 
 def states_group(layout: Layout, group: str) -> str:
-    """The group that shares the states of parameters whose gradients `group` sums, whatever engine holds them."""
+    """The group that shares the states of parameters whose gradients `group` sums, whatever engine
+    holds them."""
     return spread(layout, group).cut if layout.shard else group
 
 
@@ -117,7 +121,8 @@ def units(model: ModelSpec, layout: Layout, rank: int) -> tuple[Unit, ...]:
 
 
 def _layer(model: ModelSpec, param: Param) -> int:
-    """The layer that a parameter is a part of, -1 for none; an MTP depth has one beside its norms and projection."""
+    """The layer that a parameter is a part of, -1 for none; an MTP depth has one beside its norms
+    and projection."""
     in_depth = param.layer > model.layers and ".layer." in param.name
     return param.layer if 0 <= param.layer < model.layers or in_depth else -1
 
@@ -127,4 +132,6 @@ def _cut(param: Param, layout: Layout, lies: Spread, rank: int) -> Cut:
     part = shards.even_part(rows, grid.group_size(layout, lies.cut))
     first = grid.group_ranks(layout, lies.cut, rank).index(rank) * part
     own = max(0, min(part, rows - first))
-    return Cut(module=param.module, own=own * prod(rest), room=part * prod(rest), copies=lies.copies)
+    return Cut(
+        module=param.module, own=own * prod(rest), room=part * prod(rest), copies=lies.copies
+    )

@@ -1,8 +1,10 @@
-"""Rank <-> coordinates. Two grids over the same ranks (parallel folding): attention and dense layers use the dense
-grid, routed experts the expert grid; both end in `pp`, so a pipeline stage is the same block of ranks in both.
+"""Rank <-> coordinates. Two grids over the same ranks (parallel folding): attention and dense
+layers use the dense grid, routed experts the expert grid; both end in `pp`, so a pipeline stage is
+the same block of ranks in both.
 
-rank = sum of coordinate * stride, strides being the prefix products of the axis sizes, fastest axis first. Everything
-here expects the world to divide by both grids (rules.legality says so) and is O(1) a query but for the ranks it lists.
+rank = sum of coordinate * stride, strides being the prefix products of the axis sizes, fastest axis
+first. Everything here expects the world to divide by both grids (rules.legality says so) and is
+O(1) a query but for the ranks it lists.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
 NODE_AWARE = (Dispatcher.DEDUP, Dispatcher.HYBRIDEP)
 _EP_AXES = ("ep_near", "ep_far")  # what the ep axis consists of: ranks of one node, and nodes
-# What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard ranks, and across.
+# What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard
+# ranks, and across.
 _HYBRID_AXES = ("shard", "copies", "edp_shard", "edp_copies")
 
 # Group name -> the axes it spans, all of one grid, fastest first.
@@ -68,8 +71,8 @@ def axis_size(layout: Layout, axis: str) -> int:
 
 
 def _hybrid(layout: Layout) -> tuple[int, int, int, int]:
-    """Sizes of _HYBRID_AXES. Experts are cut over the ranks of edp that lie in one block: over one where a block holds
-    no two copies of them.
+    """Sizes of _HYBRID_AXES. Experts are cut over the ranks of edp that lie in one block: over one
+    where a block holds no two copies of them.
     """
     dense, inside, expert = layout.dp * layout.cp, layout.shard, layout.edp
     if not inside:
@@ -116,14 +119,16 @@ def _offsets(layout: Layout, group: str) -> tuple[int, ...]:
 
 
 def group_ranks(layout: Layout, group: str, rank: int) -> tuple[int, ...]:
-    """The ranks of `rank`'s group in group order: the other coordinates held fixed, the first axis fastest."""
+    """The ranks of `rank`'s group in group order: the other coordinates held fixed, the first axis
+    fastest."""
     axes = GROUPS[group]
     first = rank - sum(coordinate(layout, rank, axis) * stride(layout, axis) for axis in axes)
     return tuple(first + offset for offset in _offsets(layout, group))
 
 
 def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
-    """Every group of that name, by lowest rank; together they hold each rank once. Linear in the world size."""
+    """Every group of that name, by lowest rank; together they hold each rank once. Linear in the
+    world size."""
     axes = [(stride(layout, axis), axis_size(layout, axis)) for axis in GROUPS[group]]
     offsets = _offsets(layout, group)
     return tuple(
@@ -139,8 +144,9 @@ def min_world(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
 
 
 def on_fabric(layout: Layout, domain_size: int) -> Layout:
-    """The layout with the nodes that fast domains of `domain_size` ranks are to a dispatcher that is told of nodes,
-    unless it names them: as many ranks of ep as lie in one domain, where ep spans several.
+    """The layout with the nodes that fast domains of `domain_size` ranks are to a dispatcher that
+    is told of nodes, unless it names them: as many ranks of ep as lie in one domain, where ep spans
+    several.
     """
     if layout.dispatcher not in NODE_AWARE or layout.ep_node or domain_size % layout.etp:
         return layout

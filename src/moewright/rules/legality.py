@@ -1,7 +1,7 @@
 """Which layouts are legal for a model and a workload, and the nearest legal value where one is not.
 
-These are the rules of the mathematics and of the schedules, whatever engine runs the job. An illegal layout yields
-Reasons, never a bare False.
+These are the rules of the mathematics and of the schedules, whatever engine runs the job. An
+illegal layout yields Reasons, never a bare False.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from moewright.spec.layout import Dispatcher, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
-# Beyond these a number is a slip of the pen; refusing it keeps every later search for a nearest value short.
+# Beyond these a number is a slip of the pen; refusing it keeps every later search for a nearest
+# value short.
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
@@ -59,7 +60,9 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
     reasons += _shard_reasons(layout) if grid_fits else ()
     if grid_fits and not batch:
         ramp = list(ramp_reasons(workload, layout))
-        least = workload_of(workload, 0)  # the fewest micro-batches; () without a ramp is the workload itself
+        least = workload_of(
+            workload, 0
+        )  # the fewest micro-batches; () without a ramp is the workload itself
         reasons += ramp or schedule_reasons(layout, micro_batches(least, layout))
     reasons += exclusion_reasons(model, workload, layout)
     reasons += placement_reasons(model, workload, layout) or load_reasons(model, workload, layout)
@@ -67,7 +70,8 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
 
 
 def unmultiplied(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
-    """Why devices cannot compute in the workload's precision: one of less than 16 bits that they list no rate for."""
+    """Why devices cannot compute in the workload's precision: one of less than 16 bits that they
+    list no rate for."""
     dtype, device = workload.precision, hardware.device
     listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
     if not dtype.narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
@@ -97,11 +101,16 @@ def _multiples(value: int, step: int) -> str:
 
 
 def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """Numbers that are not numbers, or beyond all bounds; the workload's only once the layout's can be counted with."""
+    """Numbers that are not numbers, or beyond all bounds; the workload's only once the layout's can
+    be counted with."""
     degrees = ("tp", "cp", "pp", "vpp", "ep", "etp")
     reasons = [
         *_bounded("layout.world_size", layout.world_size, 1, _MAX_WORLD),
-        *(reason for name in degrees for reason in _bounded(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)),
+        *(
+            reason
+            for name in degrees
+            for reason in _bounded(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)
+        ),
         *_bounded("layout.mbs", layout.mbs, 1, _MAX_BATCH),
         *_bounded("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
         *_bounded("layout.shard", layout.shard, 0, _MAX_DEGREE),
@@ -111,8 +120,12 @@ def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     ]
     if not reasons:
         batch_step = layout.mbs * max(1, layout.dp)
-        reasons += _bounded("workload.global_batch", workload.global_batch, 1, _MAX_BATCH, batch_step)
-        reasons += _bounded("workload.seq_len", workload.seq_len, 1, _MAX_SEQ_LEN, _sequence_step(layout))
+        reasons += _bounded(
+            "workload.global_batch", workload.global_batch, 1, _MAX_BATCH, batch_step
+        )
+        reasons += _bounded(
+            "workload.seq_len", workload.seq_len, 1, _MAX_SEQ_LEN, _sequence_step(layout)
+        )
     return tuple(reasons)
 
 
@@ -120,7 +133,9 @@ def _bounded(field: str, value: int, low: int, high: int, step: int = 1) -> Iter
     """`step`: what legal values are multiples of, apart from a lowest value of 0."""
     least = -(-low // step) * step
     if type(value) is not int:
-        yield Reason(field=field, value=_show(value), rule="must be a whole number", nearest=str(least))
+        yield Reason(
+            field=field, value=_show(value), rule="must be a whole number", nearest=str(least)
+        )
     elif not low <= value <= high:
         # Degrees have no highest legal value of their own; 1 is always legal.
         most = least if high == _MAX_DEGREE else max(least, high // step * step)
@@ -130,7 +145,9 @@ def _bounded(field: str, value: int, low: int, high: int, step: int = 1) -> Iter
 
 def _zero_and_capacity(layout: Layout) -> Iterator[Reason]:
     if type(layout.zero) is not int or layout.zero not in _ZERO_LEVELS:
-        yield Reason(field="layout.zero", value=_show(layout.zero), rule="must be 0, 1 or 3", nearest="1")
+        yield Reason(
+            field="layout.zero", value=_show(layout.zero), rule="must be 0, 1 or 3", nearest="1"
+        )
     capacity = layout.capacity
     if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
         rule = "must be a finite number, 0 (dropless) or more"
@@ -152,13 +169,20 @@ def _grid_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         return
     stage = world // pp
     if stage % (layout.tp * layout.cp):
-        yield _grid_reason("tp", "cp", layout, (_tp_choices(model, layout), _quotients(stage, layout.tp)))
+        yield _grid_reason(
+            "tp", "cp", layout, (_tp_choices(model, layout), _quotients(stage, layout.tp))
+        )
     if stage % (layout.etp * layout.ep):
-        yield _grid_reason("etp", "ep", layout, (_etp_choices(model, layout), _ep_choices(model, layout)))
+        yield _grid_reason(
+            "etp", "ep", layout, (_etp_choices(model, layout), _ep_choices(model, layout))
+        )
 
 
-def _grid_reason(fast: str, slow: str, layout: Layout, choices: tuple[tuple[int, ...], tuple[int, ...]]) -> Reason:
-    """Blames the axis that one change mends: the fast one when it is above 1, then the slow one, then the world."""
+def _grid_reason(
+    fast: str, slow: str, layout: Layout, choices: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Reason:
+    """Blames the axis that one change mends: the fast one when it is above 1, then the slow one,
+    then the world."""
     stage = layout.world_size // layout.pp
     product = getattr(layout, fast) * getattr(layout, slow)
     rule = f"{fast} * {slow} = {product} must divide the {stage} ranks of a pipeline stage (world_size / pp)"
@@ -170,10 +194,14 @@ def _grid_reason(fast: str, slow: str, layout: Layout, choices: tuple[tuple[int,
     if not fixes:
         least = min_world(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
         world = layout.world_size
-        return Reason(field="layout.world_size", value=str(world), rule=rule, nearest=_multiples(world, least))
+        return Reason(
+            field="layout.world_size", value=str(world), rule=rule, nearest=_multiples(world, least)
+        )
     axis, near = fixes[0]
     also = "".join(f", or {other} {values}" for other, values in fixes[1:])
-    return Reason(field=f"layout.{axis}", value=str(getattr(layout, axis)), rule=rule, nearest=near + also)
+    return Reason(
+        field=f"layout.{axis}", value=str(getattr(layout, axis)), rule=rule, nearest=near + also
+    )
 
 
 def _shard_reasons(layout: Layout) -> Iterator[Reason]:
@@ -189,10 +217,14 @@ def _shard_reasons(layout: Layout) -> Iterator[Reason]:
     legal = [n for n in parts if layout.tp * n < expert or layout.tp * n % expert == 0]
     if shard not in parts:
         rule = f"must divide the {dense} ranks of dp * cp, and be more than 1"
-        yield Reason(field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0")
+        yield Reason(
+            field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0"
+        )
     elif shard not in legal:
         rule = f"tp * shard = {layout.tp * shard} ranks must be a multiple of etp * ep = {expert}, or fewer"
-        yield Reason(field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0")
+        yield Reason(
+            field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0"
+        )
 
 
 def _quotients(stage: int, taken: int) -> tuple[int, ...]:
@@ -201,15 +233,21 @@ def _quotients(stage: int, taken: int) -> tuple[int, ...]:
 
 
 def _stage_ranks(layout: Layout) -> int:
-    """Ranks of a pipeline stage; 1 when pp does not divide the world, so that degrees of 1 remain."""
+    """Ranks of a pipeline stage; 1 when pp does not divide the world, so that degrees of 1
+    remain."""
     return 1 if layout.world_size % layout.pp else layout.world_size // layout.pp
 
 
 def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Degrees that both grids and the layers allow; if there is none, those that divide the world."""
+    """Degrees that both grids and the layers allow; if there is none, those that divide the
+    world."""
     least = min_world(tp=layout.tp, cp=layout.cp, pp=1, ep=layout.ep, etp=layout.etp)
     divide = divisors(layout.world_size)
-    fit = tuple(pp for pp in _quotients(layout.world_size, least) if not stage_reasons(model, replace(layout, pp=pp)))
+    fit = tuple(
+        pp
+        for pp in _quotients(layout.world_size, least)
+        if not stage_reasons(model, replace(layout, pp=pp))
+    )
     return fit or divide
 
 
@@ -246,7 +284,12 @@ def _tensor_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         near = nearest(layout.tp, _tp_choices(model, layout) or (1,))
         yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=near)
     if layout.sp and layout.tp == 1:
-        yield Reason(field="layout.sp", value="true", rule="sequence parallelism needs tp > 1", nearest="false")
+        yield Reason(
+            field="layout.sp",
+            value="true",
+            rule="sequence parallelism needs tp > 1",
+            nearest="false",
+        )
     if has_experts(model) and layout.tp > 1 and not layout.sp:
         rule = f"experts with tp={layout.tp} need sequence parallelism"
         yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
@@ -268,11 +311,15 @@ def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     assert model.moe is not None  # has_experts
     experts, ffn = model.moe.experts, model.moe.ffn_size
     if experts % layout.ep:
-        near = nearest(layout.ep, _ep_choices(model, layout) or divisors(gcd(experts, _stage_ranks(layout))))
+        near = nearest(
+            layout.ep, _ep_choices(model, layout) or divisors(gcd(experts, _stage_ranks(layout)))
+        )
         rule = f"must divide the {experts} experts"
         yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=near)
     if ffn % layout.etp:
-        near = nearest(layout.etp, _etp_choices(model, layout) or divisors(gcd(ffn, _stage_ranks(layout))))
+        near = nearest(
+            layout.etp, _etp_choices(model, layout) or divisors(gcd(ffn, _stage_ranks(layout)))
+        )
         rule = f"must divide the expert ffn width {ffn}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest=near)
 
@@ -297,17 +344,24 @@ def _sequence_step(layout: Layout) -> int:
 
 
 def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
-    """Context parallelism cuts a sequence in 2 cp chunks, sequence parallelism a rank's part of it in tp."""
+    """Context parallelism cuts a sequence in 2 cp chunks, sequence parallelism a rank's part of it
+    in tp."""
     seq_len, tp, cp = workload.seq_len, layout.tp, layout.cp
     also = f", or seq_len {_multiples(seq_len, _sequence_step(layout))}"
     if cp > 1 and seq_len % (2 * cp):
-        legal = [n for n in _quotients(_stage_ranks(layout), tp) if n == 1 or seq_len % (2 * n) == 0]
+        legal = [
+            n for n in _quotients(_stage_ranks(layout), tp) if n == 1 or seq_len % (2 * n) == 0
+        ]
         rule = f"2 * cp must divide seq_len={seq_len}"
-        yield Reason(field="layout.cp", value=str(cp), rule=rule, nearest=nearest(cp, legal or [1]) + also)
+        yield Reason(
+            field="layout.cp", value=str(cp), rule=rule, nearest=nearest(cp, legal or [1]) + also
+        )
     elif layout.sp and seq_len % (tp * cp):
         legal = [n for n in _tp_choices(model, layout) if seq_len % (n * cp) == 0 or n == 1]
         rule = f"with sequence parallelism tp * cp = {tp * cp} must divide seq_len={seq_len}"
-        yield Reason(field="layout.tp", value=str(tp), rule=rule, nearest=nearest(tp, legal or [1]) + also)
+        yield Reason(
+            field="layout.tp", value=str(tp), rule=rule, nearest=nearest(tp, legal or [1]) + also
+        )
 
 
 def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
@@ -316,7 +370,9 @@ def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if dp < 1:
         rule = f"world_size={layout.world_size} is less than tp * cp * pp = {layout.tp * layout.cp * layout.pp}"
         least = min_world(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
-        yield Reason(field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=str(least))
+        yield Reason(
+            field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=str(least)
+        )
         return
     if batch % (mbs * dp) == 0:
         return

@@ -1,9 +1,11 @@
-"""What pipeline ranks hand each other as they run a timetable: when a message is asked for, and known to be taken.
+"""What pipeline ranks hand each other as they run a timetable: when a message is asked for, and
+known to be taken.
 
-A forward hands its hidden state to the next virtual stage, a backward the gradient of its input to the stage before;
-on the turn of a V both lie on one rank and nothing is sent. Every rank knows all tables, so nobody has to ask: a rank
-takes another's messages in the order in which they are sent, and the only thing that it ever waits for is the input of
-its next row. Where a table can be run on paper (rules.events) the messages therefore cannot deadlock.
+A forward hands its hidden state to the next virtual stage, a backward the gradient of its input to
+the stage before; on the turn of a V both lie on one rank and nothing is sent. Every rank knows all
+tables, so nobody has to ask: a rank takes another's messages in the order in which they are sent,
+and the only thing that it ever waits for is the input of its next row. Where a table can be run on
+paper (rules.events) the messages therefore cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ Key = tuple[Kind, int, int]  # what a message is the input of: kind, micro-batch
 class Stop:
     """One row of a rank, its stage, and its messages. Places count the rank's rows from 0.
 
-    `source` is the pipeline rank that makes the input of the row, `target` the one to which its result goes; None where
-    there is none. Before the row runs, the messages for the rows at `asked` are to be asked for, in that order; once
-    its input is there, the results of the rows at `taken` have reached the ranks that they were sent to.
+    `source` is the pipeline rank that makes the input of the row, `target` the one to which its
+    result goes; None where there is none. Before the row runs, the messages for the rows at `asked`
+    are to be asked for, in that order; once its input is there, the results of the rows at `taken`
+    have reached the ranks that they were sent to.
     """
 
     row: Row
@@ -36,7 +39,8 @@ class Stop:
 
 
 def input_of(layout: Layout, kind: Kind, stage: int) -> int | None:
-    """The virtual stage that makes the input of a forward or backward on `stage`; None at the ends and for W rows."""
+    """The virtual stage that makes the input of a forward or backward on `stage`; None at the ends
+    and for W rows."""
     if kind is Kind.W:
         return None
     before = stage - 1 if kind is Kind.F else stage + 1
@@ -44,7 +48,8 @@ def input_of(layout: Layout, kind: Kind, stage: int) -> int | None:
 
 
 def result_to(layout: Layout, kind: Kind, stage: int) -> int | None:
-    """The virtual stage that a forward or backward on `stage` hands its result to; None at the ends and for W rows."""
+    """The virtual stage that a forward or backward on `stage` hands its result to; None at the ends
+    and for W rows."""
     if kind is Kind.W:
         return None
     after = stage + 1 if kind is Kind.F else stage - 1
@@ -54,17 +59,26 @@ def result_to(layout: Layout, kind: Kind, stage: int) -> int | None:
 def itinerary(layout: Layout, table: Sequence[Sequence[Row]], pp_rank: int) -> tuple[Stop, ...]:
     """The rows of a pipeline rank with their messages.
 
-    With overlap=p2p the message of a row is asked for one row early, so that it travels while that row computes.
+    With overlap=p2p the message of a row is asked for one row early, so that it travels while that
+    row computes.
     """
     mine = table[pp_rank]
     stages = [stage_of(layout, pp_rank, row.chunk) for row in mine]
-    sources = [_rank(layout, input_of(layout, row.kind, stage)) for row, stage in zip(mine, stages, strict=True)]
-    targets = [_rank(layout, result_to(layout, row.kind, stage)) for row, stage in zip(mine, stages, strict=True)]
+    sources = [
+        _rank(layout, input_of(layout, row.kind, stage))
+        for row, stage in zip(mine, stages, strict=True)
+    ]
+    targets = [
+        _rank(layout, result_to(layout, row.kind, stage))
+        for row, stage in zip(mine, stages, strict=True)
+    ]
     asked = _asked(layout, table, pp_rank, sources, early=Overlap.P2P in layout.overlap)
     taken = _taken(layout, table, pp_rank, sources, targets)
     pieces = zip(mine, stages, sources, targets, asked, taken, strict=True)
     return tuple(
-        Stop(row=row, stage=stage, source=source, target=target, asked=tuple(ask), taken=tuple(take))
+        Stop(
+            row=row, stage=stage, source=source, target=target, asked=tuple(ask), taken=tuple(take)
+        )
         for row, stage, source, target, ask, take in pieces
     )
 
@@ -75,11 +89,17 @@ def _rank(layout: Layout, stage: int | None) -> int | None:
 
 def _inputs(layout: Layout, rows: Sequence[Row], pp_rank: int) -> dict[Key, int]:
     """The place of each row, by what it takes."""
-    return {(row.kind, row.micro_batch, stage_of(layout, pp_rank, row.chunk)): place for place, row in enumerate(rows)}
+    return {
+        (row.kind, row.micro_batch, stage_of(layout, pp_rank, row.chunk)): place
+        for place, row in enumerate(rows)
+    }
 
 
-def _sent(layout: Layout, rows: Sequence[Row], pp_rank: int, target: int) -> Iterator[tuple[int, Key]]:
-    """Places of the rows of a rank whose result goes to rank `target`, in order, each with what it is the input of."""
+def _sent(
+    layout: Layout, rows: Sequence[Row], pp_rank: int, target: int
+) -> Iterator[tuple[int, Key]]:
+    """Places of the rows of a rank whose result goes to rank `target`, in order, each with what it
+    is the input of."""
     for place, row in enumerate(rows):
         to = result_to(layout, row.kind, stage_of(layout, pp_rank, row.chunk))
         if to is not None and seat_of(layout, to)[0] == target:
@@ -87,9 +107,15 @@ def _sent(layout: Layout, rows: Sequence[Row], pp_rank: int, target: int) -> Ite
 
 
 def _asked(
-    layout: Layout, table: Sequence[Sequence[Row]], pp_rank: int, sources: Sequence[int | None], *, early: bool
+    layout: Layout,
+    table: Sequence[Sequence[Row]],
+    pp_rank: int,
+    sources: Sequence[int | None],
+    *,
+    early: bool,
 ) -> list[list[int]]:
-    """By row, the messages to ask for before it: those up to its own in the order of their sender."""
+    """By row, the messages to ask for before it: those up to its own in the order of their
+    sender."""
     here = _inputs(layout, table[pp_rank], pp_rank)
     asked: list[list[int]] = [[] for _ in sources]
     for source in {s for s in sources if s is not None and s != pp_rank}:
@@ -110,14 +136,19 @@ def _taken(
     sources: Sequence[int | None],
     targets: Sequence[int | None],
 ) -> list[list[int]]:
-    """By row, the results that must have been taken by now: the row's input was made after they were used."""
+    """By row, the results that must have been taken by now: the row's input was made after they
+    were used."""
     here = _inputs(layout, table[pp_rank], pp_rank)
     taken: list[list[int]] = [[] for _ in sources]
     for other in {t for t in targets if t is not None and t != pp_rank}:
         there = _inputs(layout, table[other], other)
-        sent = sorted((there[key], place) for place, key in _sent(layout, table[pp_rank], pp_rank, other))
+        sent = sorted(
+            (there[key], place) for place, key in _sent(layout, table[pp_rank], pp_rank, other)
+        )
         done = 0
-        for place, made in sorted((here[key], made) for made, key in _sent(layout, table[other], other, pp_rank)):
+        for place, made in sorted(
+            (here[key], made) for made, key in _sent(layout, table[other], other, pp_rank)
+        ):
             while done < len(sent) and sent[done][0] < made:
                 taken[place].append(sent[done][1])
                 done += 1

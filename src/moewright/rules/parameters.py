@@ -1,4 +1,5 @@
-"""Every parameter of a model: canonical name, full shape, module, and which mesh axis cuts which tensor dim."""
+"""Every parameter of a model: canonical name, full shape, module, and which mesh axis cuts which
+tensor dim."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ _Shard = tuple[tuple[str, int], ...]
 class Param:
     """One trained tensor, in HF orientation [out, in].
 
-    `layer`: 0..L-1; -1 the embeddings; L the final norm and the head; L+1+d everything of MTP depth d.
-    `shard`: (axis, dim) pairs; an axis that is not named holds a full copy. `module`: norms inside attention belong to
-    attention, everything of an MTP depth to MTP.
+    `layer`: 0..L-1; -1 the embeddings; L the final norm and the head; L+1+d everything of MTP depth
+    d. `shard`: (axis, dim) pairs; an axis that is not named holds a full copy. `module`: norms
+    inside attention belong to attention, everything of an MTP depth to MTP.
     """
 
     name: str
@@ -42,7 +43,8 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamCount:
-    """Elements. `total` and both `active` leave MTP out; `embedding` is the input embedding (tied or not)."""
+    """Elements. `total` and both `active` leave MTP out; `embedding` is the input embedding (tied
+    or not)."""
 
     total: int
     active: int
@@ -53,18 +55,20 @@ class ParamCount:
 
 @lru_cache(maxsize=2)  # an estimate asks for every rank of one model
 def parameters(model: ModelSpec) -> tuple[Param, ...]:
-    """All parameters in registration order: embedding, layers, final norm, head, MTP depths. A tied head is absent."""
+    """All parameters in registration order: embedding, layers, final norm, head, MTP depths. A tied
+    head is absent."""
     return tuple(_walk(model))
 
 
 def decays(name: str, dims: int) -> bool:
-    """Whether weight decay applies to a parameter: matrices, and no bias, of however many experts."""
+    """Whether weight decay applies to a parameter: matrices, and no bias, of however many
+    experts."""
     return dims > 1 and not name.endswith(".bias")
 
 
 def selection_bias_name(layer: int) -> str:
-    """Global name of a layer's selection bias, fp32 [experts]: state of the router that no gradient reaches, hence no
-    parameter.
+    """Global name of a layer's selection bias, fp32 [experts]: state of the router that no gradient
+    reaches, hence no parameter.
     """
     return f"layers.{layer}.moe.router.selection_bias"
 
@@ -78,7 +82,9 @@ def count(model: ModelSpec) -> ParamCount:
             continue
         total += param.numel
         active += (
-            param.numel * model.moe.router.top_k // model.moe.experts if param.expert and model.moe else param.numel
+            param.numel * model.moe.router.top_k // model.moe.experts
+            if param.expert and model.moe
+            else param.numel
         )
         if param.name == "embedding.weight":
             embedding = param.numel
@@ -93,7 +99,9 @@ def count(model: ModelSpec) -> ParamCount:
 
 def _walk(model: ModelSpec) -> Iterator[Param]:
     h, top = model.hidden_size, model.layers
-    yield _tensor("embedding.weight", (model.vocab_size, h), Module.EMBEDDING, EMBEDDING_LAYER, (("tp", 0),))
+    yield _tensor(
+        "embedding.weight", (model.vocab_size, h), Module.EMBEDDING, EMBEDDING_LAYER, (("tp", 0),)
+    )
     if model.position is PositionKind.LEARNED:
         yield _tensor("position.weight", (model.max_position, h), Module.EMBEDDING, EMBEDDING_LAYER)
     for layer in range(model.layers):
@@ -106,7 +114,8 @@ def _walk(model: ModelSpec) -> Iterator[Param]:
 
 
 def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
-    """docs/formulas.md 8: two norms, a projection of their concatenation, a layer like the last one, a final norm."""
+    """docs/formulas.md 8: two norms, a projection of their concatenation, a layer like the last
+    one, a final norm."""
     h, layer, prefix = model.hidden_size, model.layers + 1 + depth, f"mtp.{depth}."
     yield from _norm(model, f"{prefix}embed_norm", layer, Module.MTP)
     yield from _norm(model, f"{prefix}hidden_norm", layer, Module.MTP)
@@ -150,7 +159,8 @@ def _gqa(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
 
 
 def _mla(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
-    """The down-projections and their norms are whole on every TP rank: their outputs feed all heads."""
+    """The down-projections and their norms are whole on every TP rank: their outputs feed all
+    heads."""
     spec, h, module = model.attention, model.hidden_size, Module.ATTENTION
     cut = (("tp", 0),)
     if spec.q_lora_rank:
@@ -182,7 +192,9 @@ def _dense(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     yield from _mlp(model, prefix, layer, Module.DENSE_MLP, model.dense_ffn_size, model.mlp_bias)
 
 
-def _mlp(model: ModelSpec, prefix: str, layer: int, module: Module, ffn: int, bias: bool) -> Iterator[Param]:
+def _mlp(
+    model: ModelSpec, prefix: str, layer: int, module: Module, ffn: int, bias: bool
+) -> Iterator[Param]:
     h = model.hidden_size
     name, lead = ("gate_up", (2,)) if model.gated else ("up", ())
     cut = (("tp", len(lead)),)
@@ -197,7 +209,9 @@ def _mlp(model: ModelSpec, prefix: str, layer: int, module: Module, ffn: int, bi
 def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     spec, h = model.moe, model.hidden_size
     if spec is None:
-        raise ValueError(f"{model.name}: layer {layer} is marked as MoE but the model has no MoeSpec")
+        raise ValueError(
+            f"{model.name}: layer {layer} is marked as MoE but the model has no MoeSpec"
+        )
     experts, f = spec.experts, spec.ffn_size
     yield _tensor(f"{prefix}router.weight", (experts, h), Module.ROUTER, layer)
     if spec.router.logit_bias:
@@ -207,16 +221,49 @@ def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     if spec.latent_size:
         yield _tensor(f"{prefix}latent.down.weight", (inner, h), Module.EXPERTS, layer)
         yield _tensor(f"{prefix}latent.up.weight", (h, inner), Module.EXPERTS, layer)
-    yield _tensor(f"{prefix}experts.{name}.weight", (*lead, f, inner), Module.EXPERTS, layer, rows, expert=True)
+    yield _tensor(
+        f"{prefix}experts.{name}.weight",
+        (*lead, f, inner),
+        Module.EXPERTS,
+        layer,
+        rows,
+        expert=True,
+    )
     if spec.expert_bias:
-        yield _tensor(f"{prefix}experts.{name}.bias", (*lead, f), Module.EXPERTS, layer, rows, expert=True)
+        yield _tensor(
+            f"{prefix}experts.{name}.bias", (*lead, f), Module.EXPERTS, layer, rows, expert=True
+        )
     columns = (("ep", 0), ("etp", 2))
-    yield _tensor(f"{prefix}experts.down.weight", (experts, inner, f), Module.EXPERTS, layer, columns, expert=True)
+    yield _tensor(
+        f"{prefix}experts.down.weight",
+        (experts, inner, f),
+        Module.EXPERTS,
+        layer,
+        columns,
+        expert=True,
+    )
     if spec.expert_bias:
-        biases = (("ep", 0), ("etp", 1))  # each adds its part to the sum, all of which they then share
-        yield _tensor(f"{prefix}experts.down.bias", (experts, inner), Module.EXPERTS, layer, biases, expert=True)
+        biases = (
+            ("ep", 0),
+            ("etp", 1),
+        )  # each adds its part to the sum, all of which they then share
+        yield _tensor(
+            f"{prefix}experts.down.bias",
+            (experts, inner),
+            Module.EXPERTS,
+            layer,
+            biases,
+            expert=True,
+        )
     if spec.shared_ffn_size:
-        yield from _mlp(model, f"{prefix}shared.", layer, Module.SHARED_EXPERTS, spec.shared_ffn_size, bias=False)
+        yield from _mlp(
+            model,
+            f"{prefix}shared.",
+            layer,
+            Module.SHARED_EXPERTS,
+            spec.shared_ffn_size,
+            bias=False,
+        )
         if spec.shared_gate:
             yield _tensor(f"{prefix}shared.gate.weight", (1, h), Module.SHARED_EXPERTS, layer)
 
@@ -228,6 +275,12 @@ def _norm(model: ModelSpec, name: str, layer: int, module: Module = Module.NORM)
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], module: Module, layer: int, shard: _Shard = (), *, expert: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    module: Module,
+    layer: int,
+    shard: _Shard = (),
+    *,
+    expert: bool = False,
 ) -> Param:
     return Param(name=name, shape=shape, module=module, layer=layer, expert=expert, shard=shard)

@@ -1,12 +1,15 @@
-"""What backward needs of a layer: the tensors kept from forward, and which recompute policy frees each.
+"""What backward needs of a layer: the tensors kept from forward, and which recompute policy frees
+each.
 
-The table of docs/formulas.md 6 with flash attention, RMSNorm, SwiGLU and probabilities applied before the second
-expert projection. A tensor that two modules keep counts once; it is booked to the module that consumes it, so the
-output of the input norm belongs to attention, the output of the second norm to the router (dense layers: to the MLP),
-and the residual stream, which the norms keep as their input, to the norms.
+The table of docs/formulas.md 6 with flash attention, RMSNorm, SwiGLU and probabilities applied
+before the second expert projection. A tensor that two modules keep counts once; it is booked to the
+module that consumes it, so the output of the input norm belongs to attention, the output of the
+second norm to the router (dense layers: to the MLP), and the residual stream, which the norms keep
+as their input, to the norms.
 
-Symbols: c bytes of the compute dtype; T tokens of a micro-batch on this TP group; t = T / tp under sequence
-parallelism, else T; h hidden; q, kv widths of queries and keys; R rows through the rank's experts.
+Symbols: c bytes of the compute dtype; T tokens of a micro-batch on this TP group; t = T / tp under
+sequence parallelism, else T; h hidden; q, kv widths of queries and keys; R rows through the rank's
+experts.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ INT32_BYTES = 4
 class Saved:
     """Bytes of one tensor that a layer keeps for backward, per micro-batch on one rank.
 
-    Any policy of `freed_by` removes it. The layer input is freed by none: even full recomputation starts from it. Nor
-    is what a router decided, which a replay must not decide again.
+    Any policy of `freed_by` removes it. The layer input is freed by none: even full recomputation
+    starts from it. Nor is what a router decided, which a replay must not decide again.
     """
 
     module: Module
@@ -66,12 +69,13 @@ def saved_by_layer(
 ) -> tuple[Saved, ...]:
     """What `layer` keeps before any recompute, rows of zero left out.
 
-    `load` is the rank's expert rows over the mean, `moved` what its dispatch moves (None: even routing). Layers above
-    `model.layers` are MTP depths (see inventory.Param): a layer like the last one, after the two norms and the
-    projection, all booked to MTP.
+    `load` is the rank's expert rows over the mean, `moved` what its dispatch moves (None: even
+    routing). Layers above `model.layers` are MTP depths (see inventory.Param): a layer like the
+    last one, after the two norms and the projection, all booked to MTP.
 
-    `exchanged_again`: fused CUDA stacks keep attention's output once, as the projection takes it, and exchange it again
-    in backward; beside DeepEP and HybridEP they keep numbers as beside an all-to-all, our seam those of its own sort.
+    `exchanged_again`: fused CUDA stacks keep attention's output once, as the projection takes it,
+    and exchange it again in backward; beside DeepEP and HybridEP they keep numbers as beside an
+    all-to-all, our seam those of its own sort.
     """
     T = workload.seq_len * layout.mbs // layout.cp
     size = _Sizes(
@@ -100,13 +104,15 @@ def saved_by_layer(
 
 
 def replayed(layout: Layout, place: int) -> tuple[Recompute, ...]:
-    """The policies of the layer at `place` of its chunk: full recompute may take the first layers alone."""
+    """The policies of the layer at `place` of its chunk: full recompute may take the first layers
+    alone."""
     return () if 0 < layout.recompute_block <= place else layout.recompute
 
 
 def kept_at(rows: Collection[Saved], layout: Layout, place: int) -> tuple[Saved, ...]:
-    """The rows that the layer at `place` of its chunk keeps. A checkpoint over several layers keeps the first's input
-    alone of what any of them reads from the one before; an MTP depth has one of its own."""
+    """The rows that the layer at `place` of its chunk keeps. A checkpoint over several layers keeps
+    the first's input alone of what any of them reads from the one before; an MTP depth has one of
+    its own."""
     left = kept(rows, replayed(layout, place))
     depth = any(row.module is Module.MTP for row in rows)
     if place % layout.recompute_span and not depth:
@@ -120,8 +126,9 @@ def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Save
 
 
 def loss_columns(model: ModelSpec, layout: Layout) -> int:
-    """Columns of the logits that a rank makes at a time under recompute=loss: as many as the hidden state has, so that
-    they take what the head's input takes; at most its part of the vocabulary, padding among them.
+    """Columns of the logits that a rank makes at a time under recompute=loss: as many as the hidden
+    state has, so that they take what the head's input takes; at most its part of the vocabulary,
+    padding among them.
     """
     return min(model.hidden_size, even_part(model.vocab_size, layout.tp))
 
@@ -135,7 +142,8 @@ def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iter
     spec, c, T, t, h = model.attention, size.c, size.T, size.t, size.h
     mla = spec.kind is AttentionKind.MLA
     yield _row(Module.NORM, "layer_input", c * t * h, full=False)
-    # Fused into the QKV projection for GQA in the stacks the table is held against, so only MLA can drop its output.
+    # Fused into the QKV projection for GQA in the stacks the table is held against, so only MLA can
+    # drop its output.
     replayed = (Recompute.LAYERNORM,) if mla else ()
     yield _row(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), *replayed)
     yield _row(Module.ATTENTION, "input_norm_out", c * t * h, *replayed)
@@ -147,7 +155,12 @@ def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iter
     if (
         size.apart > 1 and not exchanged_again
     ):  # attention keeps its own output, of more tokens and fewer heads than the projection's input
-        yield _row(Module.ATTENTION, "attention_out", c * T * spec.out_width // size.tp, Recompute.CORE_ATTN)
+        yield _row(
+            Module.ATTENTION,
+            "attention_out",
+            c * T * spec.out_width // size.tp,
+            Recompute.CORE_ATTN,
+        )
     yield _row(Module.ATTENTION, "lse", FP32_BYTES * T * spec.heads // size.tp, Recompute.CORE_ATTN)
     yield _row(Module.NORM, "residual", c * t * h)
     yield _row(Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
@@ -155,21 +168,29 @@ def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iter
 
 def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     spec, c, T, tp = model.attention, size.c, size.T, size.tp
-    key_heads = max(1, spec.kv_heads // tp)  # more ranks than key heads: neighbours read the same one
+    key_heads = max(
+        1, spec.kv_heads // tp
+    )  # more ranks than key heads: neighbours read the same one
     keys = key_heads * spec.head_dim
-    # The norms keep their inputs: the projections before rotation are alive beside the rotated copies.
+    # The norms keep their inputs: the projections before rotation are alive beside the rotated
+    # copies.
     if spec.qk_norm is QkNorm.FULL:
         yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp)
         yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * 2)
     elif spec.qk_norm is QkNorm.PER_HEAD:
         yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width // tp + keys))
-        yield _row(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * (spec.heads // tp + key_heads))
-    keys = max(key_heads, size.apart) * spec.head_dim  # those that exchange heads keep one each at least
+        yield _row(
+            Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * (spec.heads // tp + key_heads)
+        )
+    keys = (
+        max(key_heads, size.apart) * spec.head_dim
+    )  # those that exchange heads keep one each at least
     yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * keys))
 
 
 def _mla_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
-    """The latents live on t tokens: the down-projections are whole on every rank and run before the gather."""
+    """The latents live on t tokens: the down-projections are whole on every rank and run before the
+    gather."""
     spec, c, T, t, tp = model.attention, size.c, size.T, size.t, size.tp
     expanded = spec.heads * (2 * spec.head_dim + spec.v_head_dim)
     norms = 2 if spec.q_lora_rank else 1
@@ -212,26 +233,35 @@ def _moe(
     yield _row(Module.EXPERTS, "activation", c * R * f // etp, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", FP32_BYTES * R, moe)
     yield _row(
-        Module.EXPERTS, "indices", INT64_BYTES * _indices(model.moe, layout, t, R, moved, own_seam=own_seam), moe
+        Module.EXPERTS,
+        "indices",
+        INT64_BYTES * _indices(model.moe, layout, t, R, moved, own_seam=own_seam),
+        moe,
     )
     yield _row(Module.EXPERTS, "row_ends", INT32_BYTES * (slots // layout.ep + replicas), moe)
     yield from _shared(model, size)
 
 
-def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved, *, own_seam: bool) -> int:
+def _indices(
+    moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved, *, own_seam: bool
+) -> int:
     """Numbers that say which row went where, kept for the way back.
 
-    Each sort keeps the row of every slot and the token of every row; where slots may have no row, the slots of the rows
-    too. De-duplication sorts once for each crossing and once for the experts; a library that dispatches keeps
-    what it needs to itself. All-to-all sorts by expert on this side,
-    and by local expert where rows come mixed; rows that ETP ranks gathered are picked out of their padding in that
-    order: the places are kept, they have no inverse.
+    Each sort keeps the row of every slot and the token of every row; where slots may have no row,
+    the slots of the rows too. De-duplication sorts once for each crossing and once for the experts;
+    a library that dispatches keeps what it needs to itself. All-to-all sorts by expert on this
+    side, and by local expert where rows come mixed; rows that ETP ranks gathered are picked out of
+    their padding in that order: the places are kept, they have no inverse.
     """
     slots = t * moe.router.top_k
     if layout.dispatcher is Dispatcher.ALL_GATHER:
         return slots * layout.ep * layout.etp + 2 * R
     if layout.dispatcher in routing.LIBRARIES and own_seam:
-        wide = moe.experts // layout.ep if layout.dispatcher is Dispatcher.HYBRIDEP else moe.router.top_k
+        wide = (
+            moe.experts // layout.ep
+            if layout.dispatcher is Dispatcher.HYBRIDEP
+            else moe.router.top_k
+        )
         return moved.copies_in * wide + 2 * R
     if layout.dispatcher is Dispatcher.DEDUP:
         crossed = slots + moved.node_out + moved.node_in * moe.router.top_k
@@ -241,7 +271,8 @@ def _indices(moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved,
 
 
 def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
-    """In the router's own dtype: scores of all experts, what was chosen, and what the auxiliary losses keep."""
+    """In the router's own dtype: scores of all experts, what was chosen, and what the auxiliary
+    losses keep."""
     loss, chosen, score = workload.loss, t * moe.router.top_k, moe.router.score
     wide = workload.router.router_dtype.nbytes
     yield _row(Module.ROUTER, "scores", wide * t * moe.experts, Recompute.MOE)
@@ -271,8 +302,9 @@ def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
 
 
 def _mtp_inputs(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
-    """The embedding that its norm takes, and the outputs of both norms side by side, the input of the projection. The
-    hidden state is kept by the final norm before it, or by the stage if that is another's (cost.saved).
+    """The embedding that its norm takes, and the outputs of both norms side by side, the input of
+    the projection. The hidden state is kept by the final norm before it, or by the stage if that is
+    another's (cost.saved).
     """
     yield _row(Module.MTP, "embedding", size.c * size.t * size.h)
     yield _row(Module.MTP, "joined", 2 * size.c * size.t * size.h)
@@ -284,6 +316,8 @@ def _norm_statistics(model: ModelSpec, rows: int) -> int:
     return FP32_BYTES * rows * (2 if model.norm is NormKind.LAYER else 1)
 
 
-def _row(module: Module, name: str, size_bytes: int, *freed_by: Recompute, full: bool = True) -> Saved:
+def _row(
+    module: Module, name: str, size_bytes: int, *freed_by: Recompute, full: bool = True
+) -> Saved:
     freed = (Recompute.FULL, *freed_by) if full else freed_by
     return Saved(module=module, name=name, bytes=size_bytes, freed_by=freed, of=module)

@@ -22,7 +22,8 @@ _COPYING = (Dispatcher.DEDUP, *LIBRARIES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How even the tokens of one layer fell on its experts; `entropy` in units of log(experts), 1 is even."""
+    """How even the tokens of one layer fell on its experts; `entropy` in units of log(experts), 1
+    is even."""
 
     max_over_mean: float
     p95_over_mean: float  # of the least expert that 95% of all do not exceed
@@ -31,23 +32,26 @@ class Load:
 
 
 def experts_of(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
-    """The slots of experts on one EP rank, a contiguous block; without a placement (rules.placement) a slot's number is
-    its expert's. Empty for a dense model.
+    """The slots of experts on one EP rank, a contiguous block; without a placement
+    (rules.placement) a slot's number is its expert's. Empty for a dense model.
     """
     local = (model.moe.experts if model.moe else 0) // layout.ep
     return range(ep_rank * local, (ep_rank + 1) * local)
 
 
 def micro_batch_tokens(workload: Workload, layout: Layout) -> int:
-    """Tokens of one micro-batch that a rank routes: its CP part, and its TP part under sequence parallelism."""
+    """Tokens of one micro-batch that a rank routes: its CP part, and its TP part under sequence
+    parallelism."""
     tokens = workload.seq_len * layout.mbs // layout.cp
     return tokens // layout.tp if layout.sp else tokens
 
 
 def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Rows an expert takes from one source rank: ceil(tokens * top_k / experts * factor), at most `tokens`.
+    """Rows an expert takes from one source rank: ceil(tokens * top_k / experts * factor), at most
+    `tokens`.
 
-    `factor` 0 is dropless: `tokens`. docs/formulas.md 4. Exact: 0.1-like factors are read as their shortest decimal.
+    `factor` 0 is dropless: `tokens`. docs/formulas.md 4. Exact: 0.1-like factors are read as their
+    shortest decimal.
     """
     if factor <= 0:
         return tokens
@@ -55,14 +59,20 @@ def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
 
 
 def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: float) -> int:
-    """Rows the experts of one rank compute per MoE layer and micro-batch, when their load is `load` x the mean.
+    """Rows the experts of one rank compute per MoE layer and micro-batch, when their load is `load`
+    x the mean.
 
-    Even load: tokens * top_k rows leave every rank and as many arrive; ETP ranks share the rows of their group.
-    A capacity bounds the rows by what each source may send, or padded to makes them that whatever the load.
+    Even load: tokens * top_k rows leave every rank and as many arrive; ETP ranks share the rows of
+    their group. A capacity bounds the rows by what each source may send, or padded to makes them
+    that whatever the load.
     """
     if model.moe is None:
         return 0
-    tokens, top_k, experts = micro_batch_tokens(workload, layout), model.moe.router.top_k, model.moe.experts
+    tokens, top_k, experts = (
+        micro_batch_tokens(workload, layout),
+        model.moe.router.top_k,
+        model.moe.experts,
+    )
     even = tokens * top_k * layout.etp
     if layout.capacity <= 0:
         return round(load * even)
@@ -75,11 +85,12 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends, and under dedup the
-    copies of tokens, one a rank, that it sends and receives; where they cross to nodes before, those that it sends to
-    ranks of its node are of tokens that nodes sent, and `node_out` and `node_in` are the copies, one a node, that it
-    sends and receives. `gathered` are the copies that the ranks of its ETP group
-    have received together, each part padded to the largest.
+    """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends,
+    and under dedup the copies of tokens, one a rank, that it sends and receives; where they cross
+    to nodes before, those that it sends to ranks of its node are of tokens that nodes sent, and
+    `node_out` and `node_in` are the copies, one a node, that it sends and receives. `gathered` are
+    the copies that the ranks of its ETP group have received together, each part padded to the
+    largest.
     """
 
     sent: int
@@ -92,11 +103,16 @@ class Moved:
 
 def nodes_of(layout: Layout) -> int:
     """Nodes that a token crosses to before it crosses to a rank; 0 where it does not."""
-    return grid.axis_size(layout, "ep_far") if layout.ep_node and layout.dispatcher is Dispatcher.DEDUP else 0
+    return (
+        grid.axis_size(layout, "ep_far")
+        if layout.ep_node and layout.dispatcher is Dispatcher.DEDUP
+        else 0
+    )
 
 
 def counts_copies(layout: Layout) -> bool:
-    """Whether a token crosses to a rank once, and is counted so beside the rows that experts get."""
+    """Whether a token crosses to a rank once, and is counted so beside the rows that experts
+    get."""
     return layout.dispatcher in _COPYING
 
 
@@ -123,8 +139,8 @@ def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Move
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InTurn:
-    """What every rank sends where experts are taken in turn: rows to each expert, and copies of tokens to each rank and
-    to each node.
+    """What every rank sends where experts are taken in turn: rows to each expert, and copies of
+    tokens to each rank and to each node.
     """
 
     rows: tuple[int, ...]
@@ -133,8 +149,11 @@ class InTurn:
 
 
 @lru_cache(maxsize=8)  # of one job, whose micro-batches are alike
-def in_turn(tokens: int, top_k: int, experts: int, *, most: int, ranks: int, nodes: int = 0) -> InTurn:
-    """Slot s of a rank's tokens, `top_k` a token, takes expert s % `experts`, of which each takes the first `most`."""
+def in_turn(
+    tokens: int, top_k: int, experts: int, *, most: int, ranks: int, nodes: int = 0
+) -> InTurn:
+    """Slot s of a rank's tokens, `top_k` a token, takes expert s % `experts`, of which each takes
+    the first `most`."""
     rows, copies, crossing, local = [0] * experts, [0] * ranks, [0] * nodes, experts // ranks
     for token in range(tokens):
         reached = set()
@@ -151,21 +170,30 @@ def in_turn(tokens: int, top_k: int, experts: int, *, most: int, ranks: int, nod
 
 
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
-    """Whether the number of copies under dedup hangs on probabilities, by which a capacity drops rows."""
+    """Whether the number of copies under dedup hangs on probabilities, by which a capacity drops
+    rows."""
     drops = layout.capacity > 0 and training.drop_policy is DropPolicy.PROBS
     return drops and layout.dispatcher is Dispatcher.DEDUP
 
 
-def selection_in_turn(model: ModelSpec, workload: Workload, layout: Layout, *, micro_batches: int) -> Selection | None:
+def selection_in_turn(
+    model: ModelSpec, workload: Workload, layout: Layout, *, micro_batches: int
+) -> Selection | None:
     """What a step would record where experts are taken in turn; None for a dense model."""
     if model.moe is None:
         return None
-    tokens, top_k, experts = micro_batch_tokens(workload, layout), model.moe.router.top_k, model.moe.experts
+    tokens, top_k, experts = (
+        micro_batch_tokens(workload, layout),
+        model.moe.router.top_k,
+        model.moe.experts,
+    )
     most = capacity_rows(tokens, top_k, experts, layout.capacity)
     sent = in_turn(tokens, top_k, experts, most=most, ranks=layout.ep, nodes=nodes_of(layout))
 
     def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
-        return (((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),) * micro_batches
+        return (
+            ((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),
+        ) * micro_batches
 
     return Selection(
         step=1,
@@ -178,7 +206,8 @@ def selection_in_turn(model: ModelSpec, workload: Workload, layout: Layout, *, m
 def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float:
     """The load of the hottest expert rank over the mean that a prediction assumes.
 
-    A layer waits for its hottest rank, so layers of different load add up: of a histogram it is their mean.
+    A layer waits for its hottest rank, so layers of different load add up: of a histogram it is
+    their mean.
     """
     if workload.routing is Routing.BALANCED or model.moe is None:
         return 1.0
@@ -186,7 +215,11 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
         return workload.load_factor
     if workload.routing is Routing.SKEWED:
         return skewed_load(
-            model.moe.experts, layout.ep, model.moe.router.top_k, workload.load_skew, capacity=layout.capacity
+            model.moe.experts,
+            layout.ep,
+            model.moe.router.top_k,
+            workload.load_skew,
+            capacity=layout.capacity,
         )
     return fmean(hottest_ranks(model, workload, layout))
 
@@ -200,21 +233,25 @@ def hottest_ranks(model: ModelSpec, workload: Workload, layout: Layout) -> tuple
         )
     even = layout.expert_placement is ExpertPlacement.BALANCED
     return tuple(
-        expert_placement.rank_load_factor(expert_placement.placed(counts, layout.ep) if even else counts, layout.ep)
+        expert_placement.rank_load_factor(
+            expert_placement.placed(counts, layout.ep) if even else counts, layout.ep
+        )
         for counts in workload.load_histogram
     )
 
 
 def skewed_load(experts: int, ep: int, top_k: int, skew: float, *, capacity: float = 0.0) -> float:
-    """Expected load of the hottest of `ep` ranks over the mean when experts' loads vary by `skew` about it.
+    """Expected load of the hottest of `ep` ranks over the mean when experts' loads vary by `skew`
+    about it.
 
-    A `capacity` cuts each expert off: what is left has a smaller mean and spread, and is told over the mean that even
-    loads keep under it.
+    A `capacity` cuts each expert off: what is left has a smaller mean and spread, and is told over
+    the mean that even loads keep under it.
 
-    A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation
-    d = skew sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the hottest of N
-    is exp(s z - s^2 / 2), z the expected largest of N normal draws whose sum is 0 (Blom). No rank can get more than
-    every token on each of its experts, nor more than everything. docs/formulas.md 4.
+    A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation d = skew
+    sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the
+    hottest of N is exp(s z - s^2 / 2), z the expected largest of N normal draws whose sum is 0
+    (Blom). No rank can get more than every token on each of its experts, nor more than everything.
+    docs/formulas.md 4.
     """
     if capacity > 0 and skew > 0:
         kept, spread_left = _cut_off(skew, capacity)
@@ -230,7 +267,8 @@ def skewed_load(experts: int, ep: int, top_k: int, skew: float, *, capacity: flo
 
 
 def _cut_off(skew: float, most: float) -> tuple[float, float]:
-    """Mean of min(X, most), and its deviation over that mean, X log-normal of mean 1 and deviation `skew`."""
+    """Mean of min(X, most), and its deviation over that mean, X log-normal of mean 1 and deviation
+    `skew`."""
     spread, below = sqrt(log(1 + skew**2)), NormalDist().cdf
     edge = log(most) / spread + spread / 2
     mean = below(edge - spread) + most * below(-edge)
@@ -239,15 +277,17 @@ def _cut_off(skew: float, most: float) -> tuple[float, float]:
 
 
 def _largest(draws: int) -> float:
-    """The expected largest of so many (at least 2) normal draws whose sum is 0, in their deviations (Blom)."""
+    """The expected largest of so many (at least 2) normal draws whose sum is 0, in their deviations
+    (Blom)."""
     return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * sqrt(draws / (draws - 1))
 
 
 def gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
-    """Rows that ETP ranks gather to have `rows` between them, as each sends its part padded to the largest.
+    """Rows that ETP ranks gather to have `rows` between them, as each sends its part padded to the
+    largest.
 
-    Their parts are of different tokens: about rows / etp each, deviating by the root of that, unless routing is even or
-    a capacity pads them. docs/formulas.md 3.
+    Their parts are of different tokens: about rows / etp each, deviating by the root of that,
+    unless routing is even or a capacity pads them. docs/formulas.md 3.
     """
     even = workload.routing is Routing.BALANCED or layout.capacity_fill is CapacityFill.PADDED
     if layout.etp == 1 or even or not rows:
@@ -257,34 +297,47 @@ def gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
 
 
 def load_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """What is wrong with a load histogram, as there must be one where it decides: a count for every expert, layers
-    as many as have experts."""
-    used = workload.routing is Routing.MEASURED or layout.expert_placement is ExpertPlacement.BALANCED
+    """What is wrong with a load histogram, as there must be one where it decides: a count for every
+    expert, layers as many as have experts."""
+    used = (
+        workload.routing is Routing.MEASURED or layout.expert_placement is ExpertPlacement.BALANCED
+    )
     if not used or model.moe is None:
         return ()
     found, experts = workload.load_histogram, model.moe.experts
     if len(found) != model.moe_layer_count:
-        rule = f"needs the tokens an expert of each of the {model.moe_layer_count} layers with experts"
+        rule = (
+            f"needs the tokens an expert of each of the {model.moe_layer_count} layers with experts"
+        )
         return (Reason(field="workload.load_histogram", value=f"{len(found)} layers", rule=rule),)
     for layer, counts in enumerate(found):
         if len(counts) != experts or min(counts) < 0 or not sum(counts):
             rule = f"needs {experts} counts, not negative and not all zero"
-            return (Reason(field=f"workload.load_histogram[{layer}]", value=f"{len(counts)} counts", rule=rule),)
+            return (
+                Reason(
+                    field=f"workload.load_histogram[{layer}]",
+                    value=f"{len(counts)} counts",
+                    rule=rule,
+                ),
+            )
     return ()
 
 
 def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:
-    """Expected max/mean expert load when routing is uniform at random: 1 + sqrt(2 ln E / Te); docs/formulas.md 4."""
+    """Expected max/mean expert load when routing is uniform at random: 1 + sqrt(2 ln E / Te);
+    docs/formulas.md 4."""
     return 1.0 + sqrt(2.0 * log(experts) / tokens_per_expert) if experts > 1 else 1.0
 
 
 def expected_distinct(places: int, draws: int) -> float:
-    """Expected distinct places (ranks, nodes) that k uniform draws hit: N (1 - (1 - 1/N)^k); docs/formulas.md 3."""
+    """Expected distinct places (ranks, nodes) that k uniform draws hit: N (1 - (1 - 1/N)^k);
+    docs/formulas.md 3."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def load_of_counts(counts: Sequence[int]) -> Load:
-    """Load of one layer from its tokens per expert. All zero counts as even, with every expert dead."""
+    """Load of one layer from its tokens per expert. All zero counts as even, with every expert
+    dead."""
     total = sum(counts)
     dead = sum(1 for value in counts if value == 0)
     if total == 0:
@@ -299,15 +352,20 @@ def load_of_counts(counts: Sequence[int]) -> Load:
 
 
 def expert_rows(by_source: Sequence[Sequence[int]], experts: Sequence[int]) -> tuple[int, ...]:
-    """Rows each of the given experts receives from all source ranks; by_source[source_rank][expert]."""
+    """Rows each of the given experts receives from all source ranks;
+    by_source[source_rank][expert]."""
     return tuple(sum(source[expert] for source in by_source) for expert in experts)
 
 
 def rank_rows(
-    model: ModelSpec, layout: Layout, by_source: Sequence[Sequence[int]], rank: int, slots: Sequence[int]
+    model: ModelSpec,
+    layout: Layout,
+    by_source: Sequence[Sequence[int]],
+    rank: int,
+    slots: Sequence[int],
 ) -> int:
-    """Rows a rank's experts receive, when `by_source` holds the counts of the sources of its EP group and `slots` the
-    expert of every slot; those of an expert with several are dealt to them.
+    """Rows a rank's experts receive, when `by_source` holds the counts of the sources of its EP
+    group and `slots` the expert of every slot; those of an expert with several are dealt to them.
     """
     ep_rank = grid.coordinate(layout, rank, "ep")
     if not layout.spare:
@@ -322,7 +380,9 @@ def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple
         places.setdefault(expert, []).append(slot)
     return tuple(
         sum(
-            expert_placement.dealt(of_source[expert], len(places[expert]), source, places[expert].index(slot))
+            expert_placement.dealt(
+                of_source[expert], len(places[expert]), source, places[expert].index(slot)
+            )
             for source, of_source in enumerate(by_source)
         )
         for slot, expert in enumerate(slots)

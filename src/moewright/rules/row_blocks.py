@@ -1,5 +1,6 @@
-"""In how many rows the engine takes a tensor that no kernel of its own takes whole: on a CPU as many as stay in cache
-from one operation to the next, and of logits never so many that an fp32 copy of all of them exists.
+"""In how many rows the engine takes a tensor that no kernel of its own takes whole: on a CPU as
+many as stay in cache from one operation to the next, and of logits never so many that an fp32 copy
+of all of them exists.
 """
 
 from __future__ import annotations

@@ -9,14 +9,18 @@ from moewright.spec.run import WARM_STEPS, RunRecord, StepRecord
 
 
 def settled(record: RunRecord) -> tuple[StepRecord, ...]:
-    """Steps that were neither skipped, nor the first two of a session, nor the one on which every op was counted.
+    """Steps that were neither skipped, nor the first two of a session, nor the one on which every
+    op was counted.
 
     A run too short to have any gives all its steps back.
     """
     firsts = tuple(session.first_step for session in record.sessions)
     counted = record.plan.workload.ledger_step
     unsettled = {first + offset for first in firsts for offset in (*range(WARM_STEPS), counted)}
-    return tuple(step for step in record.steps if not step.skipped and step.step not in unsettled) or record.steps
+    return (
+        tuple(step for step in record.steps if not step.skipped and step.step not in unsettled)
+        or record.steps
+    )
 
 
 def median_step_s(record: RunRecord) -> float:
@@ -25,7 +29,11 @@ def median_step_s(record: RunRecord) -> float:
 
 
 def median_phases(record: RunRecord) -> tuple[tuple[Phase, float], ...]:
-    """Median seconds of each phase over the settled steps, in the order of Phase; phases never seen are left out."""
+    """Median seconds of each phase over the settled steps, in the order of Phase; phases never seen
+    are left out."""
     steps = settled(record)
-    seconds = {phase: [row.seconds for step in steps for row in step.phases if row.phase is phase] for phase in Phase}
+    seconds = {
+        phase: [row.seconds for step in steps for row in step.phases if row.phase is phase]
+        for phase in Phase
+    }
     return tuple((phase, median(values)) for phase, values in seconds.items() if values)

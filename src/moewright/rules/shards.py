@@ -1,4 +1,5 @@
-"""What one rank holds of a parameter: its local shape, and whether its pipeline rank has it at all."""
+"""What one rank holds of a parameter: its local shape, and whether its pipeline rank has it at
+all."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from moewright.rules.parameters import EMBEDDING_LAYER, Param, parameters
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
-# Groups whose ranks hold a parameter in copies, and therefore sum its gradients and share its optimizer state.
+# Groups whose ranks hold a parameter in copies, and therefore sum its gradients and share its
+# optimizer state.
 GRADIENT_GROUPS = ("dp_cp", "tp_cp_dp", "edp")
 _TABLES = ("embedding.weight", "head.weight")
 
@@ -19,7 +21,8 @@ _TABLES = ("embedding.weight", "head.weight")
 def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
     """The group of GRADIENT_GROUPS over which a parameter cut like that (axis, dim) is replicated.
 
-    What TP does not cut (norms, router) sees other tokens or heads on each TP rank, so TP ranks sum too.
+    What TP does not cut (norms, router) sees other tokens or heads on each TP rank, so TP ranks sum
+    too.
     """
     axes = {axis for axis, _ in cuts}
     if not axes.isdisjoint(("ep", "etp")):
@@ -30,9 +33,10 @@ def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
 def holders(name: str, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """The pipeline ranks that hold a parameter, ascending, where more than one does; () elsewhere.
 
-    Those are an embedding that is tied to the head or that MTP depths use, and a head that depths of another stage
-    than the loss use. Such a table has buckets of its own, cut alike on all its holders, and each shard is summed over
-    them after the data-parallel sum: so all make the same update, bit for bit.
+    Those are an embedding that is tied to the head or that MTP depths use, and a head that depths
+    of another stage than the loss use. Such a table has buckets of its own, cut alike on all its
+    holders, and each shard is summed over them after the data-parallel sum: so all make the same
+    update, bit for bit.
     """
     return shared_tables(model, layout).get(name, ()) if layout.pp > 1 and name in _TABLES else ()
 
@@ -42,20 +46,30 @@ def shared_tables(model: ModelSpec, layout: Layout) -> Mapping[str, tuple[int, .
     """The parameters that several pipeline ranks hold, and these ranks."""
     chunks = stages.chunks(model, layout)
     embeds = {
-        chunk.pp_rank for chunk in chunks if chunk.embedding or chunk.mtp or (model.tie_embeddings and chunk.loss)
+        chunk.pp_rank
+        for chunk in chunks
+        if chunk.embedding or chunk.mtp or (model.tie_embeddings and chunk.loss)
     }
-    heads = {chunk.pp_rank for chunk in chunks if chunk.loss or chunk.mtp} if not model.tie_embeddings else set()
-    found = {name: tuple(sorted(ranks)) for name, ranks in zip(_TABLES, (embeds, heads), strict=True)}
+    heads = (
+        {chunk.pp_rank for chunk in chunks if chunk.loss or chunk.mtp}
+        if not model.tie_embeddings
+        else set()
+    )
+    found = {
+        name: tuple(sorted(ranks)) for name, ranks in zip(_TABLES, (embeds, heads), strict=True)
+    }
     return MappingProxyType({name: ranks for name, ranks in found.items() if len(ranks) > 1})
 
 
 def even_part(extent: int, parts: int) -> int:
-    """What a rank holds of a dim cut in equal parts; padding makes the last ones as large as the rest."""
+    """What a rank holds of a dim cut in equal parts; padding makes the last ones as large as the
+    rest."""
     return -(-extent // parts)
 
 
 def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
-    """Shape of one rank's shard. A legal layout divides evenly; otherwise the shape of the largest shard."""
+    """Shape of one rank's shard. A legal layout divides evenly; otherwise the shape of the largest
+    shard."""
     shape = list(param.shape)
     for axis, dim in param.shard:
         shape[dim] = even_part(shape[dim], grid.axis_size(layout, axis))
@@ -65,16 +79,22 @@ def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
 def held_by(param: Param, layout: Layout, model: ModelSpec, pp_rank: int) -> bool:
     """Whether a pipeline rank holds the parameter.
 
-    A tied embedding is held twice when the first and the last stage differ; stages with an MTP depth hold the
-    embedding too, because they embed the shifted tokens.
+    A tied embedding is held twice when the first and the last stage differ; stages with an MTP
+    depth hold the embedding too, because they embed the shifted tokens.
     """
-    return any(_in_chunk(param, model, chunk, first) for chunk, first in _chunks_of(model, layout, pp_rank))
+    return any(
+        _in_chunk(param, model, chunk, first) for chunk, first in _chunks_of(model, layout, pp_rank)
+    )
 
 
 def parameters_of(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
     """The parameters that a pipeline rank holds, in registration order, with their full shapes."""
     mine = _chunks_of(model, layout, pp_rank)
-    return tuple(p for p in parameters(model) if any(_in_chunk(p, model, chunk, first) for chunk, first in mine))
+    return tuple(
+        p
+        for p in parameters(model)
+        if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)
+    )
 
 
 def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
@@ -87,8 +107,16 @@ def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, 
     for pp_rank in range(layout.pp):
         mine = _chunks_of(model, layout, pp_rank)
         layers = ends.union(*(chunk.layers for chunk, _ in mine))
-        near = sorted((pair for layer in layers for pair in of_layer.get(layer, ())), key=lambda pair: pair[0])
-        found.append(tuple(p for _, p in near if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)))
+        near = sorted(
+            (pair for layer in layers for pair in of_layer.get(layer, ())), key=lambda pair: pair[0]
+        )
+        found.append(
+            tuple(
+                p
+                for _, p in near
+                if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)
+            )
+        )
     return tuple(found)
 
 

@@ -28,9 +28,10 @@ def ends_s(
 ) -> dict[tuple[Kind, int, int], float]:
     """When each row of a table ends, in seconds, by (kind, micro-batch, virtual stage).
 
-    A forward waits for the same micro-batch's forward one virtual stage before; a backward for its own forward and
-    for the backward one stage after; weight gradients for their backward. What comes from another rank arrives
-    `transfer_s` after it was made, while both compute. Raises RuntimeError when the rows wait for each other for ever.
+    A forward waits for the same micro-batch's forward one virtual stage before; a backward for its
+    own forward and for the backward one stage after; weight gradients for their backward. What
+    comes from another rank arrives `transfer_s` after it was made, while both compute. Raises
+    RuntimeError when the rows wait for each other for ever.
     """
     last_stage = layout.pp * layout.vpp - 1
     ended: dict[tuple[Kind, int, int], float] = {}
@@ -52,7 +53,11 @@ def ends_s(
                 clock[rank] = start + _length_s(row, stages[stage], split[rank])
                 ended[row.kind, row.micro_batch, stage] = clock[rank]
                 position[rank] += 1
-                awake += [seat_of(layout, near)[0] for near in (stage - 1, stage + 1) if 0 <= near <= last_stage]
+                awake += [
+                    seat_of(layout, near)[0]
+                    for near in (stage - 1, stage + 1)
+                    if 0 <= near <= last_stage
+                ]
                 continue
             break
     if any(position[rank] < len(table[rank]) for rank in range(len(table))):

@@ -1,12 +1,15 @@
-"""Which layers stand on which virtual pipeline stage: the even split, and layout strings (docs/formulas.md 5).
+"""Which layers stand on which virtual pipeline stage: the even split, and layout strings
+(docs/formulas.md 5).
 
-Virtual stage i lies on pipeline rank i % pp as its chunk i // pp; V-shaped schedules lay the second half of the stages
-in reverse order, so that the first rank holds the first and the last. Without a layout string, pp * vpp must divide
-either the layers, or the layers plus two: then embedding and loss count as a layer each and the first and the last
-stage hold one layer fewer (so Qwen3-235B's 94 layers run at pp=8 and pp=32).
+Virtual stage i lies on pipeline rank i % pp as its chunk i // pp; V-shaped schedules lay the second
+half of the stages in reverse order, so that the first rank holds the first and the last. Without a
+layout string, pp * vpp must divide either the layers, or the layers plus two: then embedding and
+loss count as a layer each and the first and the last stage hold one layer fewer (so Qwen3-235B's 94
+layers run at pp=8 and pp=32).
 
-A layout string spells each stage with the letters E (embedding), t (layer), m (MTP layer) and L (final norm, head and
-loss), ends stages with `|`, and repeats with `x*n` or `(...)*n`; commas and spaces say nothing; stages may be empty.
+A layout string spells each stage with the letters E (embedding), t (layer), m (MTP layer) and L
+(final norm, head and loss), ends stages with `|`, and repeats with `x*n` or `(...)*n`; commas and
+spaces say nothing; stages may be empty.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Split(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """One virtual stage, in model order: what it holds and where it stands. `mtp` counts MTP layers."""
+    """One virtual stage, in model order: what it holds and where it stands. `mtp` counts MTP
+    layers."""
 
     pp_rank: int
     vpp_rank: int
@@ -45,12 +49,14 @@ class Chunk:
 
 
 def chunk_layers(model: ModelSpec, chunk: Chunk) -> tuple[int, ...]:
-    """Layers of a virtual stage as rules.inventory numbers them: MTP depth d is L + 1 + d; depths share a stage."""
+    """Layers of a virtual stage as rules.inventory numbers them: MTP depth d is L + 1 + d; depths
+    share a stage."""
     return chunk.layers + tuple(model.layers + 1 + depth for depth in range(chunk.mtp))
 
 
 def stage_of(layout: Layout, pp_rank: int, chunk: int) -> int:
-    """The virtual stage that a pipeline rank holds as its `chunk`: round-robin, or down and back up a V."""
+    """The virtual stage that a pipeline rank holds as its `chunk`: round-robin, or down and back up
+    a V."""
     if layout.schedule.v_shaped and chunk:
         return 2 * layout.pp - 1 - pp_rank
     return chunk * layout.pp + pp_rank
@@ -63,7 +69,8 @@ def seat_of(layout: Layout, stage: int) -> tuple[int, int]:
 
 
 def vpp_choices(layers: int, pp: int, *, split: Split = Split.EVEN) -> tuple[int, ...]:
-    """Every vpp for which the split comes out even, ascending; () when there is none. One stage has no vpp but 1."""
+    """Every vpp for which the split comes out even, ascending; () when there is none. One stage has
+    no vpp but 1."""
     if pp == 1:
         return (1,)
     per_rank, rest = divmod(layers + split.value, pp)
@@ -71,11 +78,19 @@ def vpp_choices(layers: int, pp: int, *, split: Split = Split.EVEN) -> tuple[int
 
 
 def layout_string(
-    layers: int, *, mtp: int, stages: int, embedding: int = 1, loss: int = 1, mtp_apart: bool = False
+    layers: int,
+    *,
+    mtp: int,
+    stages: int,
+    embedding: int = 1,
+    loss: int = 1,
+    mtp_apart: bool = False,
 ) -> str:
-    """A legal layout string that spreads the layers evenly, embedding, loss and each MTP layer counting as so many.
+    """A legal layout string that spreads the layers evenly, embedding, loss and each MTP layer
+    counting as so many.
 
-    MTP layers go to the last stage, before the loss, or apart: to the stage before it, and the loss stands alone.
+    MTP layers go to the last stage, before the loss, or apart: to the stage before it, and the loss
+    stands alone.
     """
     load = [0] * stages
     load[0] += embedding
@@ -106,7 +121,8 @@ def _repeat(letter: str, count: int) -> str:
 
 
 def parse_stages(text: str) -> tuple[tuple[str, ...], ...]:
-    """A layout string as letters per virtual stage. Only the grammar is checked here; raises BadInput."""
+    """A layout string as letters per virtual stage. Only the grammar is checked here; raises
+    BadInput."""
     symbols = "".join(text.replace(",", "").split())
     open_groups: list[list[str]] = [[]]
     at = 0
@@ -161,7 +177,12 @@ def stage_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
         stages = parse_stages(layout.stages)
     except BadInput as bad:
         return tuple(
-            Reason(field=reason.field, rule=reason.rule, value=reason.value, nearest=_example(model, layout))
+            Reason(
+                field=reason.field,
+                rule=reason.rule,
+                value=reason.value,
+                nearest=_example(model, layout),
+            )
             for reason in bad.reasons
         )
     reasons = [_string_reason(rule, model, layout) for rule in _broken(stages, model, layout)]
@@ -171,14 +192,17 @@ def stage_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
 
 
 def _example(model: ModelSpec, layout: Layout) -> str:
-    """A legal layout string for these degrees; "" when there are more stages than things to stand on them."""
+    """A legal layout string for these degrees; "" when there are more stages than things to stand
+    on them."""
     if layout.pp * layout.vpp > model.layers + 2:
         return ""
     return layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)
 
 
 def _string_reason(rule: str, model: ModelSpec, layout: Layout) -> Reason:
-    return Reason(field=_FIELD, value=_short(layout.stages), rule=rule, nearest=_example(model, layout))
+    return Reason(
+        field=_FIELD, value=_short(layout.stages), rule=rule, nearest=_example(model, layout)
+    )
 
 
 def _count_reason(stages: int, model: ModelSpec, layout: Layout) -> Reason:
@@ -186,11 +210,14 @@ def _count_reason(stages: int, model: ModelSpec, layout: Layout) -> Reason:
     vpp, rest = divmod(stages, layout.pp)
     if rest or layout.pp == 1:
         return _string_reason(rule, model, layout)
-    return Reason(field="layout.vpp", value=str(layout.vpp), rule=f"{_FIELD} {rule}", nearest=str(vpp))
+    return Reason(
+        field="layout.vpp", value=str(layout.vpp), rule=f"{_FIELD} {rule}", nearest=str(vpp)
+    )
 
 
 def _broken(stages: tuple[tuple[str, ...], ...], model: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Rules, in words, that the letters break; where m stands is asked only of the right number of stages."""
+    """Rules, in words, that the letters break; where m stands is asked only of the right number of
+    stages."""
     letters = [letter for stage in stages for letter in stage]
     if letters.count("E") != 1 or not stages[0] or stages[0][0] != "E":
         yield "must start with E and hold it once"
@@ -233,7 +260,14 @@ def _even_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
         if layout.world_size % degree == 0 and _even_split(layers, degree * layout.vpp) is not None
     ]
     near = [p for p in legal if p < pp][-1:] + [p for p in legal if p > pp][:1]
-    return (Reason(field="layout.pp", value=str(pp), rule=rule, nearest=_either(near, example) or "1 with vpp 1"),)
+    return (
+        Reason(
+            field="layout.pp",
+            value=str(pp),
+            rule=rule,
+            nearest=_either(near, example) or "1 with vpp 1",
+        ),
+    )
 
 
 def _either(values: list[int], example: str) -> str:
@@ -246,7 +280,8 @@ def _even_split(layers: int, stages: int) -> Split | None:
 
 @lru_cache(maxsize=4)  # an estimate asks for every rank of one pipeline
 def chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
-    """The virtual stages in model order, pp * vpp of them. Raises BadInput where the split is not legal.
+    """The virtual stages in model order, pp * vpp of them. Raises BadInput where the split is not
+    legal.
 
     Without a layout string MTP layers stand with the loss.
     """

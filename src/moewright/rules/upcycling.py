@@ -1,8 +1,9 @@
-"""Upcycling: which model of experts a dense one becomes, and what its MLPs are multiplied by (docs/formulas.md 12).
+"""Upcycling: which model of experts a dense one becomes, and what its MLPs are multiplied by
+(docs/formulas.md 12).
 
-Every MLP that becomes experts is cut along its hidden width into G slices, and each slice copied E/G times: expert
-r * G + g is slice g of copy r. The router's rows are equal within a copy, so a token that chooses one slice of a copy
-chooses all of it, with equal weights.
+Every MLP that becomes experts is cut along its hidden width into G slices, and each slice copied
+E/G times: expert r * G + g is slice g of copy r. The router's rows are equal within a copy, so a
+token that chooses one slice of a copy chooses all of it, with equal weights.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Scaling(StrEnum):
     """Where the factor goes that makes up for G slices sharing the weights of one MLP."""
 
     EXACT = "exact"  # all of it on the down projection, which is linear: the same function
-    PUBLISHED = "published"  # its cube root on gate, up and down each (arXiv 2410.07524): only about the same
+    # its cube root on gate, up and down each (arXiv 2410.07524): only about the same
+    PUBLISHED = "published"
 
 
 class Weighing(StrEnum):
-    """Whether the weights of the chosen experts sum to 1, or are their share of the softmax over all."""
+    """Whether the weights of the chosen experts sum to 1, or are their share of the softmax over
+    all."""
 
     CHOSEN = "post-softmax"
     ALL = "pre-softmax"
@@ -43,8 +46,8 @@ class Weighing(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upcycling:
-    """E experts, k of them a token, of MLPs cut into `granularity` slices; layer i has them from `dense_first` on where
-    `every` divides i.
+    """E experts, k of them a token, of MLPs cut into `granularity` slices; layer i has them from
+    `dense_first` on where `every` divides i.
     """
 
     experts: int
@@ -71,7 +74,8 @@ class Upcycling:
 
 
 def upcycled(dense: ModelSpec, choice: Upcycling) -> ModelSpec:
-    """The model that a dense one becomes. Raises BadInput with every Reason why it cannot; fields as in Upcycling."""
+    """The model that a dense one becomes. Raises BadInput with every Reason why it cannot; fields
+    as in Upcycling."""
     if reasons := tuple(_reasons(dense, choice)):
         raise BadInput(*reasons)
     layers = _routed(dense, choice)
@@ -85,7 +89,11 @@ def upcycled(dense: ModelSpec, choice: Upcycling) -> ModelSpec:
         name=f"{dense.name}-{choice.experts}e",
         family=_FAMILIES[dense.family][not all(layers)],
         dense_ffn_size=0 if all(layers) else dense.dense_ffn_size,
-        moe=MoeSpec(experts=choice.experts, ffn_size=dense.dense_ffn_size // choice.granularity, router=router),
+        moe=MoeSpec(
+            experts=choice.experts,
+            ffn_size=dense.dense_ffn_size // choice.granularity,
+            router=router,
+        ),
         moe_layers=layers,
     )
 
@@ -97,7 +105,9 @@ def _routed(dense: ModelSpec, choice: Upcycling) -> tuple[bool, ...]:
 def _reasons(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
     if dense.moe is not None:
         yield Reason(
-            field="model", value=dense.name, rule=f"has {dense.moe.experts} experts already; a dense one is needed"
+            field="model",
+            value=dense.name,
+            rule=f"has {dense.moe.experts} experts already; a dense one is needed",
         )
         return
     if dense.family not in _FAMILIES:
@@ -105,7 +115,10 @@ def _reasons(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
         yield Reason(field="model", value=dense.family or dense.name, rule=rule)
     elif dense.mlp_bias:
         yield Reason(
-            field="model.mlp_bias", value="true", rule="biases of an MLP have no place in experts", nearest="false"
+            field="model.mlp_bias",
+            value="true",
+            rule="biases of an MLP have no place in experts",
+            nearest="false",
         )
     low = (("experts", 1), ("top_k", 1), ("granularity", 1), ("dense_first", 0), ("every", 1))
     small = [(field, least) for field, least in low if getattr(choice, field) < least]
@@ -121,12 +134,20 @@ def _counts(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
     if width % slices:
         close = nearest(slices, divisors(width))
         yield Reason(
-            field="granularity", value=str(slices), rule=f"must divide the MLP's width {width}", nearest=str(close)
+            field="granularity",
+            value=str(slices),
+            rule=f"must divide the MLP's width {width}",
+            nearest=str(close),
         )
     for field, value in (("experts", choice.experts), ("top_k", choice.top_k)):
         if value % slices:
             rule = f"must be a multiple of granularity {slices}, so that whole MLPs are chosen"
-            yield Reason(field=field, value=str(value), rule=rule, nearest=str(max(1, round(value / slices)) * slices))
+            yield Reason(
+                field=field,
+                value=str(value),
+                rule=rule,
+                nearest=str(max(1, round(value / slices)) * slices),
+            )
     if choice.top_k > choice.experts:
         rule = f"must be at most experts {choice.experts}"
         yield Reason(field="top_k", value=str(choice.top_k), rule=rule, nearest=str(choice.experts))
@@ -136,5 +157,8 @@ def _counts(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
     if choice.scaling is Scaling.EXACT and choice.weighing is Weighing.ALL:
         rule = "the chosen experts' share of a softmax over all differs by token: no factor makes up for it exactly"
         yield Reason(
-            field="router", value=choice.weighing, rule=rule, nearest=f"{Weighing.CHOSEN}, or --scaling published"
+            field="router",
+            value=choice.weighing,
+            rule=rule,
+            nearest=f"{Weighing.CHOSEN}, or --scaling published",
         )

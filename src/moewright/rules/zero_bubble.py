@@ -1,9 +1,11 @@
-"""Timetables that split the backward: input gradients first (B), weight gradients when there is time for them (W).
+"""Timetables that split the backward: input gradients first (B), weight gradients when there is
+time for them (W).
 
-ZB-H1 and ZBV: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241) and "Pipeline Parallelism with
-Controllable Memory" (arXiv 2405.15362). DualPipeV: DeepSeek's DualPipe (arXiv 2412.19437) cut in half, as published
-with its code. Each function gives the rows of one pipeline rank; chunk 1 of ZBV and DualPipeV lies on the way back of
-a V (`stages.stage_of`), so the first rank holds the first and the last virtual stage.
+ZB-H1 and ZBV: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241) and "Pipeline
+Parallelism with Controllable Memory" (arXiv 2405.15362). DualPipeV: DeepSeek's DualPipe (arXiv
+2412.19437) cut in half, as published with its code. Each function gives the rows of one pipeline
+rank; chunk 1 of ZBV and DualPipeV lies on the way back of a V (`stages.stage_of`), so the first
+rank holds the first and the last virtual stage.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ Builder = Callable[[int, int, int], list[Row]]
 
 
 class _Rank:
-    """Rows of a rank as they are decided: micro-batches of a chunk go in order, weight gradients as they came."""
+    """Rows of a rank as they are decided: micro-batches of a chunk go in order, weight gradients as
+    they came."""
 
     def __init__(self, chunks: int) -> None:
         self.rows: list[Row] = []
@@ -52,7 +55,8 @@ class _Rank:
 
 
 def zb_h1(pp: int, rank: int, micro_batches: int) -> list[Row]:
-    """1F1B whose rank r owes the weight gradients of r micro-batches, and pays them while it would wait at the end.
+    """1F1B whose rank r owes the weight gradients of r micro-batches, and pays them while it would
+    wait at the end.
 
     Every rank holds as much as the first one of 1F1B; the bubble falls from (pp - 1)(F + B + W) to
     (pp - 1)(F + B - W).
@@ -72,8 +76,8 @@ def zb_h1(pp: int, rank: int, micro_batches: int) -> list[Row]:
 
 
 def zbv(pp: int, rank: int, micro_batches: int) -> list[Row]:
-    """No rank waits between its first and its last row where F, B and W take equal time and there are 2 pp - 1
-    micro-batches; every rank holds what the first one of 1F1B holds.
+    """No rank waits between its first and its last row where F, B and W take equal time and there
+    are 2 pp - 1 micro-batches; every rank holds what the first one of 1F1B holds.
 
     Fewer micro-batches run the table of 2 pp - 1 with the others' rows left out.
     """
@@ -107,7 +111,8 @@ def zbv(pp: int, rank: int, micro_batches: int) -> list[Row]:
 
 
 def dualpipev(pp: int, rank: int, micro_batches: int) -> list[Row]:
-    """Forward and backward side by side in the steady state, so that each hides the other's communication.
+    """Forward and backward side by side in the steady state, so that each hides the other's
+    communication.
 
     Only fill and drain split the backward. Needs 2 pp micro-batches.
     """
@@ -133,7 +138,8 @@ def dualpipev(pp: int, rank: int, micro_batches: int) -> list[Row]:
         at.backward(0, split=False)
     half = (rank + 1) // 2
     for index in range(rank + 1):
-        # The second half is split; where the number of backwards is odd the boundary falls between the two chunks.
+        # The second half is split; where the number of backwards is odd the boundary falls between
+        # the two chunks.
         at.backward(1, split=index > half or (index == half and rank % 2 == 1))
         at.backward(0, split=index >= half)
     for _ in range(behind):

@@ -15,7 +15,8 @@ from moewright.search.screening import Scores, Scout
 from moewright.search.space import Space, everything, groups
 from moewright.spec.layout import Layout, Overlap
 
-# Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan that may not fit has
+# Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan
+# that may not fit has
 # to be that much faster to come before one that fits.
 RESOLVED = 1.05
 
@@ -24,8 +25,8 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout with its seconds a step and device bytes by closed forms; at the end of a search the pipelines of those
-    that are left have been run row by row."""
+    """A layout with its seconds a step and device bytes by closed forms; at the end of a search the
+    pipelines of those that are left have been run row by row."""
 
     layout: Layout
     step_s: float
@@ -54,11 +55,13 @@ def cut_of(layout: Layout) -> Cut:
 
 
 class Best:
-    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be lost; `extra_bytes`
-    how much more room is looked at too.
+    """Collects scores. `keep` is how many different degrees, and how many candidates, must not be
+    lost; `extra_bytes` how much more room is looked at too.
     """
 
-    def __init__(self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...]) -> None:
+    def __init__(
+        self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...]
+    ) -> None:
         self._space, self._scout, self._keep = space, scout, keep
         self._limit = space.hardware.device.memory_bytes.value
         self._found: list[Candidate] = []
@@ -78,16 +81,25 @@ class Best:
         return self._limit + max(self._extra_bytes, default=0.0)
 
     def take_all(self, cuts: Collection[Cut] | None = None) -> None:
-        """Go through the whole space, or the groups of these cuts alone, and simulate what is left."""
+        """Go through the whole space, or the groups of these cuts alone, and simulate what is
+        left."""
         for group in groups(self._space):
             if cuts is not None and cut_of(group.layout) not in cuts:
                 continue
-            for scores in self._scout.scores(group, room_bytes=self.room_bytes, below_s=self.below_s):
+            for scores in self._scout.scores(
+                group, room_bytes=self.room_bytes, below_s=self.below_s
+            ):
                 self.take(scores)
         self._trim()
         self._found = [self._simulated(one) for one in self._found]
-        self.with_more, self.by_overlap = self._all_simulated(self.with_more), self._all_simulated(self.by_overlap)
-        self.usual, self.least_parallel = self._all_simulated(self.usual), self._all_simulated(self.least_parallel)
+        self.with_more, self.by_overlap = (
+            self._all_simulated(self.with_more),
+            self._all_simulated(self.by_overlap),
+        )
+        self.usual, self.least_parallel = (
+            self._all_simulated(self.usual),
+            self._all_simulated(self.least_parallel),
+        )
 
     def take(self, scores: Scores) -> None:
         """Remember what is good of a group."""
@@ -101,7 +113,9 @@ class Best:
             return
         firm = usable & (scores.peak_bytes < self._limit - scores.spread_bytes)
         for mask, ranked in ((firm, 1.0), (usable & fits & ~firm, RESOLVED)):
-            self._take_pipes(scores, np.where(mask, scores.step_s, np.inf), ranked, firm=ranked == 1.0)
+            self._take_pipes(
+                scores, np.where(mask, scores.step_s, np.inf), ranked, firm=ranked == 1.0
+            )
         for extra in self._extra_bytes:
             roomy = usable & (scores.peak_bytes < self._limit + extra - scores.spread_bytes)
             self._keep_fastest(self.with_more, extra, scores, roomy)
@@ -113,11 +127,22 @@ class Best:
         fastest = np.where(firm, scores.step_s, np.inf).min(initial=np.inf)
         for habit in HABITS:
             if fastest < (self.usual[habit].step_s if habit in self.usual else np.inf):
-                mask = habit.mask(scores.base, scores.pipes.each, self._scout.works, self._scout.keeps, self._space)
+                mask = habit.mask(
+                    scores.base,
+                    scores.pipes.each,
+                    self._scout.works,
+                    self._scout.keeps,
+                    self._space,
+                )
                 self._keep_fastest(self.usual, habit, scores, firm & mask)
         parallel = self._parallel(scores)
         if self.least in parallel:
-            self._keep_fastest(self.least_parallel, self.least, scores, firm & (parallel == self.least)[:, None, None])
+            self._keep_fastest(
+                self.least_parallel,
+                self.least,
+                scores,
+                firm & (parallel == self.least)[:, None, None],
+            )
 
     def _note_least(self, scores: Scores) -> None:
         parallel = self._parallel(scores)
@@ -150,7 +175,9 @@ class Best:
         fastest = flat[np.arange(len(flat)), places]
         for pipe in np.flatnonzero(fastest * factor < self.below_s):
             work, keep = np.unravel_index(places[pipe], steps.shape[1:])
-            self._found.append(self._candidate(scores, (int(pipe), int(work), int(keep)), firm=firm))
+            self._found.append(
+                self._candidate(scores, (int(pipe), int(work), int(keep)), firm=firm)
+            )
         if len(self._found) > 4 * self._keep:
             self._trim()
 
@@ -182,7 +209,9 @@ class Best:
             firm=firm,
         )
 
-    def _keep_fastest(self, table: dict[Key, Candidate], key: Key, scores: Scores, mask: Array) -> None:
+    def _keep_fastest(
+        self, table: dict[Key, Candidate], key: Key, scores: Scores, mask: Array
+    ) -> None:
         steps = np.where(mask, scores.step_s, np.inf)
         place = np.unravel_index(int(steps.argmin()), steps.shape)
         if steps[place] < (table[key].step_s if key in table else np.inf):

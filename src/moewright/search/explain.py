@@ -32,16 +32,22 @@ def why_first(plans: Sequence[Plan]) -> tuple[str, ...]:
         return ()
     first = plans[0].estimate
     parts = sorted(first.shares, key=lambda share: -share.seconds)[:_PARTS_SHOWN]
-    spent = ", ".join(f"{share.part.replace('_', ' ')} {share.seconds / first.step_s:.0%}" for share in parts)
-    lines = [f"{layout_text(plans[0].layout)}: {show_seconds(first.step_s)} a step, mostly {spent}."]
+    spent = ", ".join(
+        f"{share.part.replace('_', ' ')} {share.seconds / first.step_s:.0%}" for share in parts
+    )
+    lines = [
+        f"{layout_text(plans[0].layout)}: {show_seconds(first.step_s)} a step, mostly {spent}."
+    ]
     if len(plans) > 1:
-        lines.append(f"Second, {layout_text(plans[1].layout)}: {_slower(plans[1].estimate, first)}.")
+        lines.append(
+            f"Second, {layout_text(plans[1].layout)}: {_slower(plans[1].estimate, first)}."
+        )
     return tuple(lines)
 
 
 def departure(plan: Plan, said: str, usual: Layout | None, *, more_than_s: float = 0.0) -> str:
-    """Why the plan does not do what is usually `said` to be done: what the fastest layout that does takes instead, or
-    `more_than_s` where none was worth pricing.
+    """Why the plan does not do what is usually `said` to be done: what the fastest layout that does
+    takes instead, or `more_than_s` where none was worth pricing.
     """
     if usual is None:
         more = more_than_s / plan.estimate.step_s - 1
@@ -51,19 +57,21 @@ def departure(plan: Plan, said: str, usual: Layout | None, *, more_than_s: float
 
 
 def binding(plan: Plan) -> tuple[str, ...]:
-    """What holds the plan back: memory where more of it would help, else what its step is mostly spent on; how sure
-    the numbers are; and what would change it.
+    """What holds the plan back: memory where more of it would help, else what its step is mostly
+    spent on; how sure the numbers are; and what would change it.
     """
     estimate = plan.estimate
     largest = max(estimate.shares, key=lambda share: share.seconds)
     spent = f"{largest.part.replace('_', ' ')}, {largest.seconds / estimate.step_s:.0%} of the step"
-    faster = [gain for gain in plan.gains if "memory" in gain.change and gain.step_s < estimate.step_s]
+    faster = [
+        gain for gain in plan.gains if "memory" in gain.change and gain.step_s < estimate.step_s
+    ]
     bound = (
-        f"memory: {estimate.largest} is its largest part" if faster else f"{spent}; more memory would change nothing"
+        f"memory: {estimate.largest} is its largest part"
+        if faster
+        else f"{spent}; more memory would change nothing"
     )
-    sure = (
-        f"Times are good to {estimate.step_sd:.0%}, the peak to {show_bytes(estimate.peak_sd_bytes)} (one deviation)."
-    )
+    sure = f"Times are good to {estimate.step_sd:.0%}, the peak to {show_bytes(estimate.peak_sd_bytes)} (one deviation)."
     return (f"Bound by {bound}.", *(_changed(gain, plan) for gain in plan.gains), sure)
 
 
@@ -74,9 +82,11 @@ def _changed(gain: Gain, plan: Plan) -> str:
     return f"With {gain.change}: {by}, {same}."
 
 
-def why_not(model: ModelSpec, workload: Workload, hardware: Hardware, ranked: HasPlans, text: str) -> tuple[str, ...]:
-    """What speaks against the layout `text`: broken rules; else how much memory it lacks, and what it loses time on
-    against the best plan. Raises BadInput when the text is no layout.
+def why_not(
+    model: ModelSpec, workload: Workload, hardware: Hardware, ranked: HasPlans, text: str
+) -> tuple[str, ...]:
+    """What speaks against the layout `text`: broken rules; else how much memory it lacks, and what
+    it loses time on against the best plan. Raises BadInput when the text is no layout.
     """
     layout = parse_layout(text, world_size=hardware.count)
     name = layout_text(layout)
@@ -86,17 +96,21 @@ def why_not(model: ModelSpec, workload: Workload, hardware: Hardware, ranked: Ha
     found = estimate(model, workload, hardware, layout)
     lines = []
     if found.verdict is not Verdict.FITS:
-        short = f"is {show_bytes(-found.margin_bytes)} over" if found.margin_bytes < 0 else "is within the spread of"
-        held = (
-            f"{show_bytes(found.peak_bytes)} of {show_bytes(found.capacity_bytes)} on pipeline rank {found.peak_rank}"
+        short = (
+            f"is {show_bytes(-found.margin_bytes)} over"
+            if found.margin_bytes < 0
+            else "is within the spread of"
         )
+        held = f"{show_bytes(found.peak_bytes)} of {show_bytes(found.capacity_bytes)} on pipeline rank {found.peak_rank}"
         lines.append(f"{name} {short} the memory: {held}, most of it {found.largest}")
     if ranked.plans:
         best = ranked.plans[0]
         if best.layout == layout:
             lines.append(f"{name} is the best plan")
         else:
-            lines.append(f"{name} against {layout_text(best.layout)}: {_slower(found, best.estimate)}")
+            lines.append(
+                f"{name} against {layout_text(best.layout)}: {_slower(found, best.estimate)}"
+            )
     return tuple(lines) or (f"nothing: {name} fits and no plan was found that beats it",)
 
 
@@ -113,4 +127,6 @@ def _slower(found: Estimate, best: Estimate) -> str:
         if abs(seconds) > _WORTH_SAYING * best.step_s
     ]
     relation = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
-    return f"{show_seconds(found.step_s)} a step, {relation}" + (f" ({', '.join(named)})" if named else "")
+    return f"{show_seconds(found.step_s)} a step, {relation}" + (
+        f" ({', '.join(named)})" if named else ""
+    )

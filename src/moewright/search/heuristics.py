@@ -1,6 +1,6 @@
-"""What practitioners usually do: the orders of priority of published MoE tuning guides (Megatron-LM's MoE guide,
-Megatron-Bridge's performance guide). A search follows none of them; where its winner departs from one, the plan says
-what keeping to it would cost.
+"""What practitioners usually do: the orders of priority of published MoE tuning guides
+(Megatron-LM's MoE guide, Megatron-Bridge's performance guide). A search follows none of them; where
+its winner departs from one, the plan says what keeping to it would cost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _LONG_TOKENS = 8192  # from where attention's activations are said to dominate
 
 
 class Level(Enum):
-    """What of a layout a habit is about: what tells groups of candidates apart, or one of their axes."""
+    """What of a layout a habit is about: what tells groups of candidates apart, or one of their
+    axes."""
 
     CUT = ()
     PIPE = (0,)
@@ -37,7 +38,12 @@ class Habit:
     kept: Callable[[Any, Space], bool]
 
     def mask(
-        self, cut: Layout, pipes: tuple[Pipe, ...], works: tuple[Work, ...], keeps: tuple[Keep, ...], space: Space
+        self,
+        cut: Layout,
+        pipes: tuple[Pipe, ...],
+        works: tuple[Work, ...],
+        keeps: tuple[Keep, ...],
+        space: Space,
     ) -> Array:
         """Which of [pipelines, works, keeps] keep to it, in a shape that broadcasts."""
         if self.level is Level.CUT:
@@ -59,10 +65,18 @@ def _short_whole(cut: Layout, space: Space) -> bool:
 
 
 HABITS = (
-    Habit(said="keep tensor and expert parallelism inside the fast domain", level=Level.CUT, kept=_inside),
+    Habit(
+        said="keep tensor and expert parallelism inside the fast domain",
+        level=Level.CUT,
+        kept=_inside,
+    ),
     Habit(said="cut experts by EP before ETP", level=Level.CUT, kept=lambda cut, _: cut.etp == 1),
     Habit(said="take context parallelism from 8K tokens on", level=Level.CUT, kept=_short_whole),
-    Habit(said="interleave the stages", level=Level.PIPE, kept=lambda pipe, _: pipe.pp == 1 or pipe.vpp > 1),
+    Habit(
+        said="interleave the stages",
+        level=Level.PIPE,
+        kept=lambda pipe, _: pipe.pp == 1 or pipe.vpp > 1,
+    ),
     Habit(
         said="recompute modules, not whole layers",
         level=Level.WORK,

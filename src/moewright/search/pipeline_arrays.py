@@ -1,9 +1,10 @@
-"""Pipelines as arrays: what each pipeline rank holds, and the moments at which its memory can be fullest.
+"""Pipelines as arrays: what each pipeline rank holds, and the moments at which its memory can be
+fullest.
 
-A piece is what prices are known for: a kind of layer, or one of embedding, head and MTP depth. A moment is a row of
-piece counts alive together. Moments that another one of the same rank exceeds in every count are left out, so a few
-rows stand for a whole timetable; ranks that hold the same are stood for by the first of them, which holds most in
-flight.
+A piece is what prices are known for: a kind of layer, or one of embedding, head and MTP depth. A
+moment is a row of piece counts alive together. Moments that another one of the same rank exceeds in
+every count are left out, so a few rows stand for a whole timetable; ranks that hold the same are
+stood for by the first of them, which holds most in flight.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """The pieces of a model, in the order of all arrays: kinds of layer, then an MTP depth, embedding, and a pass
-    through the head. An MTP depth holds its layer; it embeds and makes its pass through the head itself.
+    """The pieces of a model, in the order of all arrays: kinds of layer, then an MTP depth,
+    embedding, and a pass through the head. An MTP depth holds its layer; it embeds and makes its
+    pass through the head itself.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -50,13 +52,15 @@ class Pieces:
 
 
 def pieces_of(model: ModelSpec) -> Pieces:
-    return Pieces(kinds=tuple(dict.fromkeys(kind_of(model, layer) for layer in range(model.layers))))
+    return Pieces(
+        kinds=tuple(dict.fromkeys(kind_of(model, layer) for layer in range(model.layers)))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One pipeline. `chunks` [pp ranks that differ][chunk] are piece counts; `ranks` the first rank that holds each,
-    `alike` how many do.
+    """One pipeline. `chunks` [pp ranks that differ][chunk] are piece counts; `ranks` the first rank
+    that holds each, `alike` how many do.
     """
 
     chunks: Array  # [seats, vpp, pieces]
@@ -70,8 +74,8 @@ class Shape:
 
 
 def shape_of(model: ModelSpec, pieces: Pieces, layout: Layout) -> Shape:
-    """What the pipeline ranks of a layout hold. A schedule that is not the same for a rank and the ones after it keeps
-    every rank apart.
+    """What the pipeline ranks of a layout hold. A schedule that is not the same for a rank and the
+    ones after it keeps every rank apart.
     """
     rows = np.zeros((layout.pp, layout.vpp, pieces.count))
     place = {kind: index for index, kind in enumerate(pieces.kinds)}
@@ -89,28 +93,37 @@ def shape_of(model: ModelSpec, pieces: Pieces, layout: Layout) -> Shape:
         first.setdefault(key, rank)
         alike[key] = alike.get(key, 0) + 1
     ranks = tuple(first.values())
-    return Shape(chunks=rows[list(ranks)], ranks=ranks, alike=np.array([alike[key] for key in first]))
+    return Shape(
+        chunks=rows[list(ranks)], ranks=ranks, alike=np.array([alike[key] for key in first])
+    )
 
 
-def moments_of(shape: Shape, pieces: Pieces, layout: Layout, micro_batches: int) -> tuple[Array, ...]:
-    """The moments of every seat of a shape [rows, pieces + 1 + pieces], under the timetable of the layout: what lives;
-    the passes through the head that a forward ending then makes, and what the chunk of a backward running then holds.
+def moments_of(
+    shape: Shape, pieces: Pieces, layout: Layout, micro_batches: int
+) -> tuple[Array, ...]:
+    """The moments of every seat of a shape [rows, pieces + 1 + pieces], under the timetable of the
+    layout: what lives; the passes through the head that a forward ending then makes, and what the
+    chunk of a backward running then holds.
     """
     enough, paired = enough_micro_batches(layout, micro_batches), Overlap.EP in layout.overlap
     return tuple(
-        _undominated(_moments(shape.chunks[seat], pieces, *_rows(layout, enough, rank), paired=paired))
+        _undominated(
+            _moments(shape.chunks[seat], pieces, *_rows(layout, enough, rank), paired=paired)
+        )
         for seat, rank in enumerate(shape.ranks)
     )
 
 
 def _rows(layout: Layout, micro_batches: int, rank: int) -> tuple[Array, Array, Array]:
-    """Of the rows of a rank: whether each is a forward, its chunk, and whether it frees what its forward kept."""
+    """Of the rows of a rank: whether each is a forward, its chunk, and whether it frees what its
+    forward kept."""
     if layout.schedule.splits_backward:
         table = schedule.timetable(layout, micro_batches)[rank]
         owing = schedule.split_backwards(table)
         runs = [row.kind is schedule.Kind.F for row in table]
         frees = [
-            row.kind is schedule.Kind.W or (row.kind is schedule.Kind.B and (row.micro_batch, row.chunk) not in owing)
+            row.kind is schedule.Kind.W
+            or (row.kind is schedule.Kind.B and (row.micro_batch, row.chunk) not in owing)
             for row in table
         ]
         return np.array(runs), np.array([row.chunk for row in table]), np.array(frees)
@@ -125,11 +138,14 @@ def _rows(layout: Layout, micro_batches: int, rank: int) -> tuple[Array, Array, 
     return forward, chunks, ~forward
 
 
-def _moments(chunks: Array, pieces: Pieces, forward: Array, chunk: Array, frees: Array, *, paired: bool) -> Array:
-    """[rows, pieces + 1 + pieces]: what lives as each row runs, passes of its forward, pieces of its backward.
+def _moments(
+    chunks: Array, pieces: Pieces, forward: Array, chunk: Array, frees: Array, *, paired: bool
+) -> Array:
+    """[rows, pieces + 1 + pieces]: what lives as each row runs, passes of its forward, pieces of
+    its backward.
 
-    cost.saved walks the same rows one by one; where a forward runs beside a backward it holds a layer of the forward
-    more, once before either has ended and once after both.
+    cost.saved walks the same rows one by one; where a forward runs beside a backward it holds a
+    layer of the forward more, once before either has ended and once after both.
     """
     one = np.eye(chunks.shape[0])[chunk]
     kept = np.cumsum(one * forward[:, None] - one * frees[:, None], axis=0)
@@ -154,7 +170,8 @@ def _moments(chunks: Array, pieces: Pieces, forward: Array, chunk: Array, frees:
 
 
 def _undominated(rows: Array) -> Array:
-    """Rows that no other exceeds in every column; which kinds a backward holds counts, not how many."""
+    """Rows that no other exceeds in every column; which kinds a backward holds counts, not how
+    many."""
     n = (rows.shape[1] - 1) // 2
     keys = rows.copy()
     layers = keys[:, n + 1 : -2]
@@ -164,7 +181,9 @@ def _undominated(rows: Array) -> Array:
     _, index = np.unique(whole.view(np.dtype((np.void, whole[0].nbytes))), return_index=True)
     rows, keys = rows[index], keys[index]
     left, found = np.argsort(-keys.sum(axis=1), kind="stable"), []
-    while len(left):  # what exceeds a row has the greater sum, so the first of those left is exceeded by none
+    while len(
+        left
+    ):  # what exceeds a row has the greater sum, so the first of those left is exceeded by none
         found.append(left[0])
         left = left[~(keys[left] <= keys[left[0]] + 1e-9).all(axis=1)]
     return np.asarray(rows[np.sort(found)])
@@ -172,8 +191,9 @@ def _undominated(rows: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Several pipelines end to end: arrays over pipelines [P] and their seats [Q], and the moments [M] of the seats
-    that differ in theirs [D]; `*_starts` say where the seats of each pipeline, and the moments of each of D, begin.
+    """Several pipelines end to end: arrays over pipelines [P] and their seats [Q], and the moments
+    [M] of the seats that differ in theirs [D]; `*_starts` say where the seats of each pipeline, and
+    the moments of each of D, begin.
     """
 
     pp: Array  # [P]
@@ -196,8 +216,8 @@ class Stack:
 
     @cached_property
     def backwards(self) -> tuple[Array, Array]:
-        """[backwards that differ, pieces] which layers each holds, and how many MTP depths and heads; [M] the backward
-        of each moment.
+        """[backwards that differ, pieces] which layers each holds, and how many MTP depths and
+        heads; [M] the backward of each moment.
         """
         held = self.moments[:, self.seats.shape[1] + 1 :].copy()
         held[:, :-3] = held[:, :-3] > 0
@@ -223,12 +243,15 @@ class Stack:
     def slowest_and_all(self, of_seats: Array) -> tuple[Array, Array]:
         """[Q, ...] -> two of [P, ...]: the largest of each pipeline, and the sum over its ranks."""
         weighted = of_seats * self.alike.reshape(-1, *[1] * (of_seats.ndim - 1))
-        return _highest(of_seats, self._of_pipe), np.asarray(np.add.reduceat(weighted, self.seat_starts, axis=0))
+        return _highest(of_seats, self._of_pipe), np.asarray(
+            np.add.reduceat(weighted, self.seat_starts, axis=0)
+        )
 
 
 def _in_turn(starts: Array, count: int) -> list[Array]:
-    """Of rows in runs that begin at `starts`: the first of every run, the second, and so on; a short run ends with its
-    last again and again. The highest of each run is taken over these: far faster than ufunc.reduceat.
+    """Of rows in runs that begin at `starts`: the first of every run, the second, and so on; a
+    short run ends with its last again and again. The highest of each run is taken over these: far
+    faster than ufunc.reduceat.
     """
     lengths = np.diff(np.append(starts, count))
     return [starts + np.minimum(turn, lengths - 1) for turn in range(int(lengths.max()))]
@@ -247,12 +270,19 @@ def _highest(rows: Array, turns: Sequence[Array], more: Array | None = None) -> 
 
 
 def stack(
-    layouts: Sequence[Layout], shapes: Sequence[Shape], moments: Sequence[Sequence[Array]], counts: Sequence[int]
+    layouts: Sequence[Layout],
+    shapes: Sequence[Shape],
+    moments: Sequence[Sequence[Array]],
+    counts: Sequence[int],
 ) -> Stack:
     """Pipelines of these layouts, each with so many micro-batches."""
     of_pipe = [len(shape.ranks) for shape in shapes]
     different: dict[bytes, tuple[int, Array]] = {}
-    full = [different.setdefault(rows.tobytes(), (len(different), rows))[0] for each in moments for rows in each]
+    full = [
+        different.setdefault(rows.tobytes(), (len(different), rows))[0]
+        for each in moments
+        for rows in each
+    ]
     rows = [rows for _, rows in different.values()]
     pp = np.array([layout.pp for layout in layouts])
     degrees, degree = np.unique(pp, return_inverse=True)

@@ -1,8 +1,10 @@
-"""Seconds and bytes of all candidates of a group at once: the prices of the cost floor, combined over arrays.
+"""Seconds and bytes of all candidates of a group at once: the prices of the cost floor, combined
+over arrays.
 
-A piece (a layer, an embedding, a pass through the head) is priced once for all pipelines, micro-batch counts and ways
-to hold the states that go with it; the closed form of the pipeline joins them. Nothing here is an estimate of its own:
-the best candidates are estimated in full, and both agree (tests/search/test_scout.py).
+A piece (a layer, an embedding, a pass through the head) is priced once for all pipelines,
+micro-batch counts and ways to hold the states that go with it; the closed form of the pipeline
+joins them. Nothing here is an estimate of its own: the best candidates are estimated in full, and
+both agree (tests/search/test_scout.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from moewright.cost.repricing import chunk_counts, passes_of
 from moewright.cost.step_time import Share, tail
 from moewright.cost.symbols import Sizes
 from moewright.rules.compatibility import exclusion_reasons
-from moewright.search.pipeline_arrays import Array, Shape, Stack, moments_of, pieces_of, shape_of, stack
+from moewright.search.pipeline_arrays import (
+    Array,
+    Shape,
+    Stack,
+    moments_of,
+    pieces_of,
+    shape_of,
+    stack,
+)
 from moewright.search.screening_memory import Room
 from moewright.search.screening_time import GroupPrices, Pace, Prices
 from moewright.search.space import (
@@ -39,11 +49,12 @@ from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """A group under one way to overlap expert communication, as arrays over [pipelines, works, keeps].
+    """A group under one way to overlap expert communication, as arrays over [pipelines, works,
+    keeps].
 
-    `legal` says which combinations exist. `step_s` is infinite where it was not worth pricing, and nowhere below
-    `floor_s`; `dp_overlap` says where overlapped gradient sums and weight gathers are faster. `base` is the group's
-    layout with what pricing settled.
+    `legal` says which combinations exist. `step_s` is infinite where it was not worth pricing, and
+    nowhere below `floor_s`; `dp_overlap` says where overlapped gradient sums and weight gathers are
+    faster. `base` is the group's layout with what pricing settled.
     """
 
     pipes: Pipes
@@ -57,7 +68,8 @@ class Scores:
 
 
 class Scout:
-    """Prices the candidates of one space; what does not depend on the candidate is worked out once."""
+    """Prices the candidates of one space; what does not depend on the candidate is worked out
+    once."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -66,7 +78,9 @@ class Scout:
         self.prices = Prices(space, self._pieces, self.works)
         self._rates, self._links = self.prices.rates, self.prices.links
         # [w, v]: work w replays and sends away less than work v.
-        self._lighter = np.array([[_does_less(w, v) for v in self.works] for w in self.works], dtype=np.float32)
+        self._lighter = np.array(
+            [[_does_less(w, v) for v in self.works] for w in self.works], dtype=np.float32
+        )
         cuda = space.hardware.device.kind is DeviceKind.CUDA
         sums = (Overlap.GRAD, Overlap.PARAM)
         self._overlaps_sums = cuda and "overlap" not in space.fixed and space.permits(overlap=sums)
@@ -81,8 +95,9 @@ class Scout:
         self._bare: dict[tuple[Pipe, int, bool], Layout] = {}
 
     def scores(self, group: Group, *, room_bytes: float, below_s: float) -> Iterator[Scores]:
-        """All candidates of a group. Time is left out where it cannot matter: of layouts that need more than
-        `room_bytes` by more than the spread, and of pipelines that take `below_s` or more even without recompute.
+        """All candidates of a group. Time is left out where it cannot matter: of layouts that need
+        more than `room_bytes` by more than the spread, and of pipelines that take `below_s` or more
+        even without recompute.
         """
         size = self.prices.size(group.layout)
         at_once = self._room.layers(size)
@@ -94,14 +109,18 @@ class Scout:
                 continue
             stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
             if Overlap.WGRAD in overlap:
-                # Late weight gradients fit nowhere that others do not, so those that are too slow are not even weighed.
+                # Late weight gradients fit nowhere that others do not, so those that are too slow
+                # are not even weighed.
                 if not fits or not self._in_time(cut, stacked, prices, paces, below_s):
                     continue
                 layers = self._room.late(size, at_once)
             peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked, suits)
             worth = legal & (peak <= room_bytes + spread)
             base, floor_s = cut, np.inf
-            step, dp_overlap = np.broadcast_to(np.inf, peak.shape), np.broadcast_to(False, peak.shape)
+            step, dp_overlap = (
+                np.broadcast_to(np.inf, peak.shape),
+                np.broadcast_to(False, peak.shape),
+            )
             fits = bool(worth.any())
             if fits:
                 base = self.prices.settled(cut, prices, paces[0])
@@ -121,7 +140,14 @@ class Scout:
                 dp_overlap=dp_overlap,
             )
 
-    def _in_time(self, cut: Layout, stacked: Stack, prices: GroupPrices, paces: Sequence[Pace], below_s: float) -> bool:
+    def _in_time(
+        self,
+        cut: Layout,
+        stacked: Stack,
+        prices: GroupPrices,
+        paces: Sequence[Pace],
+        below_s: float,
+    ) -> bool:
         """Whether any pipeline takes less than `below_s` without recompute."""
         base = self.prices.settled(cut, prices, paces[0])
         if prices.floor_s(base, paces) >= below_s:
@@ -129,15 +155,17 @@ class Scout:
         return bool((self._moving(prices, base, stacked, paces, np.array([0])) < below_s).any())
 
     def _needless(self, legal: Array, peak: Array, spread: Array) -> Array:
-        """[pipelines, works, keeps] where nothing is gained, as less replaying or moving fits with room."""
+        """[pipelines, works, keeps] where nothing is gained, as less replaying or moving fits with
+        room."""
         roomy = legal & (peak <= self._space.hardware.device.memory_bytes.value - spread)
         found = roomy.transpose(0, 2, 1).astype(np.float32) @ self._lighter > 0
         found[:, 1:] |= roomy.transpose(0, 2, 1)[:, :1]
         return np.asarray(found.transpose(0, 2, 1))
 
     def stalls_s(self, layout: Layout) -> float:
-        """Seconds that the rows of the layout's timetable take beyond the closed form that scores it; 0 for schedules
-        that split backwards, whose tables are too long to run for any but the plans shown.
+        """Seconds that the rows of the layout's timetable take beyond the closed form that scores
+        it; 0 for schedules that split backwards, whose tables are too long to run for any but the
+        plans shown.
         """
         if layout.schedule.splits_backward:
             return 0.0
@@ -147,7 +175,12 @@ class Scout:
         forward, backward = (held @ seconds for seconds in passes_of(pieces))
         of_rank = (forward + backward).reshape(layout.vpp, layout.pp).sum(axis=0)
         closed = closed_s(
-            of_rank.max(), of_rank.sum(), pp=layout.pp, vpp=layout.vpp, micro_batches=size.m, transfer_s=0.0
+            of_rank.max(),
+            of_rank.sum(),
+            pp=layout.pp,
+            vpp=layout.vpp,
+            micro_batches=size.m,
+            transfer_s=0.0,
         )
         return pipeline_of(layout, size.m).total_s(forward, backward) - float(closed)
 
@@ -166,8 +199,8 @@ class Scout:
         return with_pipe(layout, scores.pipes.each[pipe], self._space)
 
     def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
-        """Overlaps of the layout without and with that of expert communication, and with weight gradients delayed for
-        it, as far as they can gain.
+        """Overlaps of the layout without and with that of expert communication, and with weight
+        gradients delayed for it, as far as they can gain.
         """
         hides = self._links.constants["ep_overlap_hidden"] > 0
         if "overlap" in self._space.fixed or cut.ep == 1 or not hides:
@@ -180,7 +213,9 @@ class Scout:
         key = group.pipes, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
             found = np.array([self._work_legality(cut, pipe) for pipe in group.pipes.each])
-            suits = [[keep.suits(pipe, self._space) for keep in self.keeps] for pipe in group.pipes.each]
+            suits = [
+                [keep.suits(pipe, self._space) for keep in self.keeps] for pipe in group.pipes.each
+            ]
             legal = found[:, None, :] & np.array(suits)[:, :, None]
             self._legal[key] = legal.transpose(0, 2, 1), np.asarray(legal.any(axis=2))
         return self._legal[key]
@@ -191,7 +226,8 @@ class Scout:
         if key not in self._legal_works:
             layout = with_pipe(cut, pipe, self._space)
             reasons = [
-                exclusion_reasons(self._space.model, self._space.workload, work.on(layout)) for work in self.works
+                exclusion_reasons(self._space.model, self._space.workload, work.on(layout))
+                for work in self.works
             ]
             self._legal_works[key] = np.array([next(each, None) is None for each in reasons])
         return self._legal_works[key]
@@ -203,10 +239,15 @@ class Scout:
         if key not in self._stacks:
             layouts = [self._alone(pipe, cut.vpp_group, paired=paired) for pipe in group.pipes.each]
             counts = [batch * pipe.pp // one_pass for pipe in group.pipes.each]
-            shapes = [self._shape(pipe, layout) for pipe, layout in zip(group.pipes.each, layouts, strict=True)]
+            shapes = [
+                self._shape(pipe, layout)
+                for pipe, layout in zip(group.pipes.each, layouts, strict=True)
+            ]
             moments = [
                 self._fullest(pipe, layout, shape, count)
-                for pipe, layout, shape, count in zip(group.pipes.each, layouts, shapes, counts, strict=True)
+                for pipe, layout, shape, count in zip(
+                    group.pipes.each, layouts, shapes, counts, strict=True
+                )
             ]
             stacked = stack(layouts, shapes, moments, counts)
             self._stacks[key] = stacked, tuple(self._paces(cut, stacked))
@@ -216,13 +257,17 @@ class Scout:
         """A pipeline of single ranks."""
         key = pipe, vpp_group, paired
         if key not in self._bare:
-            bare = Layout(world_size=pipe.pp, vpp_group=vpp_group, overlap=(Overlap.EP,) if paired else ())
+            bare = Layout(
+                world_size=pipe.pp, vpp_group=vpp_group, overlap=(Overlap.EP,) if paired else ()
+            )
             self._bare[key] = with_pipe(bare, pipe, self._space)
         return self._bare[key]
 
     def _paces(self, cut: Layout, stacked: Stack) -> Iterator[Pace]:
         sizes = [self.prices.size(replace(cut, pp=pp)) for pp in stacked.degrees]
-        likes = np.array([int(size.steady) if size.fused else size.m for size in sizes])[stacked.degree]
+        likes = np.array([int(size.steady) if size.fused else size.m for size in sizes])[
+            stacked.degree
+        ]
         synced = (stacked.pp > 1) & (stacked.vpp == 1)
         for like, waits in sorted(set(zip(likes.tolist(), synced.tolist(), strict=True))):
             rows = (likes == like) & (synced == waits)
@@ -249,12 +294,14 @@ class Scout:
         worth: Array,
         below_s: float,
     ) -> tuple[Array, Array]:
-        """[pipelines, works, keeps] seconds of a step where it is worth it, and whether with overlapped sums."""
+        """[pipelines, works, keeps] seconds of a step where it is worth it, and whether with
+        overlapped sums."""
         variants = [base]
         if self._overlaps_sums:
             variants.append(_with_dp_overlap(base))
         step, overlapped = np.full(worth.shape, np.inf), np.zeros(worth.shape, dtype=bool)
-        # Neither replays nor the host's work for overlapped sums make the lightest work any shorter.
+        # Neither replays nor the host's work for overlapped sums make the lightest work any
+        # shorter.
         least = self._moving(prices, base, stacked, paces, np.array([0]))
         wanted = worth & (least < below_s)[:, :, None]
         needed = np.flatnonzero(wanted.any(axis=(0, 2)))
@@ -270,7 +317,12 @@ class Scout:
         return step, overlapped
 
     def _moving(
-        self, prices: GroupPrices, base: Layout, stacked: Stack, paces: Sequence[Pace], of_works: Array
+        self,
+        prices: GroupPrices,
+        base: Layout,
+        stacked: Stack,
+        paces: Sequence[Pace],
+        of_works: Array,
     ) -> Array:
         """[P, works] seconds of all micro-batches through the pipelines."""
         totals = np.empty((len(stacked.seats), len(of_works)))
@@ -295,27 +347,51 @@ class Scout:
         return self._transfers[key]
 
     def _tail_s(self, base: Layout, stacked: Stack, wanted: Array) -> Array:
-        """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where nothing is wanted."""
+        """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where
+        nothing is wanted."""
         found = np.zeros((len(stacked.pp), len(self.keeps)))
         shares = self._room.shares(base, stacked)
         for column, keep in enumerate(self.keeps):
             pipes = np.asarray(wanted[:, :, column].any(axis=1))
             if pipes.any():
-                layout = replace(base, zero=keep.zero, offload=tuple(sorted({*base.offload, *keep.offload})))
-                self._add_tails(found[:, column], layout, stacked, shares, np.flatnonzero(pipes[stacked.pipe_of_seat]))
+                layout = replace(
+                    base, zero=keep.zero, offload=tuple(sorted({*base.offload, *keep.offload}))
+                )
+                self._add_tails(
+                    found[:, column],
+                    layout,
+                    stacked,
+                    shares,
+                    np.flatnonzero(pipes[stacked.pipe_of_seat]),
+                )
         return found
 
-    def _add_tails(self, found: Array, base: Layout, stacked: Stack, shares: Array, seats: Array) -> None:
+    def _add_tails(
+        self, found: Array, base: Layout, stacked: Stack, shares: Array, seats: Array
+    ) -> None:
         pipes = stacked.pipe_of_seat[seats]
         # Only zero=3 reduces and gathers more often with more micro-batches.
         often = base.mbs if base.zero == 3 else 0
-        same = base.tp, base.cp, base.ep, base.etp, often, base.zero, base.offload, Overlap.GRAD in base.overlap
+        same = (
+            base.tp,
+            base.cp,
+            base.ep,
+            base.etp,
+            often,
+            base.zero,
+            base.offload,
+            Overlap.GRAD in base.overlap,
+        )
         sizes: dict[int, Sizes] = {}
-        for share, pipe, pp in zip(shares[seats].tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True):
+        for share, pipe, pp in zip(
+            shares[seats].tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True
+        ):
             dense, expert, dense_calls, expert_calls = share
             key = same, pp, dense, expert
             if key not in self._tails:
-                held = Share(dense=dense, expert=expert, dense_calls=dense_calls, expert_calls=expert_calls)
+                held = Share(
+                    dense=dense, expert=expert, dense_calls=dense_calls, expert_calls=expert_calls
+                )
                 if pp not in sizes:
                     sizes[pp] = self.prices.size(replace(base, pp=pp))
                 size = sizes[pp]
@@ -325,9 +401,13 @@ class Scout:
 
 
 def _does_less(light: Work, heavy: Work) -> bool:
-    """Whether everything that `light` replays or sends to the host is so by `heavy` too, and more."""
+    """Whether everything that `light` replays or sends to the host is so by `heavy` too, and
+    more."""
     few, many = (
-        (_replayed(work.recompute), work.offload if Recompute.FULL not in work.recompute else tuple(Offload))
+        (
+            _replayed(work.recompute),
+            work.offload if Recompute.FULL not in work.recompute else tuple(Offload),
+        )
         for work in (light, heavy)
     )
     return few != many and few[0] <= many[0] and {*few[1]} <= {*many[1]}

@@ -1,4 +1,5 @@
-"""Device bytes of all candidates of a group at once: the formulas of the cost floor over arrays of pieces."""
+"""Device bytes of all candidates of a group at once: the formulas of the cost floor over arrays of
+pieces."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _GROUPS = {group: column for column, group in enumerate(shards.GRADIENT_GROUPS)}
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Elements of one rank by piece and the group that reduces them (rules.shards) [pieces, groups]: all of them, and
-    those with 8-bit copies; what a bucket holds on average [groups].
+    """Elements of one rank by piece and the group that reduces them (rules.shards) [pieces,
+    groups]: all of them, and those with 8-bit copies; what a bucket holds on average [groups].
     """
 
     numel: Array
@@ -41,8 +42,8 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """[pieces, works] bytes that a micro-batch keeps, that live shortly in the backward of a layer, and that it sends
-    to the host.
+    """[pieces, works] bytes that a micro-batch keeps, that live shortly in the backward of a layer,
+    and that it sends to the host.
     """
 
     saved: Array
@@ -51,10 +52,16 @@ class Layers:
 
 
 class Room:
-    """Bytes of the candidates of one space. What does not depend on the candidate is worked out once."""
+    """Bytes of the candidates of one space. What does not depend on the candidate is worked out
+    once."""
 
     def __init__(
-        self, space: Space, pieces: Pieces, constants: Constants, works: Sequence[Work], keeps: Sequence[Keep]
+        self,
+        space: Space,
+        pieces: Pieces,
+        constants: Constants,
+        works: Sequence[Work],
+        keeps: Sequence[Keep],
     ) -> None:
         self._space, self._pieces, self._constants = space, pieces, constants
         self._works, self._keeps = works, keeps
@@ -65,8 +72,14 @@ class Room:
         self._params = [param for param in parameters(model) if param.layer in wanted]
         narrow = space.workload.precision.narrow
         held = recompute.activation_bytes(space.workload)
-        self._inputs = constants.narrow_bytes("input", space.workload.precision) / held if narrow else None
-        self._copies = constants.narrow_bytes("weight_copies", space.workload.precision) / held if narrow else 0.0
+        self._inputs = (
+            constants.narrow_bytes("input", space.workload.precision) / held if narrow else None
+        )
+        self._copies = (
+            constants.narrow_bytes("weight_copies", space.workload.precision) / held
+            if narrow
+            else 0.0
+        )
         self._replays = np.array([bool(work.recompute) for work in works])
         self._without_experts: dict[tuple[int, int, int], Layers] = {}
         self._masks: dict[tuple[tuple[Module, str], ...], tuple[Array, Array]] = {}
@@ -78,8 +91,8 @@ class Room:
     def device_bytes(
         self, size: Sizes, layers: Layers, pipes: Pipes, stack: Stack, suits: Array
     ) -> tuple[Array, Array]:
-        """[pipelines, works, keeps] bytes of the fullest rank, and their standard deviation; 0 allocated for keeps that
-        are not searched on a pipeline, by `suits` [pipelines, keeps].
+        """[pipelines, works, keeps] bytes of the fullest rank, and their standard deviation; 0
+        allocated for keeps that are not searched on a pipeline, by `suits` [pipelines, keeps].
         """
         cut, pieces = size.layout, self._pieces
         head = memory.head_bytes(self._constants, size)
@@ -90,7 +103,9 @@ class Room:
             np.maximum(short, (backwards[:, piece, None] > 0) * layers.transient[piece], out=short)
         kept = np.concatenate([layers.saved, np.full((1, len(self._works)), head.forward)])
         alive = stack.kept @ kept
-        alive += short.take(which, axis=0)  # in place: a fresh array of this size costs the system more than its sum
+        alive += short.take(
+            which, axis=0
+        )  # in place: a fresh array of this size costs the system more than its sum
         alive = stack.fullest(alive)
         key = pipes, cut.tp, cut.cp, cut.ep, cut.etp
         if key not in self._states:
@@ -113,7 +128,9 @@ class Room:
         """[P]"""
         key = cut.tp, cut.cp, cut.ep > 1, stack.degrees
         if key not in self._groups:
-            self._groups[key] = np.array([memory.communicators(replace(cut, pp=pp)) for pp in stack.degrees])
+            self._groups[key] = np.array(
+                [memory.communicators(replace(cut, pp=pp)) for pp in stack.degrees]
+            )
         return np.asarray(self._groups[key][stack.degree])
 
     def parameters(self, cut: Layout) -> Parameters:
@@ -129,17 +146,21 @@ class Room:
         seats = stack.seats.copy()
         mtp, head = stack.seats[:, pieces.mtp], stack.seats[:, pieces.head]
         tied = head if self._space.model.tie_embeddings else np.zeros_like(head)
-        # A rank that embeds shifted tokens, or makes a pass through the head, for an MTP depth holds both once.
+        # A rank that embeds shifted tokens, or makes a pass through the head, for an MTP depth
+        # holds both once.
         seats[:, pieces.embedding] = (stack.seats[:, pieces.embedding] + mtp + tied) > 0
         seats[:, pieces.head] = (head + mtp) > 0
         return seats @ counted.numel, seats @ counted.copied
 
     def shares(self, cut: Layout, stack: Stack) -> Array:
-        """[seats, 4] dense and expert elements that every seat reduces and gathers, and in how many calls each."""
+        """[seats, 4] dense and expert elements that every seat reduces and gathers, and in how many
+        calls each."""
         numel, _ = self.held(cut, stack)
         calls = np.maximum(1, np.ceil(numel / self.parameters(cut).bucket))
         dense, expert = _GROUPS["dp_cp"], _GROUPS["edp"]
-        return np.concatenate([numel[:, [dense, expert]], calls[:, [dense, expert]]], axis=1).astype(np.int64)
+        return np.concatenate(
+            [numel[:, [dense, expert]], calls[:, [dense, expert]]], axis=1
+        ).astype(np.int64)
 
     def _count(self, cut: Layout) -> Parameters:
         pieces, model = self._pieces, self._space.model
@@ -163,7 +184,10 @@ class Room:
         """[seats, keeps]"""
         numel, copied = self.held(cut, stack)
         layouts = [replace(cut, pp=pp) for pp in stack.degrees]
-        ranks = [[grid.group_size(layout, fsdp.states_group(layout, group)) for group in _GROUPS] for layout in layouts]
+        ranks = [
+            [grid.group_size(layout, fsdp.states_group(layout, group)) for group in _GROUPS]
+            for layout in layouts
+        ]
         padding = [[lcm(size, _PAD_ELEMENTS) / 2 for size in sizes] for sizes in ranks]
         degree = stack.degree[stack.pipe_of_seat]
         over = np.array(ranks, dtype=float)[degree]
@@ -174,7 +198,10 @@ class Room:
         for column, keep in enumerate(self._keeps):
             sharded = sharded_states(keep.zero)
             for component, nbytes in element.items():
-                if component in (Component.MASTER, Component.MOMENTS) and Offload.OPTIMIZER in keep.offload:
+                if (
+                    component in (Component.MASTER, Component.MOMENTS)
+                    and Offload.OPTIMIZER in keep.offload
+                ):
                     on_device = 1 - self._space.base.offload_fraction
                 else:
                     on_device = 1.0
@@ -216,28 +243,49 @@ class Room:
         """Of a cut, whatever its pipeline and overlaps."""
         model, cut = self._space.model, size.layout
         key = cut.tp, cut.cp, cut.mbs
-        numbered = [*enumerate(self._layers), *([(self._pieces.mtp, model.layers + 1)] if model.mtp_layers else [])]
+        numbered = [
+            *enumerate(self._layers),
+            *([(self._pieces.mtp, model.layers + 1)] if model.mtp_layers else []),
+        ]
         if key not in self._without_experts:
             self._without_experts[key] = self._outside(size)
-            self._add_layers(size, self._without_experts[key], [one for one in numbered if not is_moe(model, one[1])])
+            self._add_layers(
+                size,
+                self._without_experts[key],
+                [one for one in numbered if not is_moe(model, one[1])],
+            )
         known = self._without_experts[key]
-        found = Layers(saved=known.saved.copy(), transient=known.transient.copy(), away=known.away.copy())
+        found = Layers(
+            saved=known.saved.copy(), transient=known.transient.copy(), away=known.away.copy()
+        )
         self._add_layers(size, found, [one for one in numbered if is_moe(model, one[1])])
         return found
 
     def late(self, size: Sizes, layers: Layers) -> Layers:
-        """The same with weight gradients delayed, which hold what they wait with beside a layer's backward."""
+        """The same with weight gradients delayed, which hold what they wait with beside a layer's
+        backward."""
         piece = np.arange(self._pieces.count)[:, None]
-        waiting = memory.waiting_bytes(size) * (piece < self._pieces.mtp + bool(self._space.model.mtp_layers))
+        waiting = memory.waiting_bytes(size) * (
+            piece < self._pieces.mtp + bool(self._space.model.mtp_layers)
+        )
         return replace(layers, transient=layers.transient + waiting)
 
     def _outside(self, size: Sizes) -> Layers:
         """What stands outside layers, and the graphs of the layers."""
-        model, workload, pieces, cut = self._space.model, self._space.workload, self._pieces, size.layout
+        model, workload, pieces, cut = (
+            self._space.model,
+            self._space.workload,
+            self._pieces,
+            size.layout,
+        )
         saved, transient, away = np.zeros((3, pieces.count, len(self._works)))
         kinds = {work.graphs for work in self._works}
-        of_graphs = {graphs: graph_bytes(model, workload, replace(cut, graphs=graphs)) for graphs in kinds}
-        saved[: pieces.mtp + bool(model.mtp_layers)] = [of_graphs[work.graphs] for work in self._works]
+        of_graphs = {
+            graphs: graph_bytes(model, workload, replace(cut, graphs=graphs)) for graphs in kinds
+        }
+        saved[: pieces.mtp + bool(model.mtp_layers)] = [
+            of_graphs[work.graphs] for work in self._works
+        ]
         for piece in (pieces.mtp, pieces.embedding, pieces.head):
             chunk = Chunk(
                 pp_rank=0,
@@ -256,7 +304,9 @@ class Room:
         model, workload, cut = self._space.model, self._space.workload, size.layout
         load = routing.expected_load(model, workload, cut)
         for piece, layer in numbered:
-            rows = recompute.saved_by_layer(model, workload, cut, layer, load=load, exchanged_again=size.fused)
+            rows = recompute.saved_by_layer(
+                model, workload, cut, layer, load=load, exchanged_again=size.fused
+            )
             stays, there = self._mask(rows)
             whole = np.array([row.bytes for row in rows], dtype=float)
             kept = (
@@ -273,7 +323,14 @@ class Room:
         """[works, rows]: what recompute leaves, and what of that stays on the device."""
         key = tuple((row.module, row.name) for row in rows)
         if key not in self._masks:
-            stays = np.array([[bool(recompute.kept([row], work.recompute)) for row in rows] for work in self._works])
-            away = np.array([[offloaded(row, work.offload) for row in rows] for work in self._works])
+            stays = np.array(
+                [
+                    [bool(recompute.kept([row], work.recompute)) for row in rows]
+                    for work in self._works
+                ]
+            )
+            away = np.array(
+                [[offloaded(row, work.offload) for row in rows] for work in self._works]
+            )
             self._masks[key] = stays.astype(float), (stays & ~away).astype(float)
         return self._masks[key]

@@ -1,4 +1,5 @@
-"""The search: every legal layout priced by closed forms, the best ones estimated in full, ranked by step time."""
+"""The search: every legal layout priced by closed forms, the best ones estimated in full, ranked by
+step time."""
 
 from __future__ import annotations
 
@@ -28,17 +29,20 @@ from moewright.spec.workload import Workload
 DOES_NOT_FIT = "does not fit in memory"
 SLOWER = "slower than the layouts shown"
 
-_SPARE = 14  # beyond what is shown: some turn out not to fit when estimated in full; another network may turn the order
+# beyond what is shown: some turn out not to fit when estimated in full; another network may turn
+# the order
+_SPARE = 14
 _EXTRA_BYTES = (GIB, 8 * GIB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Plans, best first; what was rejected, by rule; why the first is first, and what keeping to what is usual would
-    take; and how many layouts were scored.
+    """Plans, best first; what was rejected, by rule; why the first is first, and what keeping to
+    what is usual would take; and how many layouts were scored.
 
-    `with_more` is the fastest candidate with so many more bytes a device, `by_overlap` the fastest without and with
-    overlapped expert communication; `near` are the best candidates of many degrees, whether shown or not.
+    `with_more` is the fastest candidate with so many more bytes a device, `by_overlap` the fastest
+    without and with overlapped expert communication; `near` are the best candidates of many
+    degrees, whether shown or not.
     """
 
     plans: tuple[Plan, ...]
@@ -61,8 +65,8 @@ def search(
 ) -> Ranked:
     """The `top` fastest layouts that may fit, each the best of its degrees where there are so many.
 
-    `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that is legal but cannot
-    be run. Raises BadInput when `fixed` is wrong.
+    `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that
+    is legal but cannot be run. Raises BadInput when `fixed` is wrong.
     """
     if reasons := unmultiplied(workload, hardware):
         raise BadInput(*reasons)
@@ -97,8 +101,11 @@ def search(
     )
 
 
-def fastest_near(ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: Allowed) -> Candidate | None:
-    """The fastest layout on another hardware among all that cut a layer like one of the best on this one."""
+def fastest_near(
+    ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: Allowed
+) -> Candidate | None:
+    """The fastest layout on another hardware among all that cut a layer like one of the best on
+    this one."""
     first = ranked.plans[0]
     space = space_of(first.model, first.workload, hardware, fixed, allowed=allowed)
     best = Best(space, Scout(space), keep=_SPARE, extra_bytes=())
@@ -108,7 +115,8 @@ def fastest_near(ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: All
 
 
 def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
-    """A plan of one layout on the nodes of a hardware, with its full estimate. Raises BadInput when it is illegal."""
+    """A plan of one layout on the nodes of a hardware, with its full estimate. Raises BadInput when
+    it is illegal."""
     layout = on_fabric(layout, hardware.fabric.domain_size)
     return Plan(
         model=model,
@@ -121,7 +129,8 @@ def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: La
 
 
 def _departures(plan: Plan, best: Best, space: Space) -> Iterator[str]:
-    """What keeping to the habits that the plan departs from would take, a sentence for each layout that does."""
+    """What keeping to the habits that the plan departs from would take, a sentence for each layout
+    that does."""
     usual = [(habit.said, best.usual.get(habit)) for habit in departed(plan.layout, space)]
     if 0 < best.least < parallelism(plan.layout):
         said = f"{LEAST}: tp x cp x pp of {best.least}, not {parallelism(plan.layout)}"

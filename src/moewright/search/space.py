@@ -1,4 +1,5 @@
-"""The layouts worth pricing, lazily: degrees and pipelines by divisors, and the choices that go with them."""
+"""The layouts worth pricing, lazily: degrees and pipelines by divisors, and the choices that go
+with them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-# Beyond these no published run has been, and the prices leave out what would decide: the many small kernels of a ring
-# over short parts, the launches of every transfer between ever shorter chunks. A user may still ask for them.
+# Beyond these no published run has been, and the prices leave out what would decide: the many small
+# kernels of a ring
+# over short parts, the launches of every transfer between ever shorter chunks. A user may still ask
+# for them.
 MIN_CP_TOKENS = 4096  # a rank's part of a sequence
 MAX_VPP = 24
 MAX_EXPERT_TP = 8
@@ -56,7 +59,8 @@ class Pipes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Candidates that cut a layer alike and take the same micro-batch. `layout` has no pipeline and no choices."""
+    """Candidates that cut a layer alike and take the same micro-batch. `layout` has no pipeline and
+    no choices."""
 
     layout: Layout
     pipes: Pipes
@@ -88,8 +92,8 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What is searched: `base` holds what the user fixed and the defaults of the rest; `fixed` names the former;
-    `allowed` gives the reasons against a layout that is legal but cannot be run.
+    """What is searched: `base` holds what the user fixed and the defaults of the rest; `fixed`
+    names the former; `allowed` gives the reasons against a layout that is legal but cannot be run.
     """
 
     model: ModelSpec
@@ -100,7 +104,8 @@ class Space:
     allowed: Allowed = everything
 
     def permits(self, **fields: Any) -> bool:
-        """Whether nothing speaks against these values of themselves, whatever else a layout holds."""
+        """Whether nothing speaks against these values of themselves, whatever else a layout
+        holds."""
         if self.allowed is everything:
             return True
         reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
@@ -109,9 +114,15 @@ class Space:
 
 
 def space_of(
-    model: ModelSpec, workload: Workload, hardware: Hardware, fixed: str, *, allowed: Allowed = everything
+    model: ModelSpec,
+    workload: Workload,
+    hardware: Hardware,
+    fixed: str,
+    *,
+    allowed: Allowed = everything,
 ) -> Space:
-    """The space around `fixed`, layout text whose keys are pinned. Raises BadInput when the text is wrong."""
+    """The space around `fixed`, layout text whose keys are pinned. Raises BadInput when the text is
+    wrong."""
     return Space(
         allowed=allowed,
         model=model,
@@ -135,14 +146,18 @@ def groups(space: Space) -> Iterator[Group]:
                     fitting = [p for p in pipes if _fits(world, p.pp, tp * cp, etp * ep)]
                     for mbs in _axis(space, "mbs", MICRO_BATCHES):
                         cut = replace(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep, mbs=mbs)
-                        kept = tuple(p for p in fitting if _schedules(space, p, batch, mbs * world // (tp * cp * p.pp)))
+                        kept = tuple(
+                            p
+                            for p in fitting
+                            if _schedules(space, p, batch, mbs * world // (tp * cp * p.pp))
+                        )
                         if kept:
                             yield Group(layout=cut, pipes=known.setdefault(kept, Pipes(each=kept)))
 
 
 def works(space: Space) -> tuple[Work, ...]:
-    """What a layer may keep, send to the host and replay, none first. Each takes the widest graphs that its recompute
-    leaves legal.
+    """What a layer may keep, send to the host and replay, none first. Each takes the widest graphs
+    that its recompute leaves legal.
     """
     base = space.base
     recomputes = [base.recompute]
@@ -151,12 +166,16 @@ def works(space: Space) -> tuple[Work, ...]:
     found = []
     for recompute in recomputes:
         graphs = base.graphs if "graphs" in space.fixed else _widest_graphs(space, recompute)
-        found += [Work(recompute=recompute, offload=away, graphs=graphs) for away in _sent_away(space, recompute)]
+        found += [
+            Work(recompute=recompute, offload=away, graphs=graphs)
+            for away in _sent_away(space, recompute)
+        ]
     return tuple(found)
 
 
 def _sent_away(space: Space, recompute: tuple[Recompute, ...]) -> Iterator[tuple[Offload, ...]]:
-    """Activations on the host: none, or of the largest that the recompute leaves, of experts or of attention."""
+    """Activations on the host: none, or of the largest that the recompute leaves, of experts or of
+    attention."""
     if "offload" in space.fixed:
         yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
         return
@@ -166,48 +185,68 @@ def _sent_away(space: Space, recompute: tuple[Recompute, ...]) -> Iterator[tuple
     for away in _ACTIVATIONS:
         one = Layout(world_size=1, recompute=recompute, offload=away)
         reasons = exclusion_reasons(space.model, space.workload, one)
-        if space.permits(offload=away) and not any(reason.field == "layout.offload" for reason in reasons):
+        if space.permits(offload=away) and not any(
+            reason.field == "layout.offload" for reason in reasons
+        ):
             yield away
 
 
 def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Graphs, ...]:
-    """Graphs take host time away and cost nothing that is priced. Those of a whole iteration need a fixed number of
-    rows an expert, which changes what is trained: only when asked for.
+    """Graphs take host time away and cost nothing that is priced. Those of a whole iteration need a
+    fixed number of rows an expert, which changes what is trained: only when asked for.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
     for graphs in ((Graphs.ATTN, Graphs.MOE_ROUTER), (Graphs.ATTN,)):
         one = Layout(world_size=1, recompute=recompute, graphs=graphs)
         reasons = exclusion_reasons(space.model, space.workload, one)
-        if space.permits(graphs=graphs) and not any(reason.field == "layout.graphs" for reason in reasons):
+        if space.permits(graphs=graphs) and not any(
+            reason.field == "layout.graphs" for reason in reasons
+        ):
             return graphs
     return ()
 
 
 def keeps(space: Space) -> tuple[Keep, ...]:
-    """Ways to hold the states, the usual one first. zero=0 is never smaller nor faster than zero=1 (it reduces the same
-    bytes in two rounds and updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in
-    a pipeline, which gathers every stage anew for every micro-batch (`Keep.suits`).
+    """Ways to hold the states, the usual one first. zero=0 is never smaller nor faster than zero=1
+    (it reduces the same bytes in two rounds and updates every parameter on every rank), so it is
+    taken only when asked for; so is zero=3 in a pipeline, which gathers every stage anew for every
+    micro-batch (`Keep.suits`).
     """
     away, pinned = (Offload.OPTIMIZER,), "offload" in space.fixed
-    levels = [space.base.zero] if "zero" in space.fixed else [zero for zero in (1, 3) if space.permits(zero=zero)]
+    levels = (
+        [space.base.zero]
+        if "zero" in space.fixed
+        else [zero for zero in (1, 3) if space.permits(zero=zero)]
+    )
     if space.base.shard:  # goes with zero=3 alone
         levels = [zero for zero in levels if zero == 3]
-    found = [Keep(zero=zero, offload=away if away[0] in space.base.offload else ()) for zero in levels]
-    if not pinned and 1 in levels and space.hardware.device.kind is DeviceKind.CUDA and space.permits(offload=away):
+    found = [
+        Keep(zero=zero, offload=away if away[0] in space.base.offload else ()) for zero in levels
+    ]
+    if (
+        not pinned
+        and 1 in levels
+        and space.hardware.device.kind is DeviceKind.CUDA
+        and space.permits(offload=away)
+    ):
         found.append(Keep(zero=1, offload=away))
     return tuple(found)
 
 
 def dispatchers(space: Space, cut: Layout) -> tuple[Dispatcher, ...]:
-    """The plain all-to-all, and the fastest that removes duplicates. An all-gather holds the tokens of the whole group,
-    which memory does not price: only when asked for.
+    """The plain all-to-all, and the fastest that removes duplicates. An all-gather holds the tokens
+    of the whole group, which memory does not price: only when asked for.
     """
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
     if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
         return (Dispatcher.ALL_TO_ALL,)
-    return tuple(each for each in (Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP) if space.permits(dispatcher=each))
+    return tuple(
+        each
+        for each in (Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP)
+        if space.permits(dispatcher=each)
+    )
 
 
 def context_exchanges(space: Space, cut: Layout) -> tuple[CpComm, ...]:
@@ -252,7 +291,9 @@ def _tensor(space: Space) -> Iterator[int]:
 def _context(space: Space, tp: int) -> Iterator[int]:
     seq_len = space.workload.seq_len
     for cp in divisors(space.hardware.count):
-        if cp == 1 or (cp * MIN_CP_TOKENS <= seq_len and seq_len % (2 * cp) == 0 and seq_len % (tp * cp) == 0):
+        if cp == 1 or (
+            cp * MIN_CP_TOKENS <= seq_len and seq_len % (2 * cp) == 0 and seq_len % (tp * cp) == 0
+        ):
             yield cp
 
 
@@ -267,7 +308,8 @@ def _expert_tensor(space: Space) -> tuple[int, ...]:
 
 
 def _pipes(space: Space) -> Iterator[Pipe]:
-    """Every split that comes out even, and layout strings whose ends hold more or fewer layers than the middle."""
+    """Every split that comes out even, and layout strings whose ends hold more or fewer layers than
+    the middle."""
     world, model, base = space.hardware.count, space.model, space.base
     string_stages = len(parse_stages(base.stages)) if base.stages else 0
     for pp in _axis(space, "pp", divisors(world)):
@@ -289,9 +331,10 @@ def _permitted(space: Space, pipe: Pipe) -> bool:
 
 
 def _uneven(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
-    """(vpp, layout string) where embedding and head count as none, one or two layers. A head that counts two leaves
-    the last stage fewer layers; an embedding that counts none, or less where the first layers are dense, gives the
-    first stage more. MTP layers may stand in a stage of their own.
+    """(vpp, layout string) where embedding and head count as none, one or two layers. A head that
+    counts two leaves the last stage fewer layers; an embedding that counts none, or less where the
+    first layers are dense, gives the first stage more. MTP layers may stand in a stage of their
+    own.
     """
     if pp == 1:
         return
@@ -305,7 +348,12 @@ def _uneven(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
             counted = model.layers + embedding + loss
             if model.mtp_layers or counted % stages or (embedding, loss) != (1, 1):
                 text = layout_string(
-                    model.layers, mtp=model.mtp_layers, stages=stages, embedding=embedding, loss=loss, mtp_apart=apart
+                    model.layers,
+                    mtp=model.mtp_layers,
+                    stages=stages,
+                    embedding=embedding,
+                    loss=loss,
+                    mtp_apart=apart,
                 )
                 yield vpp, text
 
@@ -325,8 +373,8 @@ def _schedules(space: Space, pipe: Pipe, batch: int, of_pass: int) -> bool:
 
 
 def _recomputes(model: ModelSpec) -> list[tuple[Recompute, ...]]:
-    """Norms, the up-projections of latent attention, and ever more of the MLP; last the whole layer. Attention is not
-    made again alone: flash attention keeps next to nothing.
+    """Norms, the up-projections of latent attention, and ever more of the MLP; last the whole
+    layer. Attention is not made again alone: flash attention keeps next to nothing.
     """
     has_experts = model.moe is not None and any(model.moe_layers)
     blocks: list[set[Recompute]] = [set()]

@@ -1,4 +1,5 @@
-"""What would change the best plan: more memory, a faster network, overlapped expert communication."""
+"""What would change the best plan: more memory, a faster network, overlapped expert
+communication."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ _WORTH_SAYING = 0.002  # of the step
 
 
 def gains(ranked: Ranked, *, fixed: str = "", allowed: Allowed = everything) -> tuple[Gain, ...]:
-    """Of the first plan of a search of `fixed` and `allowed`: the fastest layout under each change, where it is another
-    or takes another time. Memory and overlap are read off the search; for the network everything near the best is
-    searched again.
+    """Of the first plan of a search of `fixed` and `allowed`: the fastest layout under each change,
+    where it is another or takes another time. Memory and overlap are read off the search; for the
+    network everything near the best is searched again.
     """
     if not ranked.plans:
         return ()
     best = ranked.plans[0]
     found = [*_memory(ranked), *_network(ranked, fixed, allowed), *_overlap(ranked)]
-    return tuple(gain for gain in found if abs(gain.step_s / best.estimate.step_s - 1) > _WORTH_SAYING)
+    return tuple(
+        gain for gain in found if abs(gain.step_s / best.estimate.step_s - 1) > _WORTH_SAYING
+    )
 
 
 def _memory(ranked: Ranked) -> Iterator[Gain]:
@@ -50,7 +53,10 @@ def _overlap(ranked: Ranked) -> Iterator[Gain]:
     has = Overlap.EP in ranked.plans[0].layout.overlap
     for overlapped, candidate in ranked.by_overlap:
         if overlapped != has:
-            yield _gain(f"expert communication {'overlapped' if overlapped else 'not overlapped'}", candidate)
+            yield _gain(
+                f"expert communication {'overlapped' if overlapped else 'not overlapped'}",
+                candidate,
+            )
 
 
 def _gain(change: str, candidate: Candidate) -> Gain:

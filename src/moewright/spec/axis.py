@@ -10,7 +10,8 @@ TRAIN_KEYS = ("bucket_elements", "gc_every_steps")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """`key` is one of a layout's text or of TRAIN_KEYS; values are written as there, the order has no meaning."""
+    """`key` is one of a layout's text or of TRAIN_KEYS; values are written as there, the order has
+    no meaning."""
 
     key: str
     values: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""What is said when something cannot be: a Reason for a rule, BadInput for the user who broke it."""
+"""What is said when something cannot be: a Reason for a rule, BadInput for the user who broke
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Finding: which wall holds a run back, the evidence, and what to change next; and where a step's seconds go."""
+"""Finding: which wall holds a run back, the evidence, and what to change next; and where a step's
+seconds go."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What the planner expects of a fix. `layout` is how we say it; negative seconds and bytes are savings."""
+    """What the planner expects of a fix. `layout` is how we say it; negative seconds and bytes are
+    savings."""
 
     layout: str
     step_s: float  # change of the predicted step
@@ -55,7 +57,8 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fix:
-    """One thing to change. `excluded` says why it cannot be taken here; "" when it can, or when nobody can tell."""
+    """One thing to change. `excluded` says why it cannot be taken here; "" when it can, or when
+    nobody can tell."""
 
     text: str
     megatron: str = ""  # flags
@@ -66,7 +69,8 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """`share` is the part of the step (or of the device's memory) behind the finding; fixes come in order of trying."""
+    """`share` is the part of the step (or of the device's memory) behind the finding; fixes come in
+    order of trying."""
 
     wall: Wall
     cause: Cause
@@ -88,7 +92,8 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waterfall:
-    """ideal + drops = measured; the last drop is what nothing explains. `ideal_s` is model FLOPs at the peak rate."""
+    """ideal + drops = measured; the last drop is what nothing explains. `ideal_s` is model FLOPs at
+    the peak rate."""
 
     ideal_s: float
     ideal_note: str

@@ -20,7 +20,9 @@ class Op(StrEnum):
     GEMM = "gemm"  # x: FLOPs of the call; y: FLOP/s
     GROUPED_GEMM = "grouped_gemm"  # x: rows per expert; y: FLOP/s
     ATTENTION = "attention"  # x: sequence length; y: FLOP/s, forward, causal half counted
-    ATTENTION_BACKWARD = "attention_backward"  # x: sequence length; y: FLOP/s at 2 x the forward FLOPs
+    ATTENTION_BACKWARD = (
+        "attention_backward"  # x: sequence length; y: FLOP/s at 2 x the forward FLOPs
+    )
     ELEMENTWISE = "elementwise"  # x: bytes moved by the call; y: bytes/s
     OPTIMIZER = "optimizer"  # x: parameters updated; y: parameters/s
 
@@ -38,7 +40,8 @@ class Collective(StrEnum):
 class Curve:
     """Points (x, y), x ascending, interpolated in log x and log y and held flat outside of them.
 
-    `measured` is the range of x that was measured where the points are a fit that goes further; () is their own range.
+    `measured` is the range of x that was measured where the points are a fit that goes further; ()
+    is their own range.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -56,7 +59,8 @@ class OpRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveTime:
-    """Seconds of one collective over `group_size` ranks against the payload one rank hands in (x: bytes)."""
+    """Seconds of one collective over `group_size` ranks against the payload one rank hands in (x:
+    bytes)."""
 
     op: Collective
     group_size: int
@@ -116,7 +120,8 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """`count` devices. `fingerprint` tells one measured machine from another; "" for catalogue parts."""
+    """`count` devices. `fingerprint` tells one measured machine from another; "" for catalogue
+    parts."""
 
     name: str
     count: int

@@ -15,7 +15,8 @@ class Schedule(StrEnum):
 
     @property
     def v_shaped(self) -> bool:
-        """Whether the second of two chunks a rank lies on the way back, so that the first rank holds both ends."""
+        """Whether the second of two chunks a rank lies on the way back, so that the first rank
+        holds both ends."""
         return self in (Schedule.ZBV, Schedule.DUALPIPEV)
 
     @property
@@ -50,12 +51,14 @@ class ExpertPlacement(StrEnum):
     """Which expert-parallel rank holds which expert."""
 
     CONTIGUOUS = "contiguous"  # blocks by number
-    BALANCED = "balanced"  # equally many a rank, packed to even the load that Workload.load_histogram counts
+    # equally many a rank, packed to even the load that Workload.load_histogram counts
+    BALANCED = "balanced"
 
 
 class Recompute(StrEnum):
-    """What is made again in backward: modules of a layer, FULL for layers whole, or LOSS, the logits, of which no more
-    than a piece is ever there. FULL stands alone, or beside LOSS. See docs/formulas.md 6.
+    """What is made again in backward: modules of a layer, FULL for layers whole, or LOSS, the
+    logits, of which no more than a piece is ever there. FULL stands alone, or beside LOSS. See
+    docs/formulas.md 6.
     """
 
     FULL = "full"
@@ -101,7 +104,8 @@ class Graphs(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Degrees over `world_size` ranks; dp and edp are what is left. Sets are sorted tuples without repeats."""
+    """Degrees over `world_size` ranks; dp and edp are what is left. Sets are sorted tuples without
+    repeats."""
 
     world_size: int
     tp: int = 1
@@ -123,11 +127,12 @@ class Layout:
     offload: tuple[Offload, ...] = ()
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
-    ep_node: int = (
-        0  # ranks of ep in one node, for dispatchers that cross to a node before they cross to a rank; 0: all
-    )
+    # ranks of ep in one node, for dispatchers that cross to a node before they cross to a rank; 0:
+    # all
+    ep_node: int = 0
     expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
-    spare: int = 0  # experts that a rank holds beside its own, for replicas of hot ones; with a balanced placement
+    # experts that a rank holds beside its own, for replicas of hot ones; with a balanced placement
+    spare: int = 0
     capacity: float = 0.0  # 0: dropless
     capacity_fill: CapacityFill = CapacityFill.USED
     overlap: tuple[Overlap, ...] = ()
@@ -136,7 +141,8 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Dense data-parallel degree (rounded down when the world does not divide; legality reports that)."""
+        """Dense data-parallel degree (rounded down when the world does not divide; legality reports
+        that)."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property

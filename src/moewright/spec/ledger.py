@@ -31,7 +31,9 @@ class Component(StrEnum):
     TRANSIENT = "transient"  # the largest short-lived working set of backward
     COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
     FRAGMENTATION = "fragmentation"
-    HOST = "host"  # in host memory: offloaded optimizer state, the copy for checkpoints; no part of a device's peak
+    # in host memory: offloaded optimizer state, the copy for checkpoints; no part of a device's
+    # peak
+    HOST = "host"
 
 
 class FlopOp(StrEnum):
@@ -61,7 +63,8 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRow:
-    """Collectives of one operation over one named group (rules.grid.GROUPS): payload handed in, and calls."""
+    """Collectives of one operation over one named group (rules.grid.GROUPS): payload handed in, and
+    calls."""
 
     op: Collective
     group: str
@@ -84,10 +87,11 @@ class TimeRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """One rank's books. `memory` is bytes held; `comm`, `flops` and `time` are for one training step.
+    """One rank's books. `memory` is bytes held; `comm`, `flops` and `time` are for one training
+    step.
 
-    Rows are sorted and unique by their keys; a row of zero is left out. `in_flight` is the most (micro-batch, chunk)
-    pairs that were between their forward and the end of their backward.
+    Rows are sorted and unique by their keys; a row of zero is left out. `in_flight` is the most
+    (micro-batch, chunk) pairs that were between their forward and the end of their backward.
     """
 
     rank: int
@@ -111,13 +115,16 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all dense-data ranks.
+    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all
+    dense-data ranks.
 
-    Rows that a capacity dropped are in no count. Under dedup, copies[...][...][source_rank][ep_rank] counts the tokens
-    that crossed, each once a rank; () otherwise. Where they cross to a node first, nodes[...][...][source_rank][node]
-    counts them, each once a node; () otherwise. Where documents bound attention, attended[rank] is twice the causal
-    pairs of queries and keys that attend each other in the step, of all heads: the queries of the rank's tokens, or of
-    all that it shares heads with; () otherwise. near[rank]: the same of layers with a sliding window, if any.
+    Rows that a capacity dropped are in no count. Under dedup,
+    copies[...][...][source_rank][ep_rank] counts the tokens that crossed, each once a rank; ()
+    otherwise. Where they cross to a node first, nodes[...][...][source_rank][node] counts them,
+    each once a node; () otherwise. Where documents bound attention, attended[rank] is twice the
+    causal pairs of queries and keys that attend each other in the step, of all heads: the queries
+    of the rank's tokens, or of all that it shares heads with; () otherwise. near[rank]: the same of
+    layers with a sliding window, if any.
     """
 
     step: int

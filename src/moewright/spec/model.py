@@ -36,7 +36,8 @@ class ScoreFunction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; `scaling` is the HF rope type ("default", "yarn", "llama3", ...), factors as in HF."""
+    """Rotary embedding; `scaling` is the HF rope type ("default", "yarn", "llama3", ...), factors
+    as in HF."""
 
     theta: float = 10000.0
     scaling: str = "default"
@@ -53,7 +54,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """Attention of one layer. For GQA q and v have `head_dim`; for MLA q/k have nope+rope and v `v_head_dim`."""
+    """Attention of one layer. For GQA q and v have `head_dim`; for MLA q/k have nope+rope and v
+    `v_head_dim`."""
 
     kind: AttentionKind
     heads: int
@@ -99,7 +101,9 @@ class RouterSpec:
     scaling_factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
-    group_scores: int = 0  # the highest scores of a group that make the group's; 0: top_k // top_groups
+    group_scores: int = (
+        0  # the highest scores of a group that make the group's; 0: top_k // top_groups
+    )
     selection_bias: bool = False  # aux-loss-free expert bias, selection only
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
 
@@ -119,12 +123,14 @@ class MoeSpec:
     shared_ffn_size: int = 0  # total over all shared experts
     shared_gate: bool = False
     expert_bias: bool = False  # biases on the expert linears (gpt-oss)
-    latent_size: int = 0  # routed experts work in so narrow a space, projected into before dispatch; 0: hidden_size
+    # routed experts work in so narrow a space, projected into before dispatch; 0: hidden_size
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. `moe_layers[i]` tells whether layer i has experts or a dense MLP."""
+    """A decoder-only transformer. `moe_layers[i]` tells whether layer i has experts or a dense
+    MLP."""
 
     name: str
     family: str  # the HF model_type, "" when there is none
@@ -152,8 +158,11 @@ class ModelSpec:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts: of the model, then those of MTP depths, which start at layers + 1."""
-        depths = range(self.layers + 1, self.layers + 1 + self.mtp_layers) if self.moe_layers[-1] else ()
+        """Numbers of the layers with experts: of the model, then those of MTP depths, which start
+        at layers + 1."""
+        depths = (
+            range(self.layers + 1, self.layers + 1 + self.mtp_layers) if self.moe_layers[-1] else ()
+        )
         return (*(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe), *depths)
 
     @property
@@ -162,7 +171,8 @@ class ModelSpec:
         return self.attention.sliding_window if self.attention.window_every else 0
 
     def window_of(self, layer: int) -> int:
-        """The latest tokens that a query of the layer attends, itself included; 0: all. MTP depths attend all."""
+        """The latest tokens that a query of the layer attends, itself included; 0: all. MTP depths
+        attend all."""
         spec = self.attention
         windowed = spec.window_every and layer < self.layers and layer % spec.window_every == 0
         return spec.sliding_window if windowed else 0

@@ -60,8 +60,8 @@ class Assumption:
 class Estimate:
     """Expected memory and time of one layout.
 
-    `ledgers` holds one predicted Ledger a pipeline rank (the worst rank of that stage); MFU counts model FLOPs only,
-    HFU adds recomputation.
+    `ledgers` holds one predicted Ledger a pipeline rank (the worst rank of that stage); MFU counts
+    model FLOPs only, HFU adds recomputation.
     """
 
     ledgers: tuple[Ledger, ...]
@@ -83,7 +83,8 @@ class Estimate:
     mfu: float
     hfu: float
     assumptions: tuple[Assumption, ...]
-    # Rows of the hottest expert rank over the even ones at which the device is full; 0: no load fills it.
+    # Rows of the hottest expert rank over the even ones at which the device is full; 0: no load
+    # fills it.
     load_limit: float = 0.0
 
 
@@ -98,7 +99,8 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A whole job. The engine runs it; `fingerprint` covers everything but the estimate and the gains."""
+    """A whole job. The engine runs it; `fingerprint` covers everything but the estimate and the
+    gains."""
 
     model: ModelSpec
     workload: Workload

@@ -8,14 +8,18 @@ from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
 from moewright.spec.workload import RouterForce
 
-WAIT_RANGE = "wait:"  # begins the name of a range in a trace, the group's follows: this rank waits for a collective
-WARM_STEPS = 2  # first steps of a session, which are not settled: allocations, thread pools, autotuning
+# begins the name of a range in a trace, the group's follows: this rank waits for a collective
+WAIT_RANGE = "wait:"
+WARM_STEPS = (
+    2  # first steps of a session, which are not settled: allocations, thread pools, autotuning
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLoad:
-    """Tokens per expert of one MoE layer in one step, over all data-parallel ranks, and its router's losses with their
-    coefficients: of the micro-batch, of sequences, of the global batch, z.
+    """Tokens per expert of one MoE layer in one step, over all data-parallel ranks, and its
+    router's losses with their coefficients: of the micro-batch, of sequences, of the global batch,
+    z.
     """
 
     layer: int
@@ -34,9 +38,9 @@ class LayerLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupWait:
-    """Seconds in which this rank did nothing but wait for a collective or a message of one named group: for its peers
-    to come, and for the bytes. Work that runs under a collective is not in it. Known where collectives run on the
-    host's thread (gloo); on a GPU a trace tells it.
+    """Seconds in which this rank did nothing but wait for a collective or a message of one named
+    group: for its peers to come, and for the bytes. Work that runs under a collective is not in it.
+    Known where collectives run on the host's thread (gloo); on a GPU a trace tells it.
     """
 
     group: str
@@ -45,7 +49,8 @@ class GroupWait:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTime:
-    """Of a step on this rank's main thread: on a core, ready but without one, in Python's garbage collection.
+    """Of a step on this rank's main thread: on a core, ready but without one, in Python's garbage
+    collection.
 
     Asleep is what is left of the step beyond these and the waits: a lock, a disk, a device.
     """
@@ -58,8 +63,9 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSample:
-    """What the driver of a GPU says at the end of a step. `resident_share` is the share of recent time in which any
-    kernel was resident, spinning communication included: it says nothing of how busy the tensor cores are.
+    """What the driver of a GPU says at the end of a step. `resident_share` is the share of recent
+    time in which any kernel was resident, spinning communication included: it says nothing of how
+    busy the tensor cores are.
     """
 
     resident_share: float
@@ -69,10 +75,12 @@ class DeviceSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPace:
-    """Medians over the steps of a session on one rank, warm-up and the counted step left out; seconds a step.
+    """Medians over the steps of a session on one rank, warm-up and the counted step left out;
+    seconds a step.
 
-    `links` is the part of `waits` that even the rank to come last spent: the call itself, all being there. The rest
-    was spent waiting for a late rank. Of groups that meet as a whole; () where the calls were not kept.
+    `links` is the part of `waits` that even the rank to come last spent: the call itself, all being
+    there. The rest was spent waiting for a late rank. Of groups that meet as a whole; () where the
+    calls were not kept.
     """
 
     rank: int
@@ -89,7 +97,8 @@ class RankPace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One line of steps.jsonl, kind "step". Rates are per rank; `loss` is nats per valid target of the global batch."""
+    """One line of steps.jsonl, kind "step". Rates are per rank; `loss` is nats per valid target of
+    the global batch."""
 
     step: int  # 1 is the first update
     loss: float
@@ -113,7 +122,8 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalRecord:
-    """One line of steps.jsonl, kind "eval": mean nats per target over the held-out batches after `step` updates."""
+    """One line of steps.jsonl, kind "eval": mean nats per target over the held-out batches after
+    `step` updates."""
 
     step: int
     heldout_loss: float

@@ -14,7 +14,11 @@ def show_bytes(value_bytes: float) -> str:
     size = abs(value_bytes)
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= scale:
-            return f"{value_bytes / scale:.3g} {unit}" if size < 1000 * scale else f"{value_bytes / scale:.0f} {unit}"
+            return (
+                f"{value_bytes / scale:.3g} {unit}"
+                if size < 1000 * scale
+                else f"{value_bytes / scale:.0f} {unit}"
+            )
     return f"{value_bytes:.0f} B"
 
 

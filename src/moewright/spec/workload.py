@@ -1,4 +1,5 @@
-"""Workload: what is asked of the model: sequences, batch, precision, optimizer, data, and for how long."""
+"""Workload: what is asked of the model: sequences, batch, precision, optimizer, data, and for how
+long."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Dtype(StrEnum):
 
     @property
     def narrow(self) -> bool:
-        """Whether products take operands of less than 16 bits, converted before; all else stays in 16 bits."""
+        """Whether products take operands of less than 16 bits, converted before; all else stays in
+        16 bits."""
         return self in (Dtype.FP8, Dtype.MXFP8, Dtype.NVFP4)
 
 
@@ -36,7 +38,8 @@ class Routing(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """AdamW with decoupled decay, linear warm-up, then cosine to `lr * min_lr_fraction` at `decay_steps`."""
+    """AdamW with decoupled decay, linear warm-up, then cosine to `lr * min_lr_fraction` at
+    `decay_steps`."""
 
     lr: float = 3e-4
     min_lr_fraction: float = 0.1
@@ -53,16 +56,20 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """Coefficients of the auxiliary losses (0: off), any of them together; formulas in docs/formulas.md 4.
+    """Coefficients of the auxiliary losses (0: off), any of them together; formulas in
+    docs/formulas.md 4.
 
-    The balance loss over a micro-batch, over each sequence, and with the counts of the global batch so far.
+    The balance loss over a micro-batch, over each sequence, and with the counts of the global batch
+    so far.
     """
 
     aux_coeff: float = 0.0
     seq_aux_coeff: float = 0.0
     global_aux_coeff: float = 0.0
     z_coeff: float = 0.0
-    mtp_coeff: float = 0.1  # of the mean over MTP depths of the loss of each, where the model has any
+    mtp_coeff: float = (
+        0.1  # of the mean over MTP depths of the loss of each, where the model has any
+    )
 
 
 class RouterForce(StrEnum):
@@ -77,7 +84,8 @@ class Assignment(StrEnum):
     """How training chooses experts by their scores; evaluation always takes each token's best."""
 
     TOP_K = "topk"
-    SINKHORN = "sinkhorn"  # the best after scaling a micro-batch's scores to an even load (docs/formulas.md 4)
+    # the best after scaling a micro-batch's scores to an even load (docs/formulas.md 4)
+    SINKHORN = "sinkhorn"
 
 
 class RouterDtype(StrEnum):
@@ -104,16 +112,21 @@ class RouterTraining:
     router_dtype: RouterDtype = RouterDtype.FP32  # of its logits, scores and losses
     assignment: Assignment = Assignment.TOP_K
     sinkhorn_iterations: int = 0  # 0: until it converges
-    jitter_eps: float = 0.0  # the router's input times noise in 1 - eps .. 1 + eps (Switch Transformer); 0: none
-    bias_update_rate: float = 1e-3  # of the selection bias, where the model has one; a step's move (arXiv 2408.15664)
+    jitter_eps: float = (
+        0.0  # the router's input times noise in 1 - eps .. 1 + eps (Switch Transformer); 0: none
+    )
+    bias_update_rate: float = (
+        1e-3  # of the selection bias, where the model has one; a step's move (arXiv 2408.15664)
+    )
     force: RouterForce = RouterForce.NONE
     force_std: float = 1.0
     drop_policy: DropPolicy = DropPolicy.PROBS  # where the layout gives a capacity
 
 
 class Documents(StrEnum):
-    """What the end of a document inside a sequence means: nothing; that neither attention nor a target crosses it
-    (Megatron-LM's reset_attention_mask and eod_mask_loss); or that positions start again too (reset_position_ids).
+    """What the end of a document inside a sequence means: nothing; that neither attention nor a
+    target crosses it (Megatron-LM's reset_attention_mask and eod_mask_loss); or that positions
+    start again too (reset_position_ids).
     """
 
     JOINED = "joined"
@@ -122,8 +135,8 @@ class Documents(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """Who works on what lies between products and attention, chains of small operations: norms, rotation, rows
-    (permute, unpermute), router scores, gated activations, cross-entropy.
+    """Who works on what lies between products and attention, chains of small operations: norms,
+    rotation, rows (permute, unpermute), router scores, gated activations, cross-entropy.
     """
 
     AUTO = "auto"  # Triton on CUDA devices where the package is installed, else plain
@@ -133,10 +146,11 @@ class FusedKernels(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingSpec:
-    """Dynamic loss scaling, in fp16 alone: the loss is multiplied so that small gradients do not vanish.
+    """Dynamic loss scaling, in fp16 alone: the loss is multiplied so that small gradients do not
+    vanish.
 
-    The scale halves after a step whose gradients are not finite, which is skipped, and doubles after
-    `loss_scale_window` finite ones in a row (Micikevicius et al. 2018).
+    The scale halves after a step whose gradients are not finite, which is skipped, and doubles
+    after `loss_scale_window` finite ones in a row (Micikevicius et al. 2018).
     """
 
     initial_loss_scale: float = 65536.0
@@ -146,8 +160,9 @@ class ScalingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RampSpec:
-    """Global batches that grow: from `ramp_start` in steps of `ramp_increment` up to the workload's, over the first
-    `ramp_samples` sequences, as Megatron-LM's --rampup-batch-size does. ramp_start 0: none.
+    """Global batches that grow: from `ramp_start` in steps of `ramp_increment` up to the
+    workload's, over the first `ramp_samples` sequences, as Megatron-LM's --rampup-batch-size does.
+    ramp_start 0: none.
     """
 
     ramp_start: int = 0
@@ -159,8 +174,8 @@ class RampSpec:
 class DataSpec:
     """Megatron .bin/.idx prefixes (no suffix) and the tokenizer file beside them; "" means none.
 
-    `attended_share`: of the pairs of tokens that whole sequences attend, those that documents leave where they bound
-    attention; plans and MFU count these.
+    `attended_share`: of the pairs of tokens that whole sequences attend, those that documents leave
+    where they bound attention; plans and MFU count these.
     """
 
     train: str = ""
@@ -171,7 +186,8 @@ class DataSpec:
 
 
 class SaveMode(StrEnum):
-    """Who waits while a checkpoint is written: training; or nobody, once a copy of the state is in host memory."""
+    """Who waits while a checkpoint is written: training; or nobody, once a copy of the state is in
+    host memory."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -187,8 +203,8 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileSpec:
-    """A window of steps that `ranks` write down kernel by kernel: steps start <= step < end, counted from 1; end 0:
-    none. On a GPU a snapshot of the allocator's history goes with it.
+    """A window of steps that `ranks` write down kernel by kernel: steps start <= step < end,
+    counted from 1; end 0: none. On a GPU a snapshot of the allocator's history goes with it.
     """
 
     start: int = 0
@@ -198,8 +214,8 @@ class ProfileSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One training job on a model. Batch sizes count sequences of `seq_len` tokens; plans are for the whole
-    `global_batch`, whatever the ramp.
+    """One training job on a model. Batch sizes count sequences of `seq_len` tokens; plans are for
+    the whole `global_batch`, whatever the ramp.
     """
 
     seq_len: int
@@ -212,14 +228,18 @@ class Workload:
     routing: Routing = Routing.BALANCED
     load_factor: float = 1.0  # load of the hottest expert rank over the mean
     load_skew: float = 0.0  # standard deviation of an expert's load over the mean
-    load_histogram: tuple[tuple[int, ...], ...] = ()  # tokens an expert, of each layer that has experts
+    load_histogram: tuple[
+        tuple[int, ...], ...
+    ] = ()  # tokens an expert, of each layer that has experts
     eval_every_steps: int = 0  # 0: only at the end
-    router_log_every_steps: int = 1  # loads and losses of every layer's router in the record; 0: never
+    router_log_every_steps: int = (
+        1  # loads and losses of every layer's router in the record; 0: never
+    )
     eval_batches: int = 8  # global batches of held-out data
     ledger_step: int = 2  # the step, counted in a session from 0, on which every op is counted
-    gc_every_steps: int = (
-        0  # collect garbage after every so many steps, on all ranks at once, and never between; 0: Python's own way
-    )
+    # collect garbage after every so many steps, on all ranks at once, and never between; 0:
+    # Python's own way
+    gc_every_steps: int = 0
     profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
@@ -227,9 +247,9 @@ class Workload:
     scaling: ScalingSpec = ScalingSpec()
     ramp: RampSpec = RampSpec()
     data: DataSpec = DataSpec()
-    weights: str = (
-        ""  # a folder, of checkpoints or of Hugging Face, whose weights the first step starts from; "": fresh
-    )
+    # a folder, of checkpoints or of Hugging Face, whose weights the first step starts from; "":
+    # fresh
+    weights: str = ""
     checkpoint: CheckpointSpec = CheckpointSpec()
 
     @property

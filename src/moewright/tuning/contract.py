@@ -1,4 +1,5 @@
-"""The contract of a tuning: what stays as it is while layouts are compared, and what its figures may be called."""
+"""The contract of a tuning: what stays as it is while layouts are compared, and what its figures
+may be called."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class Label(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """Everything that a trial shares with the others. `data` is the fingerprint of the training data; `workload` that
-    of the workload without what tuning may change."""
+    """Everything that a trial shares with the others. `data` is the fingerprint of the training
+    data; `workload` that of the workload without what tuning may change."""
 
     label: Label
     moewright: str
@@ -64,7 +65,9 @@ def contract_of(
     """`versions` are those of moewright and torch; "" for torch where nothing runs."""
     forced = workload.router.force is not RouterForce.NONE
     routing = f"forced, {workload.router.force}" if forced else "chosen by the router"
-    places = replace(workload.data, train="", heldout="", tokenizer="")  # `data` tells what lies there
+    places = replace(
+        workload.data, train="", heldout="", tokenizer=""
+    )  # `data` tells what lies there
     plain = replace(Point(layout=start.layout).on(workload), data=places)
     window = (
         f"median of {SCREEN_STEPS} steps after {UNSETTLED}; to accept, the last {WINDOW} of {VALIDATE_STEPS}"
@@ -110,7 +113,9 @@ def freeze(contract: Contract, folder: Path) -> None:
         was, now = getattr(kept, field.name), getattr(contract, field.name)
         if was != now:
             rule = f"holds a tuning under another contract: its {field.name} is {_short(was)}, not {_short(now)}"
-            raise BadInput(Reason(field="--out", value=str(folder), rule=rule, nearest=f"{folder}-2"))
+            raise BadInput(
+                Reason(field="--out", value=str(folder), rule=rule, nearest=f"{folder}-2")
+            )
 
 
 def _short(value: object) -> str:

@@ -35,8 +35,9 @@ class Ruling(StrEnum):
 class Rules:
     """How gain is told from noise, and when to stop.
 
-    A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain` faster, or is not
-    even ahead after `futile_pairs`; so many candidates in a row without gain end a phase.
+    A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain`
+    faster, or is not even ahead after `futile_pairs`; so many candidates in a row without gain end
+    a phase.
     """
 
     repeats: int = 3  # of the start, to see how far runs of one layout differ
@@ -44,20 +45,25 @@ class Rules:
     futile_pairs: int = 3
     min_gain: float = 0.02
     patience: int = 3  # of scale; retune goes on for twice as many
-    prior_sd: float = 0.07  # of the log ratio of two runs: each differs by 5 %, as repeats do (tune.fit.NOISE)
+    prior_sd: float = (
+        0.07  # of the log ratio of two runs: each differs by 5 %, as repeats do (tune.fit.NOISE)
+    )
     prior_freedom: int = 2
-    margin: float = 1.0  # of the planner's error: how much slower than the incumbent a candidate may be predicted
+    # of the planner's error: how much slower than the incumbent a candidate may be predicted
+    margin: float = 1.0
     basis: Basis = Basis.MEASURED
 
 
 # Predictions repeat exactly, and are all there is to go by.
-PREDICTED = Rules(repeats=1, max_pairs=1, min_gain=0.005, prior_sd=0.0, margin=0.0, basis=Basis.PREDICTED)
+PREDICTED = Rules(
+    repeats=1, max_pairs=1, min_gain=0.005, prior_sd=0.0, margin=0.0, basis=Basis.PREDICTED
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What became of a point. `predicted_s` and `predicted_ratio` (to the incumbent) are by the constants of then; the
-    interval is of the log ratio of measured seconds."""
+    """What became of a point. `predicted_s` and `predicted_ratio` (to the incumbent) are by the
+    constants of then; the interval is of the log ratio of measured seconds."""
 
     phase: Phase
     point: Point
@@ -83,7 +89,8 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A tuning so far; `stops` says why each phase ended, `total` is the winner against the start."""
+    """A tuning so far; `stops` says why each phase ended, `total` is the winner against the
+    start."""
 
     decisions: tuple[Decision, ...]
     profiles: tuple[Profile, ...]

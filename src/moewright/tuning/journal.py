@@ -1,4 +1,5 @@
-"""The journal of a tuning: a line of JSON a run, so that one that was killed goes on where it stood."""
+"""The journal of a tuning: a line of JSON a run, so that one that was killed goes on where it
+stood."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ JOURNAL_FILE = "journal.jsonl"
 
 
 class Journal:
-    """Makes runs, each once: one that the file holds is read from it. The procedure asks for the same runs in the same
-    order every time, so that is all there is to going on.
+    """Makes runs, each once: one that the file holds is read from it. The procedure asks for the
+    same runs in the same order every time, so that is all there is to going on.
     """
 
     def __init__(self, folder: Path, run_one: RunOne, clock: Callable[[], float]) -> None:
         self._path, self._run_one, self._clock = folder / JOURNAL_FILE, run_one, clock
-        self._known = {_key(trial.point, trial.length, trial.repeat): trial for trial in read_journal(folder)}
+        self._known = {
+            _key(trial.point, trial.length, trial.repeat): trial for trial in read_journal(folder)
+        }
         self._since = clock()
 
     def __call__(self, ask: Ask) -> Outcome:
@@ -49,7 +52,8 @@ def _key(point: Point, length: Length, repeat: int) -> tuple[Point, Length, int]
 
 
 def read_journal(folder: Path) -> tuple[Trial, ...]:
-    """The runs of a tuning so far, in the order they were made. Raises BadInput for a damaged line."""
+    """The runs of a tuning so far, in the order they were made. Raises BadInput for a damaged
+    line."""
     path = folder / JOURNAL_FILE
     found = []
     for number, line in enumerate(whole_lines(path), 1):

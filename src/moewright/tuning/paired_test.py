@@ -1,8 +1,10 @@
-"""Telling a gain from noise: pairs of runs taken in turns, and the interval of their mean log ratio.
+"""Telling a gain from noise: pairs of runs taken in turns, and the interval of their mean log
+ratio.
 
-Runs next to each other share what the machine does meanwhile, so their ratio is steadier than either. How far such a
-ratio varies by itself is a property of the machine, not of a layout: it is pooled over all points that ran twice or
-more, from the differences of consecutive runs of one point (von Neumann 1941), which a slow drift does not widen.
+Runs next to each other share what the machine does meanwhile, so their ratio is steadier than
+either. How far such a ratio varies by itself is a property of the machine, not of a layout: it is
+pooled over all points that ran twice or more, from the differences of consecutive runs of one point
+(von Neumann 1941), which a slow drift does not widen.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _SHARED = 2 / 3  # consecutive differences share a run: so much of a degree of f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Standard deviation of the log ratio of two neighbouring runs of one point, and how well it is known."""
+    """Standard deviation of the log ratio of two neighbouring runs of one point, and how well it is
+    known."""
 
     sd: float
     freedom: int
@@ -49,7 +52,8 @@ class Interval:
 
 
 def noise_of(sequences: Iterable[Sequence[float]], *, prior_sd: float, prior_freedom: int) -> Noise:
-    """From the log seconds of each point's runs in the order they ran; the prior counts as `prior_freedom` pairs."""
+    """From the log seconds of each point's runs in the order they ran; the prior counts as
+    `prior_freedom` pairs."""
     squares = [(after - before) ** 2 for one in sequences for before, after in pairwise(one)]
     freedom = prior_freedom + int(_SHARED * len(squares))
     seen = _SHARED * len(squares)
@@ -58,8 +62,8 @@ def noise_of(sequences: Iterable[Sequence[float]], *, prior_sd: float, prior_fre
 
 
 def interval(ratios: Sequence[float], noise: Noise, *, looks: int) -> Interval:
-    """Of the mean of log ratios. `looks` is how often at most it is looked at: each look is taken at a level that
-    holds LEVEL for all of them together (Bonferroni).
+    """Of the mean of log ratios. `looks` is how often at most it is looked at: each look is taken
+    at a level that holds LEVEL for all of them together (Bonferroni).
     """
     mean = fmean(ratios)
     half = t_quantile(1 - (1 - LEVEL) / looks / 2, noise.freedom) * noise.sd / sqrt(len(ratios))

@@ -19,14 +19,16 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 from moewright.tuning.space import Point, Space
 
-# The planner's error before any trial told it, and the least that it is taken for: of two layouts, in the logarithm.
+# The planner's error before any trial told it, and the least that it is taken for: of two layouts,
+# in the logarithm.
 _ERROR = 0.2
 _LEAST_ERROR = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taught:
-    """What a point took, for a fit: the geometric mean of its runs, and the load that its experts had."""
+    """What a point took, for a fit: the geometric mean of its runs, and the load that its experts
+    had."""
 
     point: Point
     step_s: float
@@ -34,8 +36,8 @@ class Taught:
 
 
 class Prices:
-    """`error` is the root mean square of log(predicted / measured) over the trials, their mean taken out: what is off
-    for all layouts alike turns no order.
+    """`error` is the root mean square of log(predicted / measured) over the trials, their mean
+    taken out: what is off for all layouts alike turns no order.
     """
 
     def __init__(self, space: Space) -> None:
@@ -60,9 +62,18 @@ class Prices:
             if one.point.layout.ep > 1 and one.load_factor:
                 work = replace(work, routing=Routing.LEARNED, load_factor=one.load_factor)
             prepared = self._prepare(one.point, work)
-            runs.append(Run(id=str(one.point), prepared=prepared, hardware=space.hardware, measured_s=one.step_s))
+            runs.append(
+                Run(
+                    id=str(one.point),
+                    prepared=prepared,
+                    hardware=space.hardware,
+                    measured_s=one.step_s,
+                )
+            )
         felt = {name for one in every for name in self._felt(one.point)}
-        found = fit(runs, free=tuple(one for one in FREE if one.name in felt), centre=Centre.HARDWARE)
+        found = fit(
+            runs, free=tuple(one for one in FREE if one.name in felt), centre=Centre.HARDWARE
+        )
         self._constants = found.constants(space.hardware)
         named = {constant.name for constant in self._constants}
         kept = [constant for constant in space.hardware.constants if constant.name not in named]
@@ -72,7 +83,9 @@ class Prices:
         errors = [log(run.prepared.step_s(self._constants) / run.measured_s) for run in runs]
         spread = fmean((error - fmean(errors)) ** 2 for error in errors) ** 0.5
         # Few trials say little of the error: the one expected beforehand counts as one of them.
-        self.error = max(_LEAST_ERROR, ((len(errors) * spread**2 + _ERROR**2) / (len(errors) + 1)) ** 0.5)
+        self.error = max(
+            _LEAST_ERROR, ((len(errors) * spread**2 + _ERROR**2) / (len(errors) + 1)) ** 0.5
+        )
 
     def step_s(self, point: Point) -> float:
         """Predicted seconds of a step. Raises BadInput for an illegal point."""
@@ -91,7 +104,12 @@ class Prices:
 
     def ranked(self, beside: Point) -> tuple[Point, ...]:
         """Layouts with the other choices of `beside`, the fastest expected first."""
-        return tuple(sorted(self._space.layouts(beside, self.hardware), key=lambda one: (self.step_s(one), str(one))))
+        return tuple(
+            sorted(
+                self._space.layouts(beside, self.hardware),
+                key=lambda one: (self.step_s(one), str(one)),
+            )
+        )
 
     def _felt(self, point: Point) -> frozenset[str]:
         """Constants that a point's step depends on: the others no trial of it can tell."""
@@ -101,17 +119,24 @@ class Prices:
             self._depends[point] = frozenset(
                 one.name
                 for one in FREE
-                if prepared.step_s(tuple(_nudged(name, known[name]) for name in (one.name, *one.also))) != base
+                if prepared.step_s(
+                    tuple(_nudged(name, known[name]) for name in (one.name, *one.also))
+                )
+                != base
             )
         return self._depends[point]
 
     def _prepare(self, point: Point, workload: Workload) -> Prepared:
         key = (point, workload)
         if key not in self._prepared:
-            self._prepared[key] = Prepared(self._space.model, workload, self._space.hardware, point.layout)
+            self._prepared[key] = Prepared(
+                self._space.model, workload, self._space.hardware, point.layout
+            )
         return self._prepared[key]
 
 
 def _nudged(name: str, value: float) -> Constant:
     """The constant, 5 % less: up, some stand at their bound."""
-    return Constant(name=name, value=Sourced(value=0.95 * value, kind=SourceKind.ASSUMED, source="derivative"))
+    return Constant(
+        name=name, value=Sourced(value=0.95 * value, kind=SourceKind.ASSUMED, source="derivative")
+    )

@@ -1,7 +1,8 @@
 """The tuning procedure: fit, scale, profile, retune one variable, validate.
 
-Every run is asked of `run_one`, and every decision follows from the outcomes alone: the same outcomes give the same
-decisions, so a journal that hands out the old ones is all it takes to go on after a kill.
+Every run is asked of `run_one`, and every decision follows from the outcomes alone: the same
+outcomes give the same decisions, so a journal that hands out the old ones is all it takes to go on
+after a kill.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ _FIRSTS = 5  # points of the planner's that are tried for a start that does not 
 
 
 class Tuning:
-    """One tuning under way. `budget_s` of 0 is none; `watch` sees the result after every decision."""
+    """One tuning under way. `budget_s` of 0 is none; `watch` sees the result after every
+    decision."""
 
-    def __init__(self, space: Space, run_one: RunOne, *, rules: Rules, budget_s: float, watch: Watch) -> None:
+    def __init__(
+        self, space: Space, run_one: RunOne, *, rules: Rules, budget_s: float, watch: Watch
+    ) -> None:
         self._space, self._rules, self._budget_s, self._watch = space, rules, budget_s, watch
         self.prices = Prices(space)
         self._turns = Turns(space, self.prices, run_one, rules=rules, budget_s=budget_s)
@@ -52,7 +56,10 @@ class Tuning:
         except BudgetSpentError:
             done = {phase for phase, _ in self._stops}
             here = next(phase for phase in Phase if phase not in done)
-            self._stop(here, f"the budget of {self._budget_s / 60:g} min is spent, up to what validation takes")
+            self._stop(
+                here,
+                f"the budget of {self._budget_s / 60:g} min is spent, up to what validation takes",
+            )
         if self._best and self._rules.basis is Basis.MEASURED:
             self._validate()
             self._compare_with_start()
@@ -83,7 +90,11 @@ class Tuning:
         for number, point in enumerate((first, *others)):
             if number > _FIRSTS:
                 break
-            why = "the job's own layout" if point == first else "the planner's, for the start did not run"
+            why = (
+                "the job's own layout"
+                if point == first
+                else "the planner's, for the start did not run"
+            )
             if self._base(point, why):
                 self._stop(Phase.FIT, f"{point} runs")
                 return
@@ -128,7 +139,8 @@ class Tuning:
         return f"none of the {left} layouts left is predicted within {exp(allowed) - 1:.0%} of the incumbent"
 
     def _retune(self) -> None:
-        """One variable at a time: what the incumbent's walls ask for, then what is left, the best predicted first."""
+        """One variable at a time: what the incumbent's walls ask for, then what is left, the best
+        predicted first."""
         idle, most = 0, 2 * self._rules.patience
         while idle < most:
             move = next(self._moves(), None)
@@ -155,7 +167,11 @@ class Tuning:
         least = max(self._rules.min_gain, self._turns.noise().sd)
         for other in self._turns.points:
             beside = replace(other, layout=self._best[0].layout)
-            if other.layout == point.layout and self._turns.mean_s(other) and self._turns.mean_s(beside):
+            if (
+                other.layout == point.layout
+                and self._turns.mean_s(other)
+                and self._turns.mean_s(beside)
+            ):
                 ratio = self._turns.mean_s(other) / self._turns.mean_s(beside)
                 if log(ratio) > least:
                     return f"the same change measured {ratio - 1:+.1%} beside other choices than the layout's"
@@ -170,7 +186,12 @@ class Tuning:
             for remedy in REMEDIES[finding.cause]:
                 layout = remedy.change(job) if remedy.change else incumbent.layout
                 point = replace(incumbent, layout=layout)
-                if layout == incumbent.layout or point in tried or not space.holds(point) or space.reasons(point):
+                if (
+                    layout == incumbent.layout
+                    or point in tried
+                    or not space.holds(point)
+                    or space.reasons(point)
+                ):
                     continue
                 yield f"{finding.wall} ({finding.cause}): {remedy.text}", point
         rest = [(why, point) for why, point in space.one_away(incumbent) if point not in tried]
@@ -185,11 +206,15 @@ class Tuning:
         for point in self._best:
             outcome = self._turns.ask(point, Length.VALIDATE)
             bad = [check for check in outcome.checks if not check.passed]
-            said = outcome.said or "; ".join(f"{check.name}: {check.said}" for check in bad or outcome.checks)
+            said = outcome.said or "; ".join(
+                f"{check.name}: {check.said}" for check in bad or outcome.checks
+            )
             good = outcome.failure is Failure.NONE and not bad
             self._winner, self._validated = point, outcome
             why = f"{outcome.steps} steps" if outcome.steps else "a long run"
-            self._decide(Phase.VALIDATE, point, why, Ruling.VALID if good else Ruling.INVALID, said=said)
+            self._decide(
+                Phase.VALIDATE, point, why, Ruling.VALID if good else Ruling.INVALID, said=said
+            )
             if good:
                 break
         else:
@@ -221,7 +246,9 @@ class Tuning:
         while len(ratios) < self._rules.max_pairs:
             ratio = self._turns.pair(point, self._best[0], len(ratios))
             if ratio is None:
-                return self._decide(phase, point, why, Ruling.FAILED, said=self._turns.last(point).said)
+                return self._decide(
+                    phase, point, why, Ruling.FAILED, said=self._turns.last(point).said
+                )
             ratios.append(ratio)
             found = interval(ratios, self._turns.noise(), looks=self._rules.max_pairs)
             if found.high < 0 and found.gain >= self._rules.min_gain / 2:

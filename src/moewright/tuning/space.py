@@ -1,4 +1,5 @@
-"""What tuning moves between: a layout and the few choices beside it that change nothing of what is trained."""
+"""What tuning moves between: a layout and the few choices beside it that change nothing of what is
+trained."""
 
 from __future__ import annotations
 
@@ -34,13 +35,18 @@ class Point:
     gc_every_steps: int = Workload(seq_len=1, global_batch=1).gc_every_steps
 
     def __str__(self) -> str:
-        beside = [f"{key}={getattr(self, key)}" for key in TRAIN_KEYS if getattr(self, key) != _USUAL[key]]
+        beside = [
+            f"{key}={getattr(self, key)}" for key in TRAIN_KEYS if getattr(self, key) != _USUAL[key]
+        ]
         return " ".join([layout_text(self.layout), *beside])
 
     def on(self, workload: Workload) -> Workload:
-        """The workload with the point's own choices; batches do not grow, so that all steps are alike."""
+        """The workload with the point's own choices; batches do not grow, so that all steps are
+        alike."""
         optimizer = replace(workload.optimizer, bucket_elements=self.bucket_elements)
-        return replace(workload, optimizer=optimizer, gc_every_steps=self.gc_every_steps, ramp=RampSpec())
+        return replace(
+            workload, optimizer=optimizer, gc_every_steps=self.gc_every_steps, ramp=RampSpec()
+        )
 
 
 _USUAL = {key: Point.__dataclass_fields__[key].default for key in TRAIN_KEYS}
@@ -57,7 +63,8 @@ def point_of(layout: Layout, workload: Workload) -> Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """Where tuning may go from `start`. `axes` as the job spells them out; () stands for what is usual.
+    """Where tuning may go from `start`. `axes` as the job spells them out; () stands for what is
+    usual.
 
     `allowed` gives the reasons against a layout that is legal but cannot be run.
     """
@@ -77,7 +84,8 @@ class Space:
         )
 
     def holds(self, point: Point) -> bool:
-        """Whether a point differs from the start in nothing but the axes, and there by their values."""
+        """Whether a point differs from the start in nothing but the axes, and there by their
+        values."""
         if not self.axes:
             return True
         reached = self.start
@@ -95,7 +103,11 @@ class Space:
         for axis in self.axes or usual_axes(self.model, self.workload, self.hardware):
             for value in axis.values:
                 other = moved(point, axis.key, value)
-                if other not in seen and not _like(other, point, axis.key) and not self.reasons(other):
+                if (
+                    other not in seen
+                    and not _like(other, point, axis.key)
+                    and not self.reasons(other)
+                ):
                     seen.add(other)
                     yield f"{axis.key}={value}", other
 
@@ -107,7 +119,9 @@ class Space:
         size = prod(len(axis.values) for axis in self.axes)
         if not self.axes or size > MAX_POINTS:
             rule = f"spells out {size} points" if self.axes else "spells nothing out"
-            raise BadInput(Reason(field="tune", rule=f"{rule}; it must be 1..{MAX_POINTS} to try all of them"))
+            raise BadInput(
+                Reason(field="tune", rule=f"{rule}; it must be 1..{MAX_POINTS} to try all of them")
+            )
         found = {self.start: None}
         for values in product(*(axis.values for axis in self.axes)):
             point = self.start
@@ -118,11 +132,15 @@ class Space:
         return tuple(found)
 
     def layouts(self, beside: Point, hardware: Hardware) -> tuple[Point, ...]:
-        """Points with the other choices of `beside` worth pricing on `hardware`: all that the job spells out; else the
-        best of the planner's search."""
+        """Points with the other choices of `beside` worth pricing on `hardware`: all that the job
+        spells out; else the best of the planner's search."""
         if self.axes and prod(len(axis.values) for axis in self.axes) <= MAX_POINTS:
             alike = {
-                replace(one, bucket_elements=beside.bucket_elements, gc_every_steps=beside.gc_every_steps)
+                replace(
+                    one,
+                    bucket_elements=beside.bucket_elements,
+                    gc_every_steps=beside.gc_every_steps,
+                )
                 for one in self.all_points()
             }
             return tuple(sorted(alike, key=str))
@@ -132,12 +150,17 @@ class Space:
 
     def _inside(self, layout: Layout) -> tuple[Reason, ...]:
         if self.axes and not self.holds(replace(self.start, layout=layout)):
-            return (Reason(field="layout", value=layout_text(layout), rule="is not in the space of [tune]"),)
+            return (
+                Reason(
+                    field="layout", value=layout_text(layout), rule="is not in the space of [tune]"
+                ),
+            )
         return self.allowed(layout)
 
 
 def moved(point: Point, key: str, value: str) -> Point:
-    """The point with one variable set, and what goes with it: sp with tp, the schedule with pipelines."""
+    """The point with one variable set, and what goes with it: sp with tp, the schedule with
+    pipelines."""
     if key in TRAIN_KEYS:
         changed: dict[str, Any] = {key: int(value)}
         return replace(point, **changed)
@@ -145,7 +168,9 @@ def moved(point: Point, key: str, value: str) -> Point:
     read = parse_layout(text, world_size=point.layout.world_size)
     layout = replace(point.layout, **{name: getattr(read, name) for name in given_fields(text)})
     if key == "recompute":
-        layout = replace(layout, recompute_block=read.recompute_block, recompute_span=read.recompute_span)
+        layout = replace(
+            layout, recompute_block=read.recompute_block, recompute_span=read.recompute_span
+        )
     if key == "offload":
         layout = replace(layout, offload_fraction=read.offload_fraction)
     if key == "tp":
@@ -156,7 +181,8 @@ def moved(point: Point, key: str, value: str) -> Point:
 
 
 def _piped(layout: Layout, key: str) -> Layout:
-    """A new number of stages goes with an even split; chunks a rank with the schedule that runs so many."""
+    """A new number of stages goes with an even split; chunks a rank with the schedule that runs so
+    many."""
     layout = replace(layout, stages="", vpp=1 if key == "pp" else layout.vpp)
     schedule = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
     return replace(layout, schedule=schedule, vpp_group=layout.vpp_group if layout.vpp > 1 else 0)
@@ -173,7 +199,8 @@ def _like(one: Point, other: Point, key: str) -> bool:
 
 
 def usual_axes(model: ModelSpec, workload: Workload, hardware: Hardware) -> tuple[Axis, ...]:
-    """What may change where the job says nothing: every degree by divisors, and the choices that cost no accuracy."""
+    """What may change where the job says nothing: every degree by divisors, and the choices that
+    cost no accuracy."""
     world, domain = hardware.count, hardware.fabric.domain_size
     cps = [cp for cp in divisors(world) if cp == 1 or cp * MIN_CP_TOKENS <= workload.seq_len]
     works_of = works(space_of(model, workload, hardware, ""))
@@ -201,6 +228,13 @@ def usual_axes(model: ModelSpec, workload: Workload, hardware: Hardware) -> tupl
         ]
     if hardware.device.kind is DeviceKind.CUDA:
         overlaps += [f"{Overlap.EP}+{Overlap.GRAD}+{Overlap.PARAM}"]
-        axes += [("graphs", ["none", f"{Graphs.ATTN}+{Graphs.MOE_ROUTER}"]), ("offload", ["none", "optimizer"])]
+        axes += [
+            ("graphs", ["none", f"{Graphs.ATTN}+{Graphs.MOE_ROUTER}"]),
+            ("offload", ["none", "optimizer"]),
+        ]
     axes.append(("overlap", list(overlaps)))
-    return tuple(Axis(key=key, values=tuple(str(value) for value in values)) for key, values in axes if values)
+    return tuple(
+        Axis(key=key, values=tuple(str(value) for value in values))
+        for key, values in axes
+        if values
+    )

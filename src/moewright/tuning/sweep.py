@@ -1,9 +1,10 @@
 """Sweeps: a list of layouts of one job, estimated or run, beside published figures, as one table.
 
-A sweep file holds [job] (model, on, seq_len, global_batch, precision; or `file`, a job to run) and [[table]]s with
-[[table.row]]s: `name` as it stands in the table, `layout`, and `global_batch`, `time_s`, `tokens`, `tflops` where the
-row has its own or was published; `routing` with `load_factor` or `load_skew` where its experts are not loaded as the
-job's. Each trial that was run is a line of trials.jsonl, and is not run again.
+A sweep file holds [job] (model, on, seq_len, global_batch, precision; or `file`, a job to run) and
+[[table]]s with [[table.row]]s: `name` as it stands in the table, `layout`, and `global_batch`,
+`time_s`, `tokens`, `tflops` where the row has its own or was published; `routing` with
+`load_factor` or `load_skew` where its experts are not loaded as the job's. Each trial that was run
+is a line of trials.jsonl, and is not run again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moewright.codec import append_line, from_data, parse_json, parse_layout, to_data, toml_data, whole_lines
+from moewright.codec import (
+    append_line,
+    from_data,
+    parse_json,
+    parse_layout,
+    to_data,
+    toml_data,
+    whole_lines,
+)
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -49,7 +58,8 @@ class TableSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """What all rows share. `file` is a job to run, beside the sweep file; else the rest says what to estimate."""
+    """What all rows share. `file` is a job to run, beside the sweep file; else the rest says what
+    to estimate."""
 
     model: str = ""
     on: str = ""
@@ -103,9 +113,13 @@ class SweepRow:
 def read_sweep(path: Path) -> SweepSpec:
     """Raises BadInput that names file and key."""
     spec = from_data(SweepSpec, toml_data(path), where=path.name)
-    if not spec.job.file and not (spec.job.model and spec.job.on and spec.job.seq_len and spec.job.global_batch):
+    if not spec.job.file and not (
+        spec.job.model and spec.job.on and spec.job.seq_len and spec.job.global_batch
+    ):
         rule = "needs file, or model, on, seq_len and global_batch"
-        raise BadInput(Reason(field=f"{path.name}: job", rule=rule, nearest='model = "Qwen3-235B-A22B"'))
+        raise BadInput(
+            Reason(field=f"{path.name}: job", rule=rule, nearest='model = "Qwen3-235B-A22B"')
+        )
     faults = tuple(_wrong_loads(spec, path.name))
     if faults:
         raise BadInput(*faults)
@@ -116,24 +130,41 @@ def _wrong_loads(spec: SweepSpec, where: str) -> Iterator[Reason]:
     for row in (row for table in spec.table for row in table.row):
         field = f'{where}: row "{row.name}"'
         if row.load_factor < 1:
-            yield Reason(field=f"{field}: load_factor", value=f"{row.load_factor:g}", rule="is at least 1", nearest="1")
+            yield Reason(
+                field=f"{field}: load_factor",
+                value=f"{row.load_factor:g}",
+                rule="is at least 1",
+                nearest="1",
+            )
         if row.load_skew < 0:
-            yield Reason(field=f"{field}: load_skew", value=f"{row.load_skew:g}", rule="is at least 0", nearest="0")
+            yield Reason(
+                field=f"{field}: load_skew",
+                value=f"{row.load_skew:g}",
+                rule="is at least 0",
+                nearest="0",
+            )
         if row.load_factor > 1 and row.routing is not Routing.LEARNED:
             yield Reason(
-                field=f"{field}: load_factor", rule="is used with one routing alone", nearest='routing = "learned"'
+                field=f"{field}: load_factor",
+                rule="is used with one routing alone",
+                nearest='routing = "learned"',
             )
         if row.load_skew > 0 and row.routing is not Routing.SKEWED:
             yield Reason(
-                field=f"{field}: load_skew", rule="is used with one routing alone", nearest='routing = "skewed"'
+                field=f"{field}: load_skew",
+                rule="is used with one routing alone",
+                nearest='routing = "skewed"',
             )
         if row.routing is Routing.MEASURED:
             rule = "stands in a job, with its histogram"
-            yield Reason(field=f"{field}: routing", value=row.routing, rule=rule, nearest=Routing.SKEWED)
+            yield Reason(
+                field=f"{field}: routing", value=row.routing, rule=rule, nearest=Routing.SKEWED
+            )
 
 
 def workload_of(spec: RowSpec, workload: Workload) -> Workload:
-    """The job's workload with the row's own batch, and the load that the row says its experts had."""
+    """The job's workload with the row's own batch, and the load that the row says its experts
+    had."""
     batch = spec.global_batch or workload.global_batch
     if spec.routing is None:
         return replace(workload, global_batch=batch)
@@ -150,7 +181,9 @@ def read_trials(folder: Path) -> tuple[Trial, ...]:
     """What has been run so far; a torn last line is left out, and run again."""
     path = folder / TRIALS_FILE
     lines = whole_lines(path)
-    return tuple(from_data(Trial, parse_json(line, where=str(path)), where=str(path)) for line in lines)
+    return tuple(
+        from_data(Trial, parse_json(line, where=str(path)), where=str(path)) for line in lines
+    )
 
 
 def write_trial(folder: Path, trial: Trial) -> None:
@@ -159,7 +192,11 @@ def write_trial(folder: Path, trial: Trial) -> None:
 
 
 def row_of(
-    spec: RowSpec, model: ModelSpec, workload: Workload, hardware: Hardware, trials: tuple[Trial, ...]
+    spec: RowSpec,
+    model: ModelSpec,
+    workload: Workload,
+    hardware: Hardware,
+    trials: tuple[Trial, ...],
 ) -> SweepRow:
     """The row with its prediction and what was measured: here, else as published."""
     predicted, refused = None, ""
@@ -167,10 +204,19 @@ def row_of(
         predicted = estimate(model, workload, hardware, layout_of(spec, hardware))
     except BadInput as error:
         refused = str(error)
-    trial = next((each for each in trials if (each.layout, each.global_batch) == key_of(spec, workload)), None)
+    trial = next(
+        (each for each in trials if (each.layout, each.global_batch) == key_of(spec, workload)),
+        None,
+    )
     published = Figures(time_s=spec.time_s, tokens=spec.tokens, tflops=spec.tflops)
     ran = Figures(time_s=trial.time_s, tokens=trial.tokens, tflops=trial.tflops) if trial else None
-    measured = ran if ran and ran.time_s else published if spec.time_s or spec.tokens or spec.tflops else None
+    measured = (
+        ran
+        if ran and ran.time_s
+        else published
+        if spec.time_s or spec.tokens or spec.tflops
+        else None
+    )
     return SweepRow(
         spec=spec,
         seq_len=workload.seq_len,
@@ -193,7 +239,9 @@ def key_of(spec: RowSpec, workload: Workload) -> tuple[str, int]:
 
 
 def figures_of(found: Estimate) -> Figures:
-    return Figures(time_s=found.step_s, tokens=found.tokens_per_s_per_device, tflops=found.tflops_per_device)
+    return Figures(
+        time_s=found.step_s, tokens=found.tokens_per_s_per_device, tflops=found.tflops_per_device
+    )
 
 
 def memory_of(found: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:

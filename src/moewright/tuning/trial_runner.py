@@ -19,8 +19,11 @@ class BudgetSpentError(Exception):
 
 
 def trial_workload(workload: Workload, length: Length) -> Workload:
-    """The job for a trial: the same steps, only fewer; the schedule of the learning rate stays that of the job."""
-    optimizer = replace(workload.optimizer, decay_steps=workload.optimizer.decay_steps or workload.steps)
+    """The job for a trial: the same steps, only fewer; the schedule of the learning rate stays that
+    of the job."""
+    optimizer = replace(
+        workload.optimizer, decay_steps=workload.optimizer.decay_steps or workload.steps
+    )
     return replace(
         workload,
         steps=length.steps,
@@ -35,9 +38,12 @@ def trial_workload(workload: Workload, length: Length) -> Workload:
 
 
 class Turns:
-    """All runs of a tuning. `memory_bytes` is the predicted peak of the smallest layout that ran out of memory."""
+    """All runs of a tuning. `memory_bytes` is the predicted peak of the smallest layout that ran
+    out of memory."""
 
-    def __init__(self, space: Space, prices: Prices, run_one: RunOne, *, rules: Rules, budget_s: float) -> None:
+    def __init__(
+        self, space: Space, prices: Prices, run_one: RunOne, *, rules: Rules, budget_s: float
+    ) -> None:
         self._space, self._prices, self._run_one = space, prices, run_one
         self._rules, self._budget_s = rules, budget_s
         self._outcomes: dict[Point, list[Outcome]] = {}
@@ -68,8 +74,8 @@ class Turns:
         return exp(fmean(map(log, seen))) if seen else 0.0
 
     def pair(self, point: Point, incumbent: Point, number: int) -> float | None:
-        """log(candidate / incumbent) of two runs in a row; the turns change from pair to pair, and an incumbent's run
-        that has just been made is taken. None when the candidate fails.
+        """log(candidate / incumbent) of two runs in a row; the turns change from pair to pair, and
+        an incumbent's run that has just been made is taken. None when the candidate fails.
         """
         if number == 0 and self._last == incumbent:
             beside = self.last(incumbent)
@@ -89,7 +95,8 @@ class Turns:
         return log(mine.step_s / beside.step_s)
 
     def once(self, point: Point) -> Outcome:
-        """A short run. Raises BudgetSpentError where it and a validation would take longer than there is time."""
+        """A short run. Raises BudgetSpentError where it and a validation would take longer than
+        there is time."""
         if self._budget_s and self.runs and self.spent_s + self._reserve_s() > self._budget_s:
             raise BudgetSpentError
         return self.ask(point, Length.SCREEN)
@@ -118,13 +125,21 @@ class Turns:
 
     def noise(self) -> Noise:
         """Of the log ratio of two runs of one point in a row."""
-        sequences = [[log(one.step_s) for one in found if one.step_s] for found in self._outcomes.values()]
-        return noise_of(sequences, prior_sd=self._rules.prior_sd, prior_freedom=self._rules.prior_freedom)
+        sequences = [
+            [log(one.step_s) for one in found if one.step_s] for found in self._outcomes.values()
+        ]
+        return noise_of(
+            sequences, prior_sd=self._rules.prior_sd, prior_freedom=self._rules.prior_freedom
+        )
 
     def taught(self) -> tuple[Taught, ...]:
         """What each point that ran took."""
         return tuple(
-            Taught(point=point, step_s=self.mean_s(point), load_factor=self.last_good(point).load_factor)
+            Taught(
+                point=point,
+                step_s=self.mean_s(point),
+                load_factor=self.last_good(point).load_factor,
+            )
             for point in self._outcomes
             if self.mean_s(point)
         )

@@ -64,9 +64,9 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run showed. `step_s` is the median seconds of a settled step as they would be with a core for every rank;
-    `wall_step_s` those of the last WINDOW steps by the clock, other programs of the machine included. Zeros where the
-    run failed.
+    """What a run showed. `step_s` is the median seconds of a settled step as they would be with a
+    core for every rank; `wall_step_s` those of the last WINDOW steps by the clock, other programs
+    of the machine included. Zeros where the run failed.
     """
 
     step_s: float = 0.0
@@ -112,12 +112,21 @@ def outcome_of(record: RunRecord, length: Length) -> Outcome:
     steps, pace = settled(record), pace_of(record)
     plan = record.plan
     known = Known(
-        model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=plan.estimate
+        model=plan.model,
+        workload=plan.workload,
+        hardware=plan.hardware,
+        layout=plan.layout,
+        estimate=plan.estimate,
     )
     factors = [
-        rank_load_factor(load.rank_counts or load.counts, plan.layout.ep) for step in steps for load in step.loads
+        rank_load_factor(load.rank_counts or load.counts, plan.layout.ep)
+        for step in steps
+        for load in step.loads
     ]
-    found = tuple(Found(wall=one.wall, cause=one.cause, title=one.title, share=one.share) for one in diagnose(record))
+    found = tuple(
+        Found(wall=one.wall, cause=one.cause, title=one.title, share=one.share)
+        for one in diagnose(record)
+    )
     return Outcome(
         step_s=pace.step_s,
         wall_step_s=median(step.step_s for step in steps[-WINDOW:]),
@@ -132,14 +141,15 @@ def outcome_of(record: RunRecord, length: Length) -> Outcome:
 
 
 def peak_of(record: RunRecord) -> int:
-    """Bytes of the fullest rank: the driver's word where there is a device, else what was counted."""
+    """Bytes of the fullest rank: the driver's word where there is a device, else what was
+    counted."""
     samples = [step.device.peak_allocated_bytes for step in record.steps if step.device]
     return max([*samples, *(ledger.device_bytes for ledger in record.ledgers)], default=0)
 
 
 def checks_of(record: RunRecord) -> tuple[Check, ...]:
-    """Long enough, healthy, inside its memory, and the layout that was asked for: what each rank counted is what is
-    predicted of that layout."""
+    """Long enough, healthy, inside its memory, and the layout that was asked for: what each rank
+    counted is what is predicted of that layout."""
     plan, steps = record.plan, settled(record)
     broken = [step.step for step in record.steps if not isfinite(step.loss)]
     skipped = [step.step for step in record.steps if step.skipped]
@@ -148,10 +158,16 @@ def checks_of(record: RunRecord) -> tuple[Check, ...]:
     lines = [line for pair in pairs for line in pair.lines]
     bad = [f"{line.section} {line.label}" for line in lines if not line.kept]
     kept = sum(line.kept and line.rule != "listed" for line in lines)
-    books = f"{kept} rows of {len(pairs)} ranks as predicted" if not bad else f"differ: {', '.join(bad[:3])}"
+    books = (
+        f"{kept} rows of {len(pairs)} ranks as predicted"
+        if not bad
+        else f"differ: {', '.join(bad[:3])}"
+    )
     world = plan.layout.world_size
     return (
-        Check(name="length", passed=len(steps) >= VALIDATE_STEPS, said=f"{len(steps)} settled steps"),
+        Check(
+            name="length", passed=len(steps) >= VALIDATE_STEPS, said=f"{len(steps)} settled steps"
+        ),
         Check(
             name="loss",
             passed=not broken,
@@ -160,7 +176,11 @@ def checks_of(record: RunRecord) -> tuple[Check, ...]:
             else f"no number at step {broken[0]}",
         ),
         Check(name="skipped steps", passed=not skipped, said=str(len(skipped))),
-        Check(name="memory", passed=0 < peak <= capacity, said=f"{peak} of {capacity} bytes held by the fullest rank"),
+        Check(
+            name="memory",
+            passed=0 < peak <= capacity,
+            said=f"{peak} of {capacity} bytes held by the fullest rank",
+        ),
         Check(name="what ran", passed=not bad and len(pairs) == world and kept > 0, said=books),
     )
 
@@ -168,7 +188,13 @@ def checks_of(record: RunRecord) -> tuple[Check, ...]:
 def predicted_outcome(ask: Ask) -> Outcome:
     """The plan's estimate in the place of a run, with the walls that it expects."""
     plan, found = ask.plan, ask.plan.estimate
-    known = Known(model=plan.model, workload=plan.workload, hardware=plan.hardware, layout=plan.layout, estimate=found)
+    known = Known(
+        model=plan.model,
+        workload=plan.workload,
+        hardware=plan.hardware,
+        layout=plan.layout,
+        estimate=found,
+    )
     walls = ordered(expected(known))
     fall = Waterfall(
         ideal_s=ideal_s(known),
@@ -179,6 +205,8 @@ def predicted_outcome(ask: Ask) -> Outcome:
     return Outcome(
         step_s=found.step_s,
         peak_bytes=found.peak_bytes,
-        findings=tuple(Found(wall=one.wall, cause=one.cause, title=one.title, share=one.share) for one in walls),
+        findings=tuple(
+            Found(wall=one.wall, cause=one.cause, title=one.title, share=one.share) for one in walls
+        ),
         waterfall=fall,
     )

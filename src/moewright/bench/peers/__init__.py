@@ -1,1 +1,2 @@
-"""What `bench peers` runs: one process for each contestant, in turns, on the same model and tokens."""
+"""What `bench peers` runs: one process for each contestant, in turns, on the same model and
+tokens."""

@@ -1,7 +1,8 @@
-"""The contest: one model, its tokens, and the turns that every contestant takes in a process of its own.
+"""The contest: one model, its tokens, and the turns that every contestant takes in a process of its
+own.
 
-The workload is the one at which MoE trainers were compared on a CPU before: 4 layers of 32 experts, 4 of them for a
-token, 2,048 tokens a step, 175 GFLOP.
+The workload is the one at which MoE trainers were compared on a CPU before: 4 layers of 32 experts,
+4 of them for a token, 2,048 tokens a step, 175 GFLOP.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from enum import StrEnum
 import torch
 
 from moewright.rules.flops import model_flops_per_token
-from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, QkNorm, RouterSpec
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RouterSpec,
+)
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
 MODEL = ModelSpec(
@@ -26,7 +34,12 @@ MODEL = ModelSpec(
     layers=4,
     vocab_size=8192,
     attention=AttentionSpec(
-        kind=AttentionKind.GQA, heads=8, kv_heads=2, head_dim=64, v_head_dim=64, qk_norm=QkNorm.PER_HEAD
+        kind=AttentionKind.GQA,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        qk_norm=QkNorm.PER_HEAD,
     ),
     dense_ffn_size=1024,
     moe=MoeSpec(experts=32, ffn_size=256, router=RouterSpec(top_k=4)),
@@ -35,7 +48,9 @@ MODEL = ModelSpec(
 WORK = Workload(
     seq_len=512,
     global_batch=4,
-    optimizer=OptimizerSpec(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.0),
+    optimizer=OptimizerSpec(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.0
+    ),
     loss=LossSpec(),
 )
 _BATCHES = 8
@@ -51,7 +66,8 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a contestant is started for; `dtype` is of the compute, states of the optimizer are fp32 in any case."""
+    """What a contestant is started for; `dtype` is of the compute, states of the optimizer are fp32
+    in any case."""
 
     part: Part
     dtype: Dtype
@@ -86,16 +102,20 @@ def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hidden(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input of a layer [2048,512] and the gradient of its output; new ones, and so another routing, in every turn."""
+    """Input of a layer [2048,512] and the gradient of its output; new ones, and so another routing,
+    in every turn."""
     dice = torch.Generator().manual_seed(number)
     shape = (WORK.tokens_per_step, MODEL.hidden_size)
     x, grad = (torch.randn(shape, generator=dice).to(dtype) for _ in range(2))
     return x, grad
 
 
-def take_turns(turn: Turn, split: Callable[[Callable[[], float]], Mapping[str, float]] | None = None) -> None:
-    """Make `turn(number)` ready, run it, and answer with its wall and CPU seconds and the number that it returns to be
-    compared, once for every line that comes. The line "split" asks for a turn's seconds by kind of work instead.
+def take_turns(
+    turn: Turn, split: Callable[[Callable[[], float]], Mapping[str, float]] | None = None
+) -> None:
+    """Make `turn(number)` ready, run it, and answer with its wall and CPU seconds and the number
+    that it returns to be compared, once for every line that comes. The line "split" asks for a
+    turn's seconds by kind of work instead.
     """
     for number, line in enumerate(sys.stdin):
         run = turn(number)
@@ -104,5 +124,9 @@ def take_turns(turn: Turn, split: Callable[[Callable[[], float]], Mapping[str, f
             continue
         wall, cpu = time.perf_counter(), time.process_time()
         value = run()
-        answer = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "value": value}
+        answer = {
+            "wall_s": time.perf_counter() - wall,
+            "cpu_s": time.process_time() - cpu,
+            "value": value,
+        }
         print(json.dumps(answer), flush=True)

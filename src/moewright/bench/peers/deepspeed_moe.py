@@ -1,4 +1,5 @@
-"""DeepSpeed's MoE layer in the contest, in the place of transformers' own in the same backbone, dropping no token."""
+"""DeepSpeed's MoE layer in the contest, in the place of transformers' own in the same backbone,
+dropping no token."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ class _Layer(torch.nn.Module):
         moe = MODEL.moe
         assert moe is not None
         expert = _Expert(MODEL.hidden_size, moe.ffn_size)
-        self.moe = MoE(MODEL.hidden_size, expert, moe.experts, k=moe.router.top_k, drop_tokens=False, use_rts=False)
+        self.moe = MoE(
+            MODEL.hidden_size,
+            expert,
+            moe.experts,
+            k=moe.router.top_k,
+            drop_tokens=False,
+            use_rts=False,
+        )
         self.moe.set_deepspeed_parallelism()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The machine's own rate beside the contest: the faster of torch's matrix products of 2048 x 2048 x 2048.
+"""The machine's own rate beside the contest: the faster of torch's matrix products of 2048 x 2048 x
+2048.
 
 In fp32 torch.mm runs MKL, which is slow on some CPUs, where oneDNN is not.
 """

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, Turn, asked, hidden, take_turns, tokens
+from moewright.bench.peers.contest import (
+    MODEL,
+    WORK,
+    Asked,
+    Part,
+    Turn,
+    asked,
+    hidden,
+    take_turns,
+    tokens,
+)
 from moewright.engine.data.batch import Batch, batch_here
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.model.transformer import initial_value
@@ -48,7 +58,11 @@ def turn(how: Asked) -> Turn:
     if how.part is Part.STEP:
 
         def step(number: int) -> Callable[[], float]:
-            return lambda: train_step(made, step=number + 1, lr=WORK.optimizer.lr, stop_asked=False, counted=False).loss
+            return lambda: (
+                train_step(
+                    made, step=number + 1, lr=WORK.optimizer.lr, stop_asked=False, counted=False
+                ).loss
+            )
 
         return step
     layer: Any = made.model.layers["0"].moe
@@ -77,7 +91,10 @@ def split(run: Callable[[], float]) -> Mapping[str, float]:
     found = dict.fromkeys((*_KINDS, _REST), 0.0)
     for row in profile.key_averages():
         if "::" in row.key:
-            kind = next((kind for kind, words in _KINDS.items() if any(word in row.key for word in words)), _REST)
+            kind = next(
+                (kind for kind, words in _KINDS.items() if any(word in row.key for word in words)),
+                _REST,
+            )
             found[kind] += row.self_cpu_time_total * 1e-6
     return {**found, "outside of torch": wall - sum(found.values())}
 

@@ -1,4 +1,5 @@
-"""HF transformers' Qwen3-MoE in the contest, as it ships, with torch's fused AdamW in a loop of its own."""
+"""HF transformers' Qwen3-MoE in the contest, as it ships, with torch's fused AdamW in a loop of its
+own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moewright.bench.peers.contest import MODEL, WORK, Asked, Part, Turn, asked, hidden, take_turns, tokens
+from moewright.bench.peers.contest import (
+    MODEL,
+    WORK,
+    Asked,
+    Part,
+    Turn,
+    asked,
+    hidden,
+    take_turns,
+    tokens,
+)
 from moewright.intake.hf_write import config_of
 
 
@@ -17,7 +28,11 @@ def model(how: Asked) -> Any:
     """Random weights of the scale that the engine draws."""
     entries = config_of(MODEL)
     config = AutoConfig.for_model(entries.pop("model_type"), **entries, use_cache=False)
-    return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm").to(how.torch_dtype).train()
+    return (
+        AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+        .to(how.torch_dtype)
+        .train()
+    )
 
 
 def turn(how: Asked, made: Any) -> Turn:
@@ -43,16 +58,21 @@ def turn(how: Asked, made: Any) -> Turn:
 
 
 def _step(made: Any) -> Turn:
-    """Mixed precision with fp32 master weights where the model is bf16: the arithmetic of the engine's optimizer."""
+    """Mixed precision with fp32 master weights where the model is bf16: the arithmetic of the
+    engine's optimizer."""
     weights: list[Any] = [p for p in made.parameters() if p.requires_grad]
     narrow = weights[0].dtype != torch.float32
-    master: list[Any] = [p.detach().float().requires_grad_() for p in weights] if narrow else weights
+    master: list[Any] = (
+        [p.detach().float().requires_grad_() for p in weights] if narrow else weights
+    )
     spec = WORK.optimizer
     groups = [
         {"params": [p for p in master if p.dim() > 1], "weight_decay": spec.weight_decay},
         {"params": [p for p in master if p.dim() == 1], "weight_decay": 0.0},
     ]
-    rule = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+    rule = torch.optim.AdamW(
+        groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
+    )
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         loss = made(input_ids=inputs, labels=targets, shift_labels=targets).loss

@@ -1,4 +1,5 @@
-"""Ranks beside each other: who works longest, and how much of communication is waiting for a late rank."""
+"""Ranks beside each other: who works longest, and how much of communication is waiting for a late
+rank."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _Key = tuple[str, tuple[int, ...], Collective | None, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """Seconds a step that the average rank spends inside collectives of one class before the last rank comes: mean over
-    the steps, and their median, which one step that something else held up is not in.
+    """Seconds a step that the average rank spends inside collectives of one class before the last
+    rank comes: mean over the steps, and their median, which one step that something else held up is
+    not in.
     """
 
     comm: CommClass
@@ -36,9 +38,11 @@ class Across:
     waiting: tuple[Waiting, ...]
 
 
-def across(captures: Sequence[Capture], parts: Sequence[Breakdown], layout: Layout | None = None) -> Across | None:
-    """None for one rank. The k-th calls of a group are the same collective; its shortest kernel is that of the rank
-    that came last, so what the others take longer is waiting.
+def across(
+    captures: Sequence[Capture], parts: Sequence[Breakdown], layout: Layout | None = None
+) -> Across | None:
+    """None for one rank. The k-th calls of a group are the same collective; its shortest kernel is
+    that of the rank that came last, so what the others take longer is waiting.
     """
     if len(captures) < 2:
         return None
@@ -47,7 +51,9 @@ def across(captures: Sequence[Capture], parts: Sequence[Breakdown], layout: Layo
     classes: dict[_Key, CommClass] = {}
     for capture in captures:
         kernels = capture.kernels
-        for place, (channel, classed) in enumerate(zip(capture.channels, classify(capture, layout), strict=True)):
+        for place, (channel, classed) in enumerate(
+            zip(capture.channels, classify(capture, layout), strict=True)
+        ):
             ranks = channel.ranks
             if channel.group in GROUPS and layout is not None and capture.rank < layout.world_size:
                 ranks = group_ranks(layout, channel.group, capture.rank)
@@ -63,7 +69,9 @@ def across(captures: Sequence[Capture], parts: Sequence[Breakdown], layout: Layo
         if len(members) > 1 and len({len(member) for member in members}) == 1:
             table = np.stack(members)
             late = (table - table.min(0)).sum(0) / len(captures)
-            whole = len(late) % steps == 0  # as many calls in each step, so that they can be told apart
+            whole = (
+                len(late) % steps == 0
+            )  # as many calls in each step, so that they can be told apart
             found[classes[key]] += late.reshape(steps, -1).sum(1) if whole else late.sum() / steps
     return Across(
         compute_max_over_mean=float(works.max() / works.mean()) if works.mean() > 0 else 1.0,

@@ -1,4 +1,5 @@
-"""Where one rank's step goes: work, exposed communication by class, idle time by cause; all by unions of intervals."""
+"""Where one rank's step goes: work, exposed communication by class, idle time by cause; all by
+unions of intervals."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ _TINY_GAP_S = 2e-6  # between kernels that follow each other: no cause is looked
 _LATE_S = 5e-6  # a kernel launched less than this before its gap began was waited for by the device
 
 # Where two classes are exposed at once, the one that holds back the layer at hand is charged.
-_BLOCKING_FIRST = (CommClass.TP, CommClass.CP, CommClass.EP, CommClass.PP, CommClass.DP, CommClass.OTHER)
+_BLOCKING_FIRST = (
+    CommClass.TP,
+    CommClass.CP,
+    CommClass.EP,
+    CommClass.PP,
+    CommClass.DP,
+    CommClass.OTHER,
+)
 
 
 class Idle(StrEnum):
@@ -116,12 +124,24 @@ def breakdown(capture: Capture, layout: Layout | None = None) -> Breakdown:
         steps=steps,
         step_s=sets.total_s(window) / count,
         compute_s=sets.total_s(compute) / count,
-        works=tuple((work, sets.total_s(clipped[work]) / count) for work in works if len(clipped[work])),
+        works=tuple(
+            (work, sets.total_s(clipped[work]) / count) for work in works if len(clipped[work])
+        ),
         comms=_comms(capture, layout, window, compute, count),
-        matrix_s=sets.total_s(_clip(kernels.spans(kernels.does(*_MATRIX) & ~kernels.replayed), window)) / count,
-        replayed_s=sets.total_s(_clip(kernels.spans(kernels.does(*works) & kernels.replayed), window)) / count,
+        matrix_s=sets.total_s(
+            _clip(kernels.spans(kernels.does(*_MATRIX) & ~kernels.replayed), window)
+        )
+        / count,
+        replayed_s=sets.total_s(
+            _clip(kernels.spans(kernels.does(*works) & kernels.replayed), window)
+        )
+        / count,
         copies_s=sets.total_s(copies) / count,
-        idle=tuple((cause, seconds / count) for cause, seconds in _idle(capture, gaps).items() if seconds > 0),
+        idle=tuple(
+            (cause, seconds / count)
+            for cause, seconds in _idle(capture, gaps).items()
+            if seconds > 0
+        ),
         product_s=sets.total_s(_clip(kernels.spans(known), window)) / count,
         product_flops=float(kernels.flops[known].sum()) / count,
         kernels=float(inside.sum()) / count,
@@ -139,8 +159,9 @@ def _clip(found: Spans, window: Spans) -> Spans:
 def _window(capture: Capture) -> tuple[Spans, int]:
     """What is looked at, and how many steps lie in it.
 
-    Marks are the host's and the device runs behind it: its window starts with the first kernel launched inside the
-    first step and ends with the last one launched inside the last, as far as launches were recorded.
+    Marks are the host's and the device runs behind it: its window starts with the first kernel
+    launched inside the first step and ends with the last one launched inside the last, as far as
+    launches were recorded.
     """
     kernels = capture.kernels
     first, last = float(kernels.start_s.min()), float(kernels.end_s.max())
@@ -150,23 +171,32 @@ def _window(capture: Capture) -> tuple[Spans, int]:
     launched = kernels.launched_s
     ours = (launched >= begin) & (launched <= finish)
     if ours.any():
-        start, end = min(begin, float(kernels.start_s[ours].min())), float(kernels.end_s[ours].max())
+        start, end = (
+            min(begin, float(kernels.start_s[ours].min())),
+            float(kernels.end_s[ours].max()),
+        )
         before = (launched < begin) & (kernels.end_s > begin)
         if before.any():  # work of the step before runs on: the device's step starts after it
-            start = min(max(begin, float(kernels.end_s[before].max())), float(kernels.start_s[ours].min()))
+            start = min(
+                max(begin, float(kernels.end_s[before].max())), float(kernels.start_s[ours].min())
+            )
         return sets.of(start, max(end, finish) if not before.any() else end), len(capture.steps)
     if begin >= last or finish <= first:  # marks of another clock
         return sets.of(first, last), len(capture.steps)
     return sets.of(max(first, begin), min(last, finish)), len(capture.steps)
 
 
-def _comms(capture: Capture, layout: Layout | None, window: Spans, compute: Spans, count: int) -> tuple[CommTime, ...]:
+def _comms(
+    capture: Capture, layout: Layout | None, window: Spans, compute: Spans, count: int
+) -> tuple[CommTime, ...]:
     kernels = capture.kernels
     classed = classify(capture, layout)
     found, taken = [], compute
     for comm in _BLOCKING_FIRST:
         places = [place for place, each in enumerate(classed) if each.comm is comm]
-        mine = np.isin(kernels.channel, places) if places else np.zeros(len(kernels.name), dtype=bool)
+        mine = (
+            np.isin(kernels.channel, places) if places else np.zeros(len(kernels.name), dtype=bool)
+        )
         busy = _clip(kernels.spans(mine), window)
         if not len(busy):
             continue
@@ -191,7 +221,8 @@ def _hows(classed: Sequence[Classed], places: Sequence[int]) -> tuple[str, ...]:
 
 
 def _idle(capture: Capture, gaps: Spans) -> Mapping[Idle, float]:
-    """Seconds of the gaps by cause: first what the host was seen doing in them, then when the next kernel came."""
+    """Seconds of the gaps by cause: first what the host was seen doing in them, then when the next
+    kernel came."""
     found = dict.fromkeys(Idle, 0.0)
     if not len(gaps):
         return found
@@ -216,7 +247,8 @@ def _idle(capture: Capture, gaps: Spans) -> Mapping[Idle, float]:
 
 
 def _drained(syncs: Spans, start: float, launched: float) -> bool:
-    """Whether the host sat in a synchronisation when the gap began, or entered one before it launched again."""
+    """Whether the host sat in a synchronisation when the gap began, or entered one before it
+    launched again."""
     at = int(np.searchsorted(syncs[:, 0], launched, side="right")) - 1
     return at >= 0 and float(syncs[at, 1]) >= start
 
@@ -233,7 +265,10 @@ def _top(capture: Capture, inside: np.ndarray, window: Spans, count: int) -> tup
             work = list(Work)[int(kernels.work[mine][0])]
             found.append(
                 TopKernel(
-                    name=capture.kernels.names[index], work=work, seconds=seconds, calls=float(mine.sum()) / count
+                    name=capture.kernels.names[index],
+                    work=work,
+                    seconds=seconds,
+                    calls=float(mine.sum()) / count,
                 )
             )
     return tuple(sorted(found, key=lambda each: -each.seconds))

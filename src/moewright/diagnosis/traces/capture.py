@@ -29,7 +29,8 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """One kind of collective over one group. Tools say more or less: "", () and 0 stand for what they left out."""
+    """One kind of collective over one group. Tools say more or less: "", () and 0 stand for what
+    they left out."""
 
     op: Collective | None  # None: sends and receives, of an exchange or of a pipeline
     group: str = ""  # name of the process group, a number with most trainers
@@ -74,7 +75,8 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """`steps` holds the start and end of each training step seen, in order; () where the tool marked none."""
+    """`steps` holds the start and end of each training step seen, in order; () where the tool
+    marked none."""
 
     source: str
     rank: int
@@ -93,7 +95,8 @@ class Capture:
     notes: tuple[str, ...] = ()
 
 
-# Earlier patterns win. Sources: names that NCCL (src/device), RCCL, cuBLAS, CUTLASS, Triton, cuDNN, FlashAttention,
+# Earlier patterns win. Sources: names that NCCL (src/device), RCCL, cuBLAS, CUTLASS, Triton, cuDNN,
+# FlashAttention,
 # TransformerEngine, DeepEP and HybridEP give their kernels.
 _WORKS: tuple[tuple[Work, str], ...] = (
     (
@@ -103,7 +106,10 @@ _WORKS: tuple[tuple[Work, str], ...] = (
     ),
     (Work.COPY, r"^mem(cpy|set)\b|^\[CUDA mem"),
     (Work.ATTENTION, r"flash|fmha|sdpa|mha_|attention|attn_(fwd|bwd)|cudnn.*sdp"),
-    (Work.GROUPED_GEMM, r"group(ed)?_?gemm|groupproblemshape|moe_?gemm|grouped_mm|multi_?gemm|groupedmm"),
+    (
+        Work.GROUPED_GEMM,
+        r"group(ed)?_?gemm|groupproblemshape|moe_?gemm|grouped_mm|multi_?gemm|groupedmm",
+    ),
     (Work.GEMM, r"gemm|gemv|nvjet|xmma|cutlass.*kernel|cijk_|wgmma|splitk_?reduce|matmul|_mm_"),
 )
 _KNOWN = tuple((work, re.compile(pattern, re.IGNORECASE)) for work, pattern in _WORKS)
@@ -125,7 +131,8 @@ def work_of(name: str) -> Work:
 
 
 def op_of(name: str) -> Collective | None:
-    """The collective in a kernel's or an operation's name; None: SendRecv, which all-to-all and pipelines share."""
+    """The collective in a kernel's or an operation's name; None: SendRecv, which all-to-all and
+    pipelines share."""
     return next((op for pattern, op in _OPS if re.search(pattern, name, re.IGNORECASE)), None)
 
 
@@ -172,7 +179,9 @@ class Columns:
         index = self._name(name)
         kind = self._works[index] if work is None else list(Work).index(work)
         place = self._streams.setdefault(stream, len(self._streams))
-        self._rows.append((index, start_s, end_s, place, launched_s, kind, channel, payload, flops, replayed))
+        self._rows.append(
+            (index, start_s, end_s, place, launched_s, kind, channel, payload, flops, replayed)
+        )
 
     def _name(self, name: str) -> int:
         index = self._names.setdefault(name, len(self._names))
@@ -192,7 +201,9 @@ class Columns:
         table = np.array(self._rows, dtype=np.float64).reshape(-1, 10)
         table = table[np.argsort(table[:, 1], kind="stable")]
         whole = (
-            table.astype(np.int64, copy=True) if not np.isnan(table).any() else np.nan_to_num(table).astype(np.int64)
+            table.astype(np.int64, copy=True)
+            if not np.isnan(table).any()
+            else np.nan_to_num(table).astype(np.int64)
         )
         return Kernels(
             names=tuple(self._names),

@@ -1,5 +1,6 @@
-"""Which parallelism a collective belongs to: by the groups of the layout, by what the trainer calls its group, or,
-where neither is written down, by the kind of collective, its group and its sizes. Each answer says how it was found.
+"""Which parallelism a collective belongs to: by the groups of the layout, by what the trainer calls
+its group, or, where neither is written down, by the kind of collective, its group and its sizes.
+Each answer says how it was found.
 """
 
 from __future__ import annotations
@@ -64,9 +65,13 @@ class Classed:
     how: str
 
 
-# Earlier patterns win; descriptions of Megatron-Core's parallel_state, of torch's DeviceMesh and of FSDP.
+# Earlier patterns win; descriptions of Megatron-Core's parallel_state, of torch's DeviceMesh and of
+# FSDP.
 _DESCRIBED: tuple[tuple[str, CommClass], ...] = (
-    (r"expert.*data|edp|efsdp|data_parallel|dp_|_dp\b|fsdp|ddp|distributed_optimizer|\bdp", CommClass.DP),
+    (
+        r"expert.*data|edp|efsdp|data_parallel|dp_|_dp\b|fsdp|ddp|distributed_optimizer|\bdp",
+        CommClass.DP,
+    ),
     (r"expert|\bep\b|_ep\b|moe", CommClass.EP),
     (r"tensor|\btp\b|_tp\b", CommClass.TP),
     (r"context|\bcp\b|_cp\b|ulysses|ring", CommClass.CP),
@@ -84,7 +89,9 @@ _REDUCING = (
     ("tp_cp", CommClass.TP),
 )
 _ROUTED = re.compile(r"permute|topk|top_k|moe|expert|grouped", re.IGNORECASE)
-_DOMAIN = 8  # devices of a usual NVLink domain: a wider group of neighbours is hardly tensor parallel
+_DOMAIN = (
+    8  # devices of a usual NVLink domain: a wider group of neighbours is hardly tensor parallel
+)
 _BUCKET_BYTES = 32 * MIB  # gradients and weights travel in buckets of about this size or more
 
 
@@ -127,7 +134,10 @@ def _guessed(capture: Capture, place: int) -> Classed:
         return Classed(comm=CommClass.EP, how="all-to-all (guessed: no group description)")
     if channel.op is Collective.P2P:
         wide = channel.size > 2
-        return Classed(comm=CommClass.CP if wide else CommClass.PP, how="sends and receives (guessed by group size)")
+        return Classed(
+            comm=CommClass.CP if wide else CommClass.PP,
+            how="sends and receives (guessed by group size)",
+        )
     if channel.op is None:
         routed = any(_ROUTED.search(name) for name in kernels.names)
         return Classed(
@@ -146,11 +156,17 @@ def _guessed(capture: Capture, place: int) -> Classed:
         if not near and len(ranks) > 1:
             return Classed(comm=CommClass.DP, how="ranks that are not neighbours (guessed)")
         found = (
-            CommClass.DP if typical >= _BUCKET_BYTES and len(sizes) <= 64 * max(1, len(capture.steps)) else CommClass.TP
+            CommClass.DP
+            if typical >= _BUCKET_BYTES and len(sizes) <= 64 * max(1, len(capture.steps))
+            else CommClass.TP
         )
         return Classed(comm=found, how=f"messages of {typical / MIB:.3g} MiB (guessed)")
     in_fp32 = re.search(r"_f32|float\b", channel.kernel, re.IGNORECASE)
     calls = int(mine.sum()) / max(1, len(capture.steps))
     if in_fp32 or calls < 16:
-        return Classed(comm=CommClass.DP, how="fp32 or few calls (guessed: sizes were not recorded)")
-    return Classed(comm=CommClass.TP, how="many calls in low precision (guessed: sizes were not recorded)")
+        return Classed(
+            comm=CommClass.DP, how="fp32 or few calls (guessed: sizes were not recorded)"
+        )
+    return Classed(
+        comm=CommClass.TP, how="many calls in low precision (guessed: sizes were not recorded)"
+    )

@@ -1,7 +1,7 @@
 """Events of the PyTorch profiler's traces: their times, and what the host did.
 
-Keys as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be missing, and older
-versions name categories otherwise. Times are microseconds.
+Keys as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be
+missing, and older versions name categories otherwise. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ US = 1e-6
 RUNTIME = ("cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "privateuse1_runtime")
 _HOST = ("cpu_op", "operator", "user_annotation", "python_function", "cpu_instant_event")
 _SYNCS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "cudaMemcpy", "hipMemcpy")
-_LOADING = re.compile(r"dataloader|get_batch|batch[-_ ]generator|next_batch|data_iterator", re.IGNORECASE)
+_LOADING = re.compile(
+    r"dataloader|get_batch|batch[-_ ]generator|next_batch|data_iterator", re.IGNORECASE
+)
 _COLLECTING = re.compile(r"garbage|gc[._ ]?collect|python gc", re.IGNORECASE)
 _STEP = re.compile(r"^ProfilerStep#\d+")
 _NAMED_STEP = re.compile(r"^Optimizer\.step#")
@@ -54,8 +56,12 @@ class Host:
     backwards: list[tuple[float, float]] = field(default_factory=list)
     products: dict[Any, float] = field(default_factory=dict)  # external id -> FLOPs
     grouped: list[tuple[float, int]] = field(default_factory=list)  # rows of a call, experts
-    modules: list[tuple[float, float]] = field(default_factory=list)  # forwards of layers, replays among them
-    backward: list[tuple[float, float]] = field(default_factory=list)  # the phase of the engine's steps
+    modules: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # forwards of layers, replays among them
+    backward: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # the phase of the engine's steps
 
     @property
     def replayed(self) -> Spans:
@@ -65,7 +71,8 @@ class Host:
 
 
 def timed(event: Any) -> dict[str, Any] | None:
-    """A complete event with numbers for its times, its category in lower case; None for any other."""
+    """A complete event with numbers for its times, its category in lower case; None for any
+    other."""
     if not isinstance(event, dict) or event.get("ph", "X") != "X":
         return None
     try:
@@ -88,7 +95,12 @@ def timed(event: Any) -> dict[str, Any] | None:
 def host_of(events: Iterable[Mapping[str, Any]]) -> Host:
     host = Host()
     for event in events:
-        name, cat, args, span = event["name"], event["cat"], event["args"], (event["start"], event["end"])
+        name, cat, args, span = (
+            event["name"],
+            event["cat"],
+            event["args"],
+            (event["start"], event["end"]),
+        )
         if cat in RUNTIME:
             if "correlation" in args:
                 host.launches[args["correlation"]] = span[0]
@@ -136,18 +148,29 @@ def _shape(host: Host, name: str, args: Mapping[str, Any]) -> None:
         return
 
 
-_NBYTES = {"char": 1, "byte": 1, "bool": 1, "bfloat16": 2, "half": 2, "short": 2, "double": 8, "long": 8}
+_NBYTES = {
+    "char": 1,
+    "byte": 1,
+    "bool": 1,
+    "bfloat16": 2,
+    "half": 2,
+    "short": 2,
+    "double": 8,
+    "long": 8,
+}
 
 
 def payload_of(args: Mapping[str, Any]) -> float:
-    """Bytes that the rank hands in. Types go by their names in c10: Float, BFloat16, Half, Byte, Float8_e4m3fn."""
+    """Bytes that the rank hands in. Types go by their names in c10: Float, BFloat16, Half, Byte,
+    Float8_e4m3fn."""
     dtype = str(args.get("dtype") or "").casefold()
     size = 1 if dtype.startswith("float8") else _NBYTES.get(dtype, 4)
     return float(size * whole(args.get("In msg nelems")))
 
 
 def ranks_of(value: Any) -> tuple[int, ...]:
-    """Ranks as a list or as its text; a long one is printed with its middle left out, which says nothing."""
+    """Ranks as a list or as its text; a long one is printed with its middle left out, which says
+    nothing."""
     text = str(value or "")
     return () if "..." in text else tuple(int(number) for number in re.findall(r"\d+", text))
 

@@ -1,7 +1,7 @@
 """Traces of the PyTorch profiler (Kineto's Chrome JSON, plain or gzipped) as Captures.
 
-Keys as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be missing, and older
-versions name categories otherwise. Times are microseconds.
+Keys as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be
+missing, and older versions name categories otherwise. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moewright.diagnosis.traces.capture import Capture, Channel, Columns, Routed, Work, library_of, op_of
+from moewright.diagnosis.traces.capture import (
+    Capture,
+    Channel,
+    Columns,
+    Routed,
+    Work,
+    library_of,
+    op_of,
+)
 from moewright.diagnosis.traces.host_events import (
     RUNTIME,
     Host,
@@ -33,13 +41,28 @@ from moewright.diagnosis.traces.host_events import (
 from moewright.diagnosis.traces.host_only import host_captures
 from moewright.spec.errors import BadInput, Reason
 
-_DEVICE = {"kernel": None, "gpu_memcpy": Work.COPY, "gpu_memset": Work.COPY, "memcpy": Work.COPY, "memset": Work.COPY}
+_DEVICE = {
+    "kernel": None,
+    "gpu_memcpy": Work.COPY,
+    "gpu_memset": Work.COPY,
+    "memcpy": Work.COPY,
+    "memset": Work.COPY,
+}
 
 
 def read_traces(path: Path) -> tuple[Capture, ...]:
-    """A trace, or every trace of a folder, one Capture a device and file. Raises BadInput for what is none."""
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*.json*") if _named_as_trace(each))
-    return tuple(capture for place, file in enumerate(files) for capture in captures_of(read_events(file), file, place))
+    """A trace, or every trace of a folder, one Capture a device and file. Raises BadInput for what
+    is none."""
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(each for each in path.rglob("*.json*") if _named_as_trace(each))
+    )
+    return tuple(
+        capture
+        for place, file in enumerate(files)
+        for capture in captures_of(read_events(file), file, place)
+    )
 
 
 def _named_as_trace(path: Path) -> bool:
@@ -62,7 +85,11 @@ def read_events(path: Path) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError):
             continue
-    raise BadInput(Reason(field=str(path), rule="is not a trace: no JSON", nearest="the .json of torch.profiler"))
+    raise BadInput(
+        Reason(
+            field=str(path), rule="is not a trace: no JSON", nearest="the .json of torch.profiler"
+        )
+    )
 
 
 def _unzipped(raw: bytes) -> bytes:
@@ -76,7 +103,9 @@ def _unzipped(raw: bytes) -> bytes:
 def _mended(text: str) -> str:
     """Values that kineto leaves empty, and numbers that C++ prints and JSON does not have."""
     text = re.sub(r":\s*(?=[,}])", ": null", text)
-    return re.sub(r"(:\s*)[-+]?(nan|inf)(?:\(\w*\))?(?=\s*[,}\]])", r"\1null", text, flags=re.IGNORECASE)
+    return re.sub(
+        r"(:\s*)[-+]?(nan|inf)(?:\(\w*\))?(?=\s*[,}\]])", r"\1null", text, flags=re.IGNORECASE
+    )
 
 
 def _closed(text: str) -> str:
@@ -85,10 +114,16 @@ def _closed(text: str) -> str:
 
 
 def captures_of(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
-    """One Capture for each device that ran kernels; for each process where all was computed on the CPU. Raises BadInput
-    when the host's side of a device is all there is.
+    """One Capture for each device that ran kernels; for each process where all was computed on the
+    CPU. Raises BadInput when the host's side of a device is all there is.
     """
-    events = data if isinstance(data, list) else data.get("traceEvents") if isinstance(data, dict) else None
+    events = (
+        data
+        if isinstance(data, list)
+        else data.get("traceEvents")
+        if isinstance(data, dict)
+        else None
+    )
     if not isinstance(events, list):
         rule = "is not a trace: it has no traceEvents"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="the .json of torch.profiler"))
@@ -105,16 +140,25 @@ def captures_of(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
     if not devices:
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
         raise BadInput(
-            Reason(field=str(path), rule=rule, nearest="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]")
+            Reason(
+                field=str(path),
+                rule=rule,
+                nearest="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
+            )
         )
     for number, found in sorted(devices.items()):
         yield _capture(found, host, about, path, place, number, _memory(events, number))
 
 
 def _beside_device(events: list[dict[str, Any]], about: Mapping[str, Any]) -> bool:
-    """Whether the trace is of a program that used a device, recorded or not; or of none that computed at all."""
+    """Whether the trace is of a program that used a device, recorded or not; or of none that
+    computed at all."""
     launched = any(event["cat"] in RUNTIME or event["name"].startswith("nccl:") for event in events)
-    return launched or bool(about.get("deviceProperties")) or not any(event["cat"] == "cpu_op" for event in events)
+    return (
+        launched
+        or bool(about.get("deviceProperties"))
+        or not any(event["cat"] == "cpu_op" for event in events)
+    )
 
 
 def _memory(events: list[Any], number: str) -> tuple[int, int]:
@@ -122,11 +166,18 @@ def _memory(events: list[Any], number: str) -> tuple[int, int]:
     reports = [
         each["args"]
         for each in events
-        if isinstance(each, dict) and each.get("name") == "[memory]" and isinstance(each.get("args"), dict)
+        if isinstance(each, dict)
+        and each.get("name") == "[memory]"
+        and isinstance(each.get("args"), dict)
     ]
-    ours = [args for args in reports if args.get("Device Type") == 1 and str(args.get("Device Id", number)) == number]
+    ours = [
+        args
+        for args in reports
+        if args.get("Device Type") == 1 and str(args.get("Device Id", number)) == number
+    ]
     allocated, reserved = (
-        max((whole(args.get(key)) for args in ours), default=0) for key in ("Total Allocated", "Total Reserved")
+        max((whole(args.get(key)) for args in ours), default=0)
+        for key in ("Total Allocated", "Total Reserved")
     )
     return allocated, reserved
 
@@ -207,4 +258,6 @@ def _channel(name: str, args: Mapping[str, Any], stream: str) -> Channel:
 
 def _device(about: Mapping[str, Any], number: str) -> Mapping[str, Any]:
     listed = [each for each in about.get("deviceProperties") or [] if isinstance(each, dict)]
-    return next((each for each in listed if str(each.get("id")) == number), listed[0] if listed else {})
+    return next(
+        (each for each in listed if str(each.get("id")) == number), listed[0] if listed else {}
+    )

@@ -1,4 +1,5 @@
-"""Which wall holds a run back of which only the console log is at hand: what it measured, beside the prediction."""
+"""Which wall holds a run back of which only the console log is at hand: what it measured, beside
+the prediction."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def findings(log: MegatronLog, known: Known | None) -> tuple[Finding, ...]:
     measured = tuple(timed(log.timers, log.step_s))
     said = {each.cause for each in measured}
     unmeasured = expected(known, log.step_s) if known is not None else ()
-    found = (*_memory(log, known), *_uneven(log), *measured, *(each for each in unmeasured if each.cause not in said))
+    found = (
+        *_memory(log, known),
+        *_uneven(log),
+        *measured,
+        *(each for each in unmeasured if each.cause not in said),
+    )
     priced = (
         Finding(
             wall=f.wall,
@@ -44,14 +50,16 @@ def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str)
 def _memory(log: MegatronLog, known: Known | None) -> Iterator[Finding]:
     capacity = max((each.capacity_bytes for each in log.failures), default=0)
     capacity = capacity or (round(known.hardware.device.memory_bytes.value) if known else 0)
-    peak = max(log.memory, key=lambda each: each.max_reserved_bytes or each.max_allocated_bytes, default=None)
+    peak = max(
+        log.memory,
+        key=lambda each: each.max_reserved_bytes or each.max_allocated_bytes,
+        default=None,
+    )
     evidence = []
     cause = Cause.CAPACITY
     if peak is not None:
         held = peak.max_reserved_bytes or peak.max_allocated_bytes
-        text = (
-            f"rank {peak.rank} holds {show_bytes(held)}, {show_bytes(peak.max_allocated_bytes)} of it given out at most"
-        )
+        text = f"rank {peak.rank} holds {show_bytes(held)}, {show_bytes(peak.max_allocated_bytes)} of it given out at most"
         evidence.append(f"{text} (measured)")
         if peak.max_reserved_bytes - peak.max_allocated_bytes > RESERVED_OVER * held:
             cause = Cause.FRAGMENTATION
@@ -66,7 +74,12 @@ def _memory(log: MegatronLog, known: Known | None) -> Iterator[Finding]:
     elif peak is not None and capacity and held > MEMORY_SHARE * capacity:
         share = held / capacity
         yield _finding(Wall.MEMORY, cause, f"Memory is {share:.0%} full", share, *evidence)
-    elif known is not None and known.estimate.verdict is Verdict.OOM and peak is None and not log.iterations:
+    elif (
+        known is not None
+        and known.estimate.verdict is Verdict.OOM
+        and peak is None
+        and not log.iterations
+    ):
         yield _finding(Wall.MEMORY, cause, "The layout does not fit", 1.0, _expected(known))
 
 
@@ -91,10 +104,13 @@ def _uneven(log: MegatronLog) -> Iterator[Finding]:
 
 
 def expected(known: Known, measured_s: float = 0.0) -> Iterator[Finding]:
-    """Shares of the predicted step, without fixes: what nobody timed in a run, or where there is none."""
+    """Shares of the predicted step, without fixes: what nobody timed in a run, or where there is
+    none."""
     found = known.estimate
     measured = f"measured step {show_seconds(measured_s)}, " if measured_s else ""
-    beside = f"{measured}predicted {show_seconds(found.step_s)}; the share is the planner's (predicted)"
+    beside = (
+        f"{measured}predicted {show_seconds(found.step_s)}; the share is the planner's (predicted)"
+    )
     causes: dict[Cause, float] = {}
     for share in found.shares:
         if share.part in WAITS_FOR:
@@ -102,11 +118,31 @@ def expected(known: Known, measured_s: float = 0.0) -> Iterator[Finding]:
     for cause, seconds in causes.items():
         part = seconds / found.step_s
         title = f"{cause} is expected to expose {part:.0%} of the step"
-        yield _finding(Wall.COMMUNICATION, cause, title, part, f"{show_seconds(seconds)} (predicted)", beside)
+        yield _finding(
+            Wall.COMMUNICATION, cause, title, part, f"{show_seconds(seconds)} (predicted)", beside
+        )
     parts = {share.part: share.seconds / found.step_s for share in found.shares}
     host = parts.get(TimePart.HOST, 0.0)
-    yield _finding(Wall.HOST, Cause.LAUNCH, f"Host work is expected to expose {host:.0%} of the step", host, beside)
+    yield _finding(
+        Wall.HOST,
+        Cause.LAUNCH,
+        f"Host work is expected to expose {host:.0%} of the step",
+        host,
+        beside,
+    )
     if (replayed := parts.get(TimePart.RECOMPUTE, 0.0)) > 0.1:
-        yield _finding(Wall.COMPUTE, Cause.RECOMPUTE, f"Recompute is expected to take {replayed:.0%}", replayed, beside)
+        yield _finding(
+            Wall.COMPUTE,
+            Cause.RECOMPUTE,
+            f"Recompute is expected to take {replayed:.0%}",
+            replayed,
+            beside,
+        )
     work = sum(parts.get(part, 0.0) for part in (*WORKING, TimePart.ELEMENTWISE))
-    yield _finding(Wall.COMPUTE, Cause.RATES, f"Compute is expected to take {work:.0%} of the step", work, beside)
+    yield _finding(
+        Wall.COMPUTE,
+        Cause.RATES,
+        f"Compute is expected to take {work:.0%} of the step",
+        work,
+        beside,
+    )

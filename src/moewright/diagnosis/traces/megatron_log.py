@@ -1,7 +1,8 @@
-"""Console logs of Megatron-LM and Megatron-Bridge: steps, rates, the dump of arguments, memory reports, failures.
+"""Console logs of Megatron-LM and Megatron-Bridge: steps, rates, the dump of arguments, memory
+reports, failures.
 
-Lines as megatron/training/training.py prints them. A log may be interleaved from many ranks, carry the prefixes of
-launchers, and break off anywhere; what is not recognised is passed over.
+Lines as megatron/training/training.py prints them. A log may be interleaved from many ranks, carry
+the prefixes of launchers, and break off anywhere; what is not recognised is passed over.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|(.*)")
 _MEMORY_PAIR = re.compile(r"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*([\d.]+)")
 _OUT = re.compile(
-    r"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc", re.IGNORECASE
+    r"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc",
+    re.IGNORECASE,
 )
 _OUT_SIZE = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB)")
 _OUT_HELD = re.compile(r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity")
 _LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
-_ELAPSED = ("elapsed time per iteration (ms)", "elapsed time per iteration ms", "elapsed time per iteration [ms]")
+_ELAPSED = (
+    "elapsed time per iteration (ms)",
+    "elapsed time per iteration ms",
+    "elapsed time per iteration [ms]",
+)
 _RATES = ("throughput per GPU (TFLOP/s/GPU)", "compute per GPU (TFLOP/s/GPU)")
 
 
@@ -69,7 +75,9 @@ class OutOfMemory:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronLog:
     iterations: tuple[Iteration, ...]
-    arguments: tuple[tuple[str, str], ...]  # as dumped: name with underscores, value as Python prints it
+    arguments: tuple[
+        tuple[str, str], ...
+    ]  # as dumped: name with underscores, value as Python prints it
     memory: tuple[MemoryReport, ...]
     failures: tuple[OutOfMemory, ...]
     timers: Mapping[str, Timer]  # by Megatron's names; empty: none printed
@@ -93,7 +101,9 @@ class MegatronLog:
     @property
     def tflops_per_device(self) -> float:
         """Median of what the trainer printed, model FLOPs by its own count; 0: not printed."""
-        return median([each.tflops_per_device for each in self.settled if each.tflops_per_device > 0] or [0.0])
+        return median(
+            [each.tflops_per_device for each in self.settled if each.tflops_per_device > 0] or [0.0]
+        )
 
 
 def _warm(count: int) -> int:
@@ -102,20 +112,26 @@ def _warm(count: int) -> int:
 
 
 def read_log(path: Path) -> MegatronLog:
-    """Raises BadInput when the file holds neither an iteration, nor an argument, nor a failed allocation."""
+    """Raises BadInput when the file holds neither an iteration, nor an argument, nor a failed
+    allocation."""
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
-        raise BadInput(Reason(field=str(path), rule=f"cannot be read: {error.strerror or error}")) from None
+        raise BadInput(
+            Reason(field=str(path), rule=f"cannot be read: {error.strerror or error}")
+        ) from None
     found = parse_log(text)
     if not (found.iterations or found.arguments or found.failures):
         rule = "is not a log of Megatron-LM: no line with an iteration, an argument or a failed allocation"
-        raise BadInput(Reason(field=str(path), rule=rule, nearest="the console output of pretrain_gpt.py"))
+        raise BadInput(
+            Reason(field=str(path), rule=rule, nearest="the console output of pretrain_gpt.py")
+        )
     return found
 
 
 def parse_log(text: str) -> MegatronLog:
-    """A log's text. An iteration that several ranks print, or that a restart does over, is kept as printed last."""
+    """A log's text. An iteration that several ranks print, or that a restart does over, is kept as
+    printed last."""
     iterations: dict[int, Iteration] = {}
     arguments: dict[str, str] = {}
     memory: dict[int, MemoryReport] = {}
@@ -158,9 +174,13 @@ def _iteration(number: int, rest: str) -> Iteration:
 
 
 def _report(rank: int, unit: str, rest: str) -> MemoryReport:
-    """Megatron-LM's "MB" are 2**20 bytes; Megatron-Bridge's "GB" are 1e9 and its keys are mem-allocated-gigabytes."""
+    """Megatron-LM's "MB" are 2**20 bytes; Megatron-Bridge's "GB" are 1e9 and its keys are
+    mem-allocated-gigabytes."""
     scale = MIB if unit == "MB" else GB
-    said = {key.replace("-", " "): round(float(value) * scale) for key, value in _MEMORY_PAIR.findall(rest)}
+    said = {
+        key.replace("-", " "): round(float(value) * scale)
+        for key, value in _MEMORY_PAIR.findall(rest)
+    }
     return MemoryReport(
         rank=rank,
         allocated_bytes=said.get("allocated", 0),

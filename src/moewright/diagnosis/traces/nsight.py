@@ -1,7 +1,8 @@
 """Nsight Systems exports (`nsys export --type sqlite`) as Captures.
 
-Tables and columns as NVIDIA's exporter schema documents them; versions differ, so each is asked for before it is used.
-Times are nanoseconds. A process is told by the bits above 24 of globalPid and globalTid.
+Tables and columns as NVIDIA's exporter schema documents them; versions differ, so each is asked for
+before it is used. Times are nanoseconds. A process is told by the bits above 24 of globalPid and
+globalTid.
 """
 
 from __future__ import annotations
@@ -25,32 +26,52 @@ KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _NAMES = ("demangledName", "shortName", "mangledName")
 _PROCESS = 1 << 24
 _STEP = re.compile(
-    r"^(ProfilerStep#|iteration|iter|step|train_?step|training step|global_step)[ _#:=]*\d*$", re.IGNORECASE
+    r"^(ProfilerStep#|iteration|iter|step|train_?step|training step|global_step)[ _#:=]*\d*$",
+    re.IGNORECASE,
 )
-_LOADING = re.compile(r"dataloader|get_batch|batch[-_ ]generator|next_batch|data_iterator", re.IGNORECASE)
+_LOADING = re.compile(
+    r"dataloader|get_batch|batch[-_ ]generator|next_batch|data_iterator", re.IGNORECASE
+)
 _COLLECTING = re.compile(r"garbage|gc[._ ]?collect|python gc", re.IGNORECASE)
 
 
 def read_nsight(path: Path) -> tuple[Capture, ...]:
-    """One Capture for each process and device that ran kernels. Raises BadInput when there are none."""
+    """One Capture for each process and device that ran kernels. Raises BadInput when there are
+    none."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _captures(database, path)
     except sqlite3.Error as error:
-        raise BadInput(Reason(field=str(path), rule=f"is not an export of Nsight Systems: {error}")) from None
+        raise BadInput(
+            Reason(field=str(path), rule=f"is not an export of Nsight Systems: {error}")
+        ) from None
 
 
 def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
-    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
+    tables = {
+        name
+        for (name,) in database.execute(
+            "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+        )
+    }
     if KERNELS not in tables:
         rule = f"holds no kernels (no table {KERNELS})"
-        raise BadInput(Reason(field=str(path), rule=rule, nearest="a profile recorded with --trace=cuda,nvtx"))
-    texts = dict(database.execute("SELECT id, value FROM StringIds")) if "StringIds" in tables else {}
+        raise BadInput(
+            Reason(field=str(path), rule=rule, nearest="a profile recorded with --trace=cuda,nvtx")
+        )
+    texts = (
+        dict(database.execute("SELECT id, value FROM StringIds")) if "StringIds" in tables else {}
+    )
     ranges = _ranges(database, tables, texts)
     runtime = _rows(
-        database, tables, "CUPTI_ACTIVITY_KIND_RUNTIME", ("start", "end", "correlationId", "globalTid", "nameId")
+        database,
+        tables,
+        "CUPTI_ACTIVITY_KIND_RUNTIME",
+        ("start", "end", "correlationId", "globalTid", "nameId"),
     )
-    launches = {(_process(tid), corr): start * NS for start, _, corr, tid, _ in runtime if corr is not None}
+    launches = {
+        (_process(tid), corr): start * NS for start, _, corr, tid, _ in runtime if corr is not None
+    }
     found: dict[tuple[int, int], Columns] = {}
     for table, name in (
         (KERNELS, ""),
@@ -58,7 +79,16 @@ def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
         ("CUPTI_ACTIVITY_KIND_MEMSET", "memset"),
     ):
         _collect(database, tables, table, name, texts, launches, ranges, found)
-    _collect(database, tables, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUDA graph", texts, launches, ranges, found)
+    _collect(
+        database,
+        tables,
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+        "CUDA graph",
+        texts,
+        launches,
+        ranges,
+        found,
+    )
     devices = _devices(database, tables)
     captures = []
     for rank, ((process, device), columns) in enumerate(sorted(found.items())):
@@ -78,7 +108,11 @@ def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
                 channels=columns.channels,
                 steps=_steps(here),
                 syncs=_spans(
-                    [(s * NS, e * NS) for s, e, _, _, n in ours if e and "ynchronize" in str(texts.get(n, ""))]
+                    [
+                        (s * NS, e * NS)
+                        for s, e, _, _, n in ours
+                        if e and "ynchronize" in str(texts.get(n, ""))
+                    ]
                 ),
                 loading=_spans([span for span, text in here if _LOADING.search(text)]),
                 collecting=_spans([span for span, text in here if _COLLECTING.search(text)]),
@@ -104,7 +138,11 @@ def _collect(
 ) -> None:
     """Rows of one table of device activities; `name` for those that have none of their own."""
     wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", *_NAMES)
-    exchanges = [(span, op_of(text)) for _, span, text in ranges if text.startswith(("nccl", "c10d", "record_param"))]
+    exchanges = [
+        (span, op_of(text))
+        for _, span, text in ranges
+        if text.startswith(("nccl", "c10d", "record_param"))
+    ]
     exchanges.sort(key=lambda each: each[0])
     starts = [span[0] for span, _ in exchanges]
     for start, end, device, stream, corr, pid, *named in _rows(database, tables, table, wanted):
@@ -118,7 +156,9 @@ def _collect(
         channel = -1
         if work is Work.COMMUNICATION:
             op = op_of(said) or _around(exchanges, starts, launched)
-            channel = columns.channel(Channel(op=op, stream=str(stream), library=library_of(said), kernel=said))
+            channel = columns.channel(
+                Channel(op=op, stream=str(stream), library=library_of(said), kernel=said)
+            )
         columns.add(
             name=said,
             start_s=start * NS,
@@ -135,11 +175,16 @@ def _around(
 ) -> Collective | None:
     """The collective whose range was open when a kernel was launched."""
     at = int(np.searchsorted(starts, launched, side="right")) - 1
-    return next((op for span, op in exchanges[max(0, at - 3) : at + 1][::-1] if span[1] >= launched), None)
+    return next(
+        (op for span, op in exchanges[max(0, at - 3) : at + 1][::-1] if span[1] >= launched), None
+    )
 
 
-def _rows(database: sqlite3.Connection, tables: set[str], table: str, wanted: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The columns asked for, NULL for those that this version does not have; [] without the table."""
+def _rows(
+    database: sqlite3.Connection, tables: set[str], table: str, wanted: Sequence[str]
+) -> list[tuple[Any, ...]]:
+    """The columns asked for, NULL for those that this version does not have; [] without the
+    table."""
     if table not in tables:
         return []
     have = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
@@ -149,11 +194,17 @@ def _rows(database: sqlite3.Connection, tables: set[str], table: str, wanted: Se
     return database.execute(f"SELECT {columns} FROM {table}").fetchall()
 
 
-def _ranges(database: sqlite3.Connection, tables: set[str], texts: Mapping[int, str]) -> list[_Range]:
+def _ranges(
+    database: sqlite3.Connection, tables: set[str], texts: Mapping[int, str]
+) -> list[_Range]:
     """NVTX ranges that ended."""
     rows = _rows(database, tables, "NVTX_EVENTS", ("start", "end", "text", "textId", "globalTid"))
     return [
-        (_process(tid), (start * NS, end * NS), str(text if text is not None else texts.get(number, "")))
+        (
+            _process(tid),
+            (start * NS, end * NS),
+            str(text if text is not None else texts.get(number, "")),
+        )
         for start, end, text, number, tid in rows
         if start is not None and end is not None
     ]
@@ -175,7 +226,9 @@ def _devices(database: sqlite3.Connection, tables: set[str]) -> dict[int, tuple[
         have = {row[1] for row in database.execute("PRAGMA table_info(TARGET_INFO_GPU)")}
         key = next((name for name in ("cuDevice", "id") if name in have), "rowid")
         rows = _rows(database, tables, "TARGET_INFO_GPU", (key, "name", "totalMemory"))
-        return {int(number or 0): (str(name or ""), int(memory or 0)) for number, name, memory in rows}
+        return {
+            int(number or 0): (str(name or ""), int(memory or 0)) for number, name, memory in rows
+        }
     rows = _rows(database, tables, "TARGET_INFO_CUDA_GPU", ("cudaId", "name", "memorySize"))
     return {int(number or 0): (str(name or ""), int(memory or 0)) for number, name, memory in rows}
 

@@ -47,7 +47,9 @@ def without(one: Spans, other: Spans) -> Spans:
     if not len(one) or not len(other):
         return one
     low, high = min(one[0, 0], other[0, 0]) - 1, max(one[-1, 1], other[-1, 1]) + 1
-    gaps = np.stack((np.concatenate(([low], other[:, 1])), np.concatenate((other[:, 0], [high]))), axis=1)
+    gaps = np.stack(
+        (np.concatenate(([low], other[:, 1])), np.concatenate((other[:, 0], [high]))), axis=1
+    )
     return both(one, union(gaps))
 
 

@@ -1,7 +1,9 @@
-"""Timers that Megatron prints after an iteration with --timing-log-level 1 or 2, in each of its spellings.
+"""Timers that Megatron prints after an iteration with --timing-log-level 1 or 2, in each of its
+spellings.
 
-The device is synchronised where a timer starts and stops, so what one says was waited for by nobody else meanwhile.
-Those of gradients lie inside `forward-backward`, loading inside `forward-compute`, gathered weights inside `optimizer`.
+The device is synchronised where a timer starts and stops, so what one says was waited for by nobody
+else meanwhile. Those of gradients lie inside `forward-backward`, loading inside `forward-compute`,
+gathered weights inside `optimizer`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ FORWARD, BACKWARD, LOADING = "forward-compute", "backward-compute", "batch-gener
 _GATHERED = "params-all-gather"
 _GRADIENTS = ("all-grads-sync", "backward-params-all-reduce")
 _NORMS = ("layernorm-grads-all-reduce", "non-tensor-parallel-grads-all-reduce")
-_ENDS = ("embedding-grads-all-reduce", "backward-embedding-all-reduce", "conditional-embedder-grads-all-reduce")
+_ENDS = (
+    "embedding-grads-all-reduce",
+    "backward-embedding-all-reduce",
+    "conditional-embedder-grads-all-reduce",
+)
 _INSIDE = (*_GRADIENTS, *_NORMS, *_ENDS)  # of forward-backward
 _SUMS = (
     (Cause.DP, (*_GRADIENTS, _GATHERED), "Gradients and weights of data ranks take"),
@@ -46,7 +52,8 @@ class Timer:
 
 
 def read_timers(lines: Iterable[str], warm: int) -> Mapping[str, Timer]:
-    """By name, the median over the iterations that were timed, without the first `warm` where more follow."""
+    """By name, the median over the iterations that were timed, without the first `warm` where more
+    follow."""
     training = [block for block in _blocks(lines) if WHOLE in block or FORWARD in block]
     training = training[warm:] or training
     names = dict.fromkeys(name for block in training for name in block)
@@ -54,7 +61,10 @@ def read_timers(lines: Iterable[str], warm: int) -> Mapping[str, Timer]:
 
 
 def _typical(timers: Sequence[Timer]) -> Timer:
-    return Timer(least_s=median(each.least_s for each in timers), most_s=median(each.most_s for each in timers))
+    return Timer(
+        least_s=median(each.least_s for each in timers),
+        most_s=median(each.most_s for each in timers),
+    )
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[dict[str, Timer]]:
@@ -90,46 +100,75 @@ def _spread(a: Timer, b: Timer) -> Timer:
 
 
 def timed(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
-    """What the timers of a run say of its step, without fixes; nothing where it printed none, or no iteration.
+    """What the timers of a run say of its step, without fixes; nothing where it printed none, or no
+    iteration.
 
-    The rank that waits least for a sum came last: what it takes is the exchange, what others take above it is waiting
-    for that rank.
+    The rank that waits least for a sum came last: what it takes is the exchange, what others take
+    above it is waiting for that rank.
     """
     if not (timers and step_s):
         return
 
-    def found(wall: Wall, cause: Cause, seconds: float, what: str, *names: str) -> Iterator[Finding]:
+    def found(
+        wall: Wall, cause: Cause, seconds: float, what: str, *names: str
+    ) -> Iterator[Finding]:
         if seconds > _SAID * step_s:
             said = tuple(_said(name, timers[name]) for name in names if name in timers)
             title = f"{what} {seconds / step_s:.0%} of the step"
-            yield Finding(wall=wall, cause=cause, title=title, share=seconds / step_s, evidence=said, fixes=())
+            yield Finding(
+                wall=wall, cause=cause, title=title, share=seconds / step_s, evidence=said, fixes=()
+            )
 
     for cause, names, what in _SUMS:
         exchange = _least(timers, *names)
         yield from found(Wall.COMMUNICATION, cause, exchange, what, *names)
         late = _most(timers, *names) - exchange
         if late > _LATE * step_s:
-            yield from found(Wall.COMMUNICATION, Cause.STRAGGLER, late, f"{what}: a late rank costs", *names)
-    yield from found(Wall.HOST, Cause.DATA, _most(timers, LOADING), "Batches are waited for", LOADING)
-    computed, messages, between = _most(timers, FORWARD, BACKWARD), _messages(timers), _between_s(timers)
+            yield from found(
+                Wall.COMMUNICATION, Cause.STRAGGLER, late, f"{what}: a late rank costs", *names
+            )
+    yield from found(
+        Wall.HOST, Cause.DATA, _most(timers, LOADING), "Batches are waited for", LOADING
+    )
+    computed, messages, between = (
+        _most(timers, FORWARD, BACKWARD),
+        _messages(timers),
+        _between_s(timers),
+    )
     if messages and between is None:
         waited = _most(timers, *messages)
-        yield from found(Wall.COMMUNICATION, Cause.PP, waited, "The pipeline is waited for", *messages)
+        yield from found(
+            Wall.COMMUNICATION, Cause.PP, waited, "The pipeline is waited for", *messages
+        )
     elif messages:
         what = "The ranks that compute most wait for the pipeline"
-        yield from found(Wall.COMMUNICATION, Cause.PP, between or 0.0, what, WHOLE, FORWARD, BACKWARD, *messages)
+        yield from found(
+            Wall.COMMUNICATION, Cause.PP, between or 0.0, what, WHOLE, FORWARD, BACKWARD, *messages
+        )
     else:
-        yield from found(Wall.HOST, Cause.HOST_OTHER, between or 0.0, "Between micro-batches pass", WHOLE, FORWARD)
+        yield from found(
+            Wall.HOST,
+            Cause.HOST_OTHER,
+            between or 0.0,
+            "Between micro-batches pass",
+            WHOLE,
+            FORWARD,
+        )
     if WHOLE in timers and OPTIMIZER in timers:
         outside = step_s - _most(timers, WHOLE, OPTIMIZER)
-        yield from found(Wall.HOST, Cause.HOST_OTHER, outside, "Outside of training steps pass", WHOLE, OPTIMIZER)
+        yield from found(
+            Wall.HOST, Cause.HOST_OTHER, outside, "Outside of training steps pass", WHOLE, OPTIMIZER
+        )
     if computed:
         work = computed - _most(timers, LOADING) + _updated_s(timers)
-        yield from found(Wall.COMPUTE, Cause.RATES, work, "Compute takes", FORWARD, BACKWARD, OPTIMIZER)
+        yield from found(
+            Wall.COMPUTE, Cause.RATES, work, "Compute takes", FORWARD, BACKWARD, OPTIMIZER
+        )
 
 
 def timed_parts(timers: Mapping[str, Timer]) -> Mapping[TimePart, float]:
-    """Seconds of the planner's parts of a step that timers measured; a pipeline's messages count with its bubble."""
+    """Seconds of the planner's parts of a step that timers measured; a pipeline's messages count
+    with its bubble."""
     parts: dict[TimePart, float] = {}
     summed = (*_GRADIENTS, _GATHERED)
     if any(name in timers for name in summed):
@@ -159,7 +198,8 @@ def _messages(timers: Mapping[str, Timer]) -> tuple[str, ...]:
 
 
 def _between_s(timers: Mapping[str, Timer]) -> float | None:
-    """Of forward and backward, what is neither computed, by the ranks that compute most, nor the sum of a gradient.
+    """Of forward and backward, what is neither computed, by the ranks that compute most, nor the
+    sum of a gradient.
 
     None where that was not timed.
     """

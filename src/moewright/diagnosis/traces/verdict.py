@@ -23,7 +23,8 @@ from moewright.spec.workload import Dtype
 _SAID = 0.03  # of the step: smaller causes are left to the table
 _REPLAYED = 0.10
 _LOW_RATE = 0.55  # of the peak, which large products of current devices pass
-_FEW_ROWS = 256  # rows an expert below which a grouped product is far from its best rate (docs/formulas.md 11)
+# rows an expert below which a grouped product is far from its best rate (docs/formulas.md 11)
+_FEW_ROWS = 256
 
 _IDLES: Mapping[Idle, Cause] = {
     Idle.DATA: Cause.DATA,
@@ -46,15 +47,23 @@ def peak_of(parts: Sequence[Breakdown], known: Known | None) -> Peak:
     """Of the job's hardware file, else of the part that the trace names, in bf16."""
     if known is not None:
         precision = known.workload.precision
-        return Peak(flops=peak_flops(known.hardware, precision), note=f"{precision} peak of {known.hardware.name}")
+        return Peak(
+            flops=peak_flops(known.hardware, precision),
+            note=f"{precision} peak of {known.hardware.name}",
+        )
     part = catalogue.called(parts[0].device) if parts[0].device else None
     if part is None:
-        return Peak(flops=0.0, note=f"no peak known for {parts[0].device or 'an unnamed device'}; say it with --on")
+        return Peak(
+            flops=0.0,
+            note=f"no peak known for {parts[0].device or 'an unnamed device'}; say it with --on",
+        )
     flops = peak_flops(catalogue.hardware_of(part, count=1), Dtype.BF16)
     return Peak(flops=flops, note=f"bf16 peak of {part.name}, by the device's name")
 
 
-def findings(parts: Sequence[Breakdown], beside: Across | None, known: Known | None, peak: Peak) -> tuple[Finding, ...]:
+def findings(
+    parts: Sequence[Breakdown], beside: Across | None, known: Known | None, peak: Peak
+) -> tuple[Finding, ...]:
     """The wall to work on first in front; never empty."""
     step = fmean(part.step_s for part in parts)
     found = (
@@ -65,7 +74,12 @@ def findings(parts: Sequence[Breakdown], beside: Across | None, known: Known | N
     )
     return tuple(
         Finding(
-            wall=each.wall, cause=each.cause, title=each.title, share=each.share, evidence=each.evidence, fixes=fixes
+            wall=each.wall,
+            cause=each.cause,
+            title=each.title,
+            share=each.share,
+            evidence=each.evidence,
+            fixes=fixes,
         )
         for each in ordered(found)
         for fixes in (fixes_for(each.cause, known),)
@@ -82,7 +96,9 @@ def _memory(parts: Sequence[Breakdown]) -> Iterator[Finding]:
             return
         share = part.reserved_bytes / part.memory_bytes
         loose = part.reserved_bytes - part.allocated_bytes
-        cause = Cause.FRAGMENTATION if loose > RESERVED_OVER * part.reserved_bytes else Cause.CAPACITY
+        cause = (
+            Cause.FRAGMENTATION if loose > RESERVED_OVER * part.reserved_bytes else Cause.CAPACITY
+        )
         evidence = (
             f"rank {part.rank}: allocator holds {show_bytes(part.reserved_bytes)} of {show_bytes(part.memory_bytes)}, "
             f"{show_bytes(part.allocated_bytes)} of it given out (measured)"
@@ -90,7 +106,9 @@ def _memory(parts: Sequence[Breakdown]) -> Iterator[Finding]:
         yield _finding(Wall.MEMORY, cause, f"Memory is {share:.0%} full", share, evidence)
 
 
-def _communication(parts: Sequence[Breakdown], beside: Across | None, step: float) -> Iterator[Finding]:
+def _communication(
+    parts: Sequence[Breakdown], beside: Across | None, step: float
+) -> Iterator[Finding]:
     waiting = {each.comm: each.seconds for each in beside.waiting} if beside else {}
     typical = {each.comm: each.typical_s for each in beside.waiting} if beside else {}
     late = sum(typical.values())
@@ -101,22 +119,31 @@ def _communication(parts: Sequence[Breakdown], beside: Across | None, step: floa
         exposed = shown - waits  # with all ranks there
         if exposed < _SAID * step:
             continue
-        busy, calls = sum(each.busy_s for each in ours) / len(parts), sum(each.calls for each in ours) / len(parts)
+        busy, calls = (
+            sum(each.busy_s for each in ours) / len(parts),
+            sum(each.calls for each in ours) / len(parts),
+        )
         how = "; ".join(dict.fromkeys(text for each in ours for text in each.how))
         evidence = [
             f"{show_seconds(shown)} a step exposed of {show_seconds(busy)} in {calls:.0f} calls (measured, unions)",
             f"told as {comm} by: {how}",
         ]
         if waits:
-            evidence.append(f"{show_seconds(waits)} of it, left out here, is waiting for the last rank (measured)")
+            evidence.append(
+                f"{show_seconds(waits)} of it, left out here, is waiting for the last rank (measured)"
+            )
         title = f"{comm} communication is exposed for {exposed / step:.0%} of the step"
         yield _finding(Wall.COMMUNICATION, CAUSES[comm], title, exposed / step, *evidence)
     if beside and late > _SAID * step:
         worst = beside.slowest_rank
         skew = f"rank {worst} computes longest, {beside.compute_max_over_mean:.2f} x the mean (measured)"
         excess_s = (beside.compute_max_over_mean - 1) * fmean(part.compute_s for part in parts)
-        uneven = typical.get(CommClass.EP, 0.0) > 0.5 * late and excess_s > 0.5 * late  # else it was late otherwise
-        wall, cause = (Wall.COMPUTE, Cause.IMBALANCE) if uneven else (Wall.COMMUNICATION, Cause.STRAGGLER)
+        uneven = (
+            typical.get(CommClass.EP, 0.0) > 0.5 * late and excess_s > 0.5 * late
+        )  # else it was late otherwise
+        wall, cause = (
+            (Wall.COMPUTE, Cause.IMBALANCE) if uneven else (Wall.COMMUNICATION, Cause.STRAGGLER)
+        )
         title = f"Ranks wait {late / step:.0%} of the step for each other"
         yield _finding(wall, cause, title, min(1.0, late / step), skew)
 
@@ -126,10 +153,15 @@ def _host(parts: Sequence[Breakdown], step: float) -> Iterator[Finding]:
         seconds = sum(s for part in parts for each, s in part.idle if each is idle) / len(parts)
         if seconds < _SAID * step:
             continue
-        kernels, short = fmean(part.kernels for part in parts), fmean(part.short_kernels for part in parts)
+        kernels, short = (
+            fmean(part.kernels for part in parts),
+            fmean(part.short_kernels for part in parts),
+        )
         evidence = [f"{show_seconds(seconds)} a step (measured gaps between device work)"]
         if idle is Idle.LAUNCH:
-            evidence.append(f"{kernels:,.0f} launches a step, {short:.0%} of the kernels shorter than 10 us (measured)")
+            evidence.append(
+                f"{kernels:,.0f} launches a step, {short:.0%} of the kernels shorter than 10 us (measured)"
+            )
         if idle is Idle.UNKNOWN:
             evidence.append("the trace holds no launches, so the gaps have no finer cause")
         title = f"The device is idle for {seconds / step:.0%} of the step: {idle}"
@@ -144,7 +176,9 @@ def _compute(parts: Sequence[Breakdown], step: float, peak: Peak) -> Iterator[Fi
         evidence = f"{show_seconds(replayed)} a step inside checkpoints' backward (measured)"
         yield _finding(Wall.COMPUTE, Cause.RECOMPUTE, title, replayed / step, evidence)
     kinds = {work: fmean(dict(part.works).get(work, 0.0) for part in parts) for work in Work}
-    spent = ", ".join(f"{work} {show_seconds(seconds)}" for work, seconds in kinds.items() if seconds > 0)
+    spent = ", ".join(
+        f"{work} {show_seconds(seconds)}" for work, seconds in kinds.items() if seconds > 0
+    )
     told = [f"{spent} a step (measured, each kind's union)"]
     rate = _rate(parts)
     if rate and peak.flops:
@@ -168,21 +202,33 @@ def _rate(parts: Sequence[Breakdown]) -> float:
     return sum(part.product_flops for part in parts) / seconds if seconds else 0.0
 
 
-def waterfall(parts: Sequence[Breakdown], beside: Across | None, known: Known | None, peak: Peak) -> Waterfall | None:
+def waterfall(
+    parts: Sequence[Breakdown], beside: Across | None, known: Known | None, peak: Peak
+) -> Waterfall | None:
     """None when nothing says what the ideal step is: neither the job nor shapes and a peak."""
     measured = fmean(part.step_s for part in parts)
     if known is not None and ideal_s(known):
-        ideal, note = ideal_s(known), ideal_note(known.workload, known.estimate.model_flops_per_step)
+        ideal, note = (
+            ideal_s(known),
+            ideal_note(known.workload, known.estimate.model_flops_per_step),
+        )
     else:
         flops = fmean(part.product_flops for part in parts)
         if not flops or not peak.flops:
             return None
-        ideal, note = flops / peak.flops, f"{flops:.4g} FLOPs of products with known shapes at the {peak.note}"
+        ideal, note = (
+            flops / peak.flops,
+            f"{flops:.4g} FLOPs of products with known shapes at the {peak.note}",
+        )
     return closed(ideal, note, _drops(parts, beside, known, ideal, measured), measured)
 
 
 def _drops(
-    parts: Sequence[Breakdown], beside: Across | None, known: Known | None, ideal: float, measured: float
+    parts: Sequence[Breakdown],
+    beside: Across | None,
+    known: Known | None,
+    ideal: float,
+    measured: float,
 ) -> Iterator[Drop]:
     def seen(name: str, seconds: float, note: str = "") -> Drop:
         return Drop(name=name, seconds=seconds, basis=Basis.MEASURED, note=note)
@@ -190,25 +236,40 @@ def _drops(
     waiting = {each.comm: each.seconds for each in beside.waiting} if beside else {}
     late = 0.0
     for comm in CommClass:
-        exposed = sum(each.exposed_s for part in parts for each in part.comms if each.comm is comm) / len(parts)
+        exposed = sum(
+            each.exposed_s for part in parts for each in part.comms if each.comm is comm
+        ) / len(parts)
         waits = min(exposed, waiting.get(comm, 0.0))
         late += waits
         exposed -= waits
         if comm is CommClass.PP and known is not None and known.layout.pp > 1:
-            share = next((one.seconds for one in known.estimate.shares if one.part is TimePart.BUBBLE), 0.0)
+            share = next(
+                (one.seconds for one in known.estimate.shares if one.part is TimePart.BUBBLE), 0.0
+            )
             bubble = min(exposed, share / known.estimate.step_s * measured)
             count = micro_batches(known.workload, known.layout)
             note = f"predicted for {count} micro-batches over {known.layout.pp} stages, seen as exposed PP time"
             yield Drop(name="pipeline bubble", seconds=bubble, basis=Basis.PREDICTED, note=note)
             exposed -= bubble
         yield seen(f"exposed {comm} communication", exposed)
-    yield seen("ranks waiting for each other", late, "inside collectives, before the last rank came")
+    yield seen(
+        "ranks waiting for each other", late, "inside collectives, before the last rank came"
+    )
     for cause in Idle:
         yield seen(
-            f"device idle: {cause}", sum(s for part in parts for one, s in part.idle if one is cause) / len(parts)
+            f"device idle: {cause}",
+            sum(s for part in parts for one, s in part.idle if one is cause) / len(parts),
         )
     yield seen("copies not hidden", fmean(part.copies_s for part in parts))
-    yield seen("recompute", fmean(part.replayed_s for part in parts), "inside checkpoints' backward")
-    matrix, compute = fmean(part.matrix_s for part in parts), fmean(part.compute_s for part in parts)
-    yield seen("other kernels: norms, permutes, optimizer", compute - matrix - fmean(part.replayed_s for part in parts))
+    yield seen(
+        "recompute", fmean(part.replayed_s for part in parts), "inside checkpoints' backward"
+    )
+    matrix, compute = (
+        fmean(part.matrix_s for part in parts),
+        fmean(part.compute_s for part in parts),
+    )
+    yield seen(
+        "other kernels: norms, permutes, optimizer",
+        compute - matrix - fmean(part.replayed_s for part in parts),
+    )
     yield seen(EFFICIENCY, matrix - ideal)

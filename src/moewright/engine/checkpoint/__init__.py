@@ -1,4 +1,5 @@
-"""Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no pickle either way."""
+"""Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no
+pickle either way."""
 
 from moewright.engine.checkpoint.commit import (
     Order,

@@ -40,12 +40,16 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
 
 _COMMITTED = re.compile(r"step-(\d{8})", re.ASCII)
-_SAVING, _PURGED = ".saving-", ".purged-"  # names of directories that are not, or no longer, checkpoints
+_SAVING, _PURGED = (
+    ".saving-",
+    ".purged-",
+)  # names of directories that are not, or no longer, checkpoints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """A checkpoint to be written: `pieces` are those of this rank that the plan gives to its file."""
+    """A checkpoint to be written: `pieces` are those of this rank that the plan gives to its
+    file."""
 
     final: Path
     step: int
@@ -74,17 +78,26 @@ def check_extra(step: int, extra: Mapping[str, Any]) -> None:
     index_text(Index(step=step, extra=extra, files=(), tensors=()))
 
 
-def assigned(pieces: Sequence[Piece], tensors: Sequence[TensorEntry], rank: int) -> tuple[Piece, ...]:
+def assigned(
+    pieces: Sequence[Piece], tensors: Sequence[TensorEntry], rank: int
+) -> tuple[Piece, ...]:
     """The pieces that the plan gives to this rank's file."""
     name = payload_name(rank)
-    mine = {(tensor.name, shard.box) for tensor in tensors for shard in tensor.shards if shard.file == name}
+    mine = {
+        (tensor.name, shard.box)
+        for tensor in tensors
+        for shard in tensor.shards
+        if shard.file == name
+    }
     return tuple(piece for piece in pieces if (piece.name, piece.box) in mine)
 
 
 def prepare(order: Order, comm: Coordinator) -> bool:
-    """Make the working directory; False when the step is committed already. The pieces may still change.
+    """Make the working directory; False when the step is committed already. The pieces may still
+    change.
 
-    Raises BadInput on every rank for an unwritable directory, a full disk, or the same step of another job.
+    Raises BadInput on every rank for an unwritable directory, a full disk, or the same step of
+    another job.
     """
     return bool(agree(comm, lambda: comm.rank == 0 and _prepare(order))[0])
 
@@ -92,8 +105,8 @@ def prepare(order: Order, comm: Coordinator) -> bool:
 def complete(order: Order, comm: Coordinator) -> None:
     """Write the pieces as they are now, commit, and purge older checkpoints.
 
-    Either the whole checkpoint is committed, on disk and checksummed, or nothing changes: then every rank raises the
-    same BadInput.
+    Either the whole checkpoint is committed, on disk and checksummed, or nothing changes: then
+    every rank raises the same BadInput.
     """
     leads = comm.rank == 0
     try:
@@ -110,7 +123,8 @@ def complete(order: Order, comm: Coordinator) -> None:
 
 
 def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]) -> Path:
-    """One process writes all files of a checkpoint, each box made when its turn comes; all of it, or nothing."""
+    """One process writes all files of a checkpoint, each box made when its turn comes; all of it,
+    or nothing."""
     by_file: dict[str, list[tuple[TensorEntry, Shard]]] = {}
     for tensor in order.tensors:
         if fault := tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
@@ -124,12 +138,18 @@ def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]
         files = [
             write_tensors(
                 order.working / file,
-                [Row(name=box_key(t.name, s.box[0]), dtype=t.dtype, shape=s.box[1]) for t, s in held],
+                [
+                    Row(name=box_key(t.name, s.box[0]), dtype=t.dtype, shape=s.box[1])
+                    for t, s in held
+                ],
                 (made(tensor, shard) for tensor, shard in held),
             )
             for file, held in by_file.items()
         ]
-        _commit(order, Index(step=order.step, extra=order.extra, files=tuple(files), tensors=order.tensors))
+        _commit(
+            order,
+            Index(step=order.step, extra=order.extra, files=tuple(files), tensors=order.tensors),
+        )
     except OSError as error:
         raise write_fault(order.final.parent, error, order.need_bytes) from error
     finally:
@@ -139,21 +159,28 @@ def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]
 
 
 def committed(directory: Path) -> tuple[Path, ...]:
-    """The committed checkpoints below `directory`, oldest first. Half-written and stray entries are passed over."""
+    """The committed checkpoints below `directory`, oldest first. Half-written and stray entries are
+    passed over."""
     if not directory.is_dir():
         return ()
-    found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and (path / INDEX).is_file()]
+    found = [
+        path
+        for path in directory.iterdir()
+        if _COMMITTED.fullmatch(path.name) and (path / INDEX).is_file()
+    ]
     return tuple(sorted(found))
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest committed checkpoint, or None. Damage inside it is not skipped in silence: `load` refuses it."""
+    """The newest committed checkpoint, or None. Damage inside it is not skipped in silence: `load`
+    refuses it."""
     found = committed(directory)
     return found[-1] if found else None
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest in it or, where it is a run's folder, in its `checkpoints`.
+    """The checkpoint that `path` is, or the newest in it or, where it is a run's folder, in its
+    `checkpoints`.
 
     Raises BadInput when there is none.
     """
@@ -167,14 +194,19 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
-    """The newest committed checkpoint, and what lies there under a newer step's name without being one.
+    """The newest committed checkpoint, and what lies there under a newer step's name without being
+    one.
 
-    (None, ()) for a folder that has never held one. Raises BadInput when something else is offered as a checkpoint:
-    starting anew beside it would pass over what somebody meant to continue.
+    (None, ()) for a folder that has never held one. Raises BadInput when something else is offered
+    as a checkpoint: starting anew beside it would pass over what somebody meant to continue.
     """
     if directory.exists() and not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory"))
-    entries = [path for path in directory.iterdir() if not path.name.startswith(".")] if directory.exists() else []
+    entries = (
+        [path for path in directory.iterdir() if not path.name.startswith(".")]
+        if directory.exists()
+        else []
+    )
     named = sorted(path for path in entries if _COMMITTED.fullmatch(path.name))
     newest = latest(directory)
     if newest is None:
@@ -187,7 +219,9 @@ def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
     step = read_index(newest).step
     if f"step-{step:08d}" != newest.name:
         rule = f"holds step {step}"
-        raise BadInput(Reason(field=str(newest), rule=rule, nearest=str(newest.with_name(f"step-{step:08d}"))))
+        raise BadInput(
+            Reason(field=str(newest), rule=rule, nearest=str(newest.with_name(f"step-{step:08d}")))
+        )
     return newest, tuple(path for path in named if path > newest)
 
 
@@ -196,7 +230,13 @@ def _prepare(order: Order) -> bool:
     if (final / INDEX).is_file():
         if read_index(final).extra == order.extra:
             return False
-        raise BadInput(Reason(field=str(final), rule="is the same step of another job", nearest="another directory"))
+        raise BadInput(
+            Reason(
+                field=str(final),
+                rule="is the same step of another job",
+                nearest="another directory",
+            )
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in directory.iterdir():
@@ -236,12 +276,18 @@ def _commit(order: Order, index: Index) -> None:
 
 
 def _purge(order: Order) -> None:
-    """Drop all but the newest checkpoints and those to be kept for good, never the one just written. A rename makes
-    each vanish at once.
+    """Drop all but the newest checkpoints and those to be kept for good, never the one just
+    written. A rename makes each vanish at once.
     """
-    older, keep = [path for path in committed(order.final.parent) if path != order.final], order.keep
+    older, keep = (
+        [path for path in committed(order.final.parent) if path != order.final],
+        order.keep,
+    )
     for path in older[: max(0, len(older) - (keep.keep - 1))]:
-        if keep.keep_every_steps and int(path.name.removeprefix("step-")) % keep.keep_every_steps == 0:
+        if (
+            keep.keep_every_steps
+            and int(path.name.removeprefix("step-")) % keep.keep_every_steps == 0
+        ):
             continue
         gone = path.with_name(_PURGED + path.name)
         path.rename(gone)

@@ -1,4 +1,5 @@
-"""How the ranks of a job agree on each phase of a save or load; the collective itself is passed in."""
+"""How the ranks of a job agree on each phase of a save or load; the collective itself is passed
+in."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def alone() -> Coordinator:
 
 
 def agree(comm: Coordinator, phase: Callable[[], Any]) -> list[Any]:
-    """Run `phase` on every rank; every rank gets all results, or every rank raises the same first BadInput.
+    """Run `phase` on every rank; every rank gets all results, or every rank raises the same first
+    BadInput.
 
     A rank that fails for another reason raises at once: the launcher ends the job.
     """

@@ -1,4 +1,5 @@
-"""Files of a checkpoint: written as a stream and flushed to disk, verified by checksum, read by slices."""
+"""Files of a checkpoint: written as a stream and flushed to disk, verified by checksum, read by
+slices."""
 
 from __future__ import annotations
 
@@ -40,24 +41,39 @@ class Row:
 
 
 def write_payload(path: Path, pieces: Sequence[Piece]) -> FileEntry:
-    """Write `pieces` as one safetensors file, one tensor on the host at a time, and flush it to disk."""
-    ordered = sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.offsets))  # aligned
+    """Write `pieces` as one safetensors file, one tensor on the host at a time, and flush it to
+    disk."""
+    ordered = sorted(
+        pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.offsets)
+    )  # aligned
     rows = [
-        Row(name=box_key(piece.name, piece.offsets), dtype=piece.dtype, shape=tuple(piece.tensor.shape))
+        Row(
+            name=box_key(piece.name, piece.offsets),
+            dtype=piece.dtype,
+            shape=tuple(piece.tensor.shape),
+        )
         for piece in ordered
     ]
     return write_tensors(path, rows, (piece.tensor for piece in ordered))
 
 
 def write_tensors(
-    path: Path, rows: Sequence[Row], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    rows: Sequence[Row],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Write `tensors`, which are those of `rows`, as one safetensors file, each when it comes, and flush it to disk."""
+    """Write `tensors`, which are those of `rows`, as one safetensors file, each when it comes, and
+    flush it to disk."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for row in rows:
         begin, end = end, end + row.nbytes
-        header[row.name] = {"dtype": row.dtype, "shape": list(row.shape), "data_offsets": [begin, end]}
+        header[row.name] = {
+            "dtype": row.dtype,
+            "shape": list(row.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -102,7 +118,9 @@ def verify_file(directory: Path, entry: FileEntry) -> None:
         if not S_ISREG(status.st_mode):
             raise _damaged(path, "is not a regular file")
         if status.st_size != entry.nbytes:
-            raise _damaged(path, f"is damaged: {status.st_size} bytes, its index says {entry.nbytes}")
+            raise _damaged(
+                path, f"is damaged: {status.st_size} bytes, its index says {entry.nbytes}"
+            )
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_CHUNK_BYTES):
@@ -120,7 +138,8 @@ def _damaged(path: Path, rule: str) -> BadInput:
 
 
 class PayloadReader:
-    """Reads regions of shards from the payload files of one checkpoint, each mapped once, until closed."""
+    """Reads regions of shards from the payload files of one checkpoint, each mapped once, until
+    closed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -134,13 +153,18 @@ class PayloadReader:
         self._open.clear()
         self._stack.close()
 
-    def region(self, tensor: TensorEntry, shard: Shard, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The box of `sizes` at `offsets` of a shard, on the host. Raises BadInput when the file disagrees."""
+    def region(
+        self, tensor: TensorEntry, shard: Shard, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """The box of `sizes` at `offsets` of a shard, on the host. Raises BadInput when the file
+        disagrees."""
         path = self._directory / shard.file
         key = box_key(tensor.name, shard.box[0])
         try:
             if shard.file not in self._open:
-                self._open[shard.file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                self._open[shard.file] = self._stack.enter_context(
+                    safe_open(path, framework="pt", device="cpu")
+                )
             file = self._open[shard.file]
             stored = file.get_slice(key)
             found = (stored.get_dtype(), tuple(stored.get_shape()))
@@ -148,16 +172,24 @@ class PayloadReader:
                 if not sizes:
                     scalar: torch.Tensor = file.get_tensor(key)
                     return scalar
-                part: torch.Tensor = stored[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+                part: torch.Tensor = stored[
+                    tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+                ]
                 return part
         except (SafetensorError, OSError) as error:
             raise _damaged(path, f"cannot be read ({error})") from error
-        raise _damaged(path, f"{key} is {found[0]} {list(found[1])}, its index says {tensor.dtype} {shard.box[1]}")
+        raise _damaged(
+            path,
+            f"{key} is {found[0]} {list(found[1])}, its index says {tensor.dtype} {shard.box[1]}",
+        )
 
 
 def require_space(directory: Path, need_bytes: int) -> None:
-    """Raise BadInput when the file system of `directory`, which may yet be made, has less than `need_bytes` free."""
-    there = next((path for path in (directory, *directory.absolute().parents) if path.is_dir()), Path("/"))
+    """Raise BadInput when the file system of `directory`, which may yet be made, has less than
+    `need_bytes` free."""
+    there = next(
+        (path for path in (directory, *directory.absolute().parents) if path.is_dir()), Path("/")
+    )
     free_bytes = shutil.disk_usage(there).free
     if free_bytes < need_bytes:
         raise _full(directory, need_bytes, free_bytes)
@@ -168,9 +200,13 @@ def write_fault(directory: Path, error: OSError, need_bytes: int) -> BadInput:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return _full(directory, need_bytes, shutil.disk_usage(directory).free)
     what = f"cannot be written ({error.strerror})"
-    return BadInput(Reason(field=str(directory), rule=what, nearest="a directory that you may write to"))
+    return BadInput(
+        Reason(field=str(directory), rule=what, nearest="a directory that you may write to")
+    )
 
 
 def _full(directory: Path, need_bytes: int, free_bytes: int) -> BadInput:
     sizes = f"a checkpoint needs {show_bytes(need_bytes)} ({need_bytes} bytes), {free_bytes} bytes are free"
-    return BadInput(Reason(field=str(directory), rule=f"no room: {sizes}", nearest="free some, or lower keep"))
+    return BadInput(
+        Reason(field=str(directory), rule=f"no room: {sizes}", nearest="free some, or lower keep")
+    )

@@ -1,4 +1,5 @@
-"""Boxes of a tensor: what a flat range covers, and whether a set of boxes covers a tensor exactly once. Pure."""
+"""Boxes of a tensor: what a flat range covers, and whether a set of boxes covers a tensor exactly
+once. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes; one entry a dim
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """The rectangular boxes that elements [start, stop) of a row-major tensor cover, in flat order.
 
-    Each box is one contiguous run of the range, so the k-th box is the next prod(sizes) elements. At most 2d-1 boxes
-    for d dims: a partial first row, the whole rows, a partial last row, and the same again inside the partial rows.
+    Each box is one contiguous run of the range, so the k-th box is the next prod(sizes) elements.
+    At most 2d-1 boxes for d dims: a partial first row, the whole rows, a partial last row, and the
+    same again inside the partial rows.
     """
     numel = prod(shape)
     if not 0 <= start <= stop <= numel:
-        raise ValueError(f"range [{start}, {stop}) is not within the {numel} elements of shape {tuple(shape)}")
+        raise ValueError(
+            f"range [{start}, {stop}) is not within the {numel} elements of shape {tuple(shape)}"
+        )
     return tuple(_boxes(tuple(shape), start, stop)) if start < stop else ()
 
 

@@ -1,8 +1,9 @@
 """The index of a checkpoint: strict JSON that says which box of which tensor lies in which file.
 
-`index.json` is {"sha256": D, "body": B}, D being the digest of B as canonical JSON. A body holds format, version,
-step, extra, files [{name, bytes, sha256}] and tensors [{name, dtype, shape, boxes [[file number, offsets, sizes]]}].
-Payload files are safetensors; a box is stored under `box_key`. Nothing here is ever unpickled.
+`index.json` is {"sha256": D, "body": B}, D being the digest of B as canonical JSON. A body holds
+format, version, step, extra, files [{name, bytes, sha256}] and tensors [{name, dtype, shape, boxes
+[[file number, offsets, sizes]]}]. Payload files are safetensors; a box is stored under `box_key`.
+Nothing here is ever unpickled.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def box_key(name: str, offsets: tuple[int, ...]) -> str:
 
 
 def index_text(index: Index) -> str:
-    """The text of index.json. Raises ValueError or TypeError when `extra` is not plain finite JSON."""
+    """The text of index.json. Raises ValueError or TypeError when `extra` is not plain finite
+    JSON."""
     number = {entry.name: n for n, entry in enumerate(index.files)}
     body = {
         "format": _FORMAT,
@@ -94,15 +96,24 @@ def index_text(index: Index) -> str:
 
 
 def read_index(checkpoint: Path) -> Index:
-    """The index of a committed checkpoint. Raises BadInput, naming the file, for anything that is not one."""
+    """The index of a committed checkpoint. Raises BadInput, naming the file, for anything that is
+    not one."""
     path = checkpoint / INDEX
     if not checkpoint.is_dir():
         what = "is a file" if checkpoint.exists() else "does not exist"
-        raise BadInput(Reason(field=str(checkpoint), rule=f"{what}; a checkpoint is a directory", nearest="step-*"))
+        raise BadInput(
+            Reason(
+                field=str(checkpoint), rule=f"{what}; a checkpoint is a directory", nearest="step-*"
+            )
+        )
     if not path.is_symlink() and not path.exists():
         found = ", ".join(sorted(entry.name for entry in checkpoint.iterdir())[:3]) or "nothing"
         raise BadInput(
-            Reason(field=str(checkpoint), rule=f"is not a checkpoint: it has no {INDEX} but {found}", nearest="step-*")
+            Reason(
+                field=str(checkpoint),
+                rule=f"is not a checkpoint: it has no {INDEX} but {found}",
+                nearest="step-*",
+            )
         )
     try:
         if not S_ISREG(path.lstat().st_mode):
@@ -134,10 +145,20 @@ def _index(data: Any) -> Index:
     outer = _record(data, "index", {"sha256": str, "body": dict})
     text = _canonical(outer["body"])
     _require(outer["sha256"] == _digest(text), "is damaged: its checksum does not hold")
-    keys = {"format": str, "version": int, "step": int, "extra": dict, "files": list, "tensors": list}
+    keys = {
+        "format": str,
+        "version": int,
+        "step": int,
+        "extra": dict,
+        "files": list,
+        "tensors": list,
+    }
     body = _record(outer["body"], "body", keys)
     _require(body["format"] == _FORMAT, f"format is {body['format']!r}, not {_FORMAT!r}")
-    _require(body["version"] == _VERSION, f"version is {body['version']}, and this program reads {_VERSION}")
+    _require(
+        body["version"] == _VERSION,
+        f"version is {body['version']}, and this program reads {_VERSION}",
+    )
     _require(body["step"] >= 0, "step is negative")
     files = tuple(_file(entry) for entry in body["files"])
     _require(len({file.name for file in files}) == len(files), "names a file twice")
@@ -148,7 +169,10 @@ def _index(data: Any) -> Index:
 
 def _file(data: Any) -> FileEntry:
     entry = _record(data, "file", {"name": str, "bytes": int, "sha256": str})
-    _require(_PAYLOAD.fullmatch(entry["name"]) is not None, f"file name {entry['name']!r} is not rank-N.safetensors")
+    _require(
+        _PAYLOAD.fullmatch(entry["name"]) is not None,
+        f"file name {entry['name']!r} is not rank-N.safetensors",
+    )
     _require(entry["bytes"] >= 0, f"{entry['name']} has a negative size")
     _require(_DIGEST.fullmatch(entry["sha256"]) is not None, f"{entry['name']} has no sha256")
     return FileEntry(name=entry["name"], nbytes=entry["bytes"], sha256=entry["sha256"])
@@ -162,17 +186,24 @@ def _tensor(data: Any, files: tuple[FileEntry, ...]) -> TensorEntry:
     shape = _whole(entry["shape"], name)
     shards = []
     for box in entry["boxes"]:
-        _require(isinstance(box, list) and len(box) == 3, f"{name}: a box is [file, offsets, sizes]")
+        _require(
+            isinstance(box, list) and len(box) == 3, f"{name}: a box is [file, offsets, sizes]"
+        )
         (number,) = _whole([box[0]], name)
         _require(number < len(files), f"{name}: file {number} of {len(files)}")
-        shards.append(Shard(box=(_whole(box[1], name), _whole(box[2], name)), file=files[number].name))
+        shards.append(
+            Shard(box=(_whole(box[1], name), _whole(box[2], name)), file=files[number].name)
+        )
     fault = tiling_fault(shape, [shard.box for shard in shards])
     _require(not fault, f"{name}: {fault}")
     return TensorEntry(name=name, dtype=entry["dtype"], shape=shape, shards=tuple(shards))
 
 
 def _record(data: Any, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
-    _require(isinstance(data, dict) and set(data) == set(keys), f"{what} does not have the keys {', '.join(keys)}")
+    _require(
+        isinstance(data, dict) and set(data) == set(keys),
+        f"{what} does not have the keys {', '.join(keys)}",
+    )
     for key, kind in keys.items():
         _require(type(data[key]) is kind, f"{what}: {key} is not {kind.__name__}")
     return dict(data)

@@ -18,10 +18,12 @@ from moewright.spec.errors import BadInput, Reason
 
 
 def load(checkpoint: Path, *, pieces: Sequence[Piece], comm: Coordinator) -> Mapping[str, Any]:
-    """Fill every piece in place, bit for bit, from any layout; return the checkpoint's `extra`. All ranks call.
+    """Fill every piece in place, bit for bit, from any layout; return the checkpoint's `extra`. All
+    ranks call.
 
-    Each file's checksum is verified by one rank, and every piece is checked for name, shape and dtype, before any
-    tensor is touched. Raises the same BadInput on every rank, naming the file or the tensor.
+    Each file's checksum is verified by one rank, and every piece is checked for name, shape and
+    dtype, before any tensor is touched. Raises the same BadInput on every rank, naming the file or
+    the tensor.
     """
     index = agree_on_index(checkpoint, comm)
     wanted = [piece for piece in pieces if piece.tensor.numel()]
@@ -44,28 +46,42 @@ def refuse_mismatch(
     field: str = "resume",
     unsaid: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raise BadInput for `field`, naming all in which a checkpoint and the job that is to take it up differ.
+    """Raise BadInput for `field`, naming all in which a checkpoint and the job that is to take it
+    up differ.
 
-    Nested mappings are compared field by field ("model.hidden_size"); all else by equality. `unsaid` has what a field
-    of the job means where the checkpoint is older than the field, and lacks it.
+    Nested mappings are compared field by field ("model.hidden_size"); all else by equality.
+    `unsaid` has what a field of the job means where the checkpoint is older than the field, and
+    lacks it.
     """
     ours, theirs = _flat(wanted), _flat(saved)
     theirs = {name: value for name, value in _flat(unsaid).items() if name in ours} | theirs
-    fields = [name for name in sorted(ours | theirs) if ours.get(name, "absent") != theirs.get(name, "absent")]
+    fields = [
+        name
+        for name in sorted(ours | theirs)
+        if ours.get(name, "absent") != theirs.get(name, "absent")
+    ]
     if fields:
         differences = "; ".join(
             f"{name} is {theirs.get(name, 'absent')} in the checkpoint and {ours.get(name, 'absent')} in the job"
             for name in fields
         )
         raise BadInput(
-            Reason(field=field, rule=differences, nearest="the checkpoint's values, or another run directory")
+            Reason(
+                field=field,
+                rule=differences,
+                nearest="the checkpoint's values, or another run directory",
+            )
         )
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -83,7 +99,14 @@ def _check(checkpoint: Path, index: Index, wanted: Sequence[Piece], comm: Coordi
         ):
             if ours != theirs:
                 rule = f"the {what} in the checkpoint {checkpoint} is {theirs}"
-                raise BadInput(Reason(field=f"{piece.name} ({what})", value=str(ours), rule=rule, nearest=str(theirs)))
+                raise BadInput(
+                    Reason(
+                        field=f"{piece.name} ({what})",
+                        value=str(ours),
+                        rule=rule,
+                        nearest=str(theirs),
+                    )
+                )
 
 
 def _fill(checkpoint: Path, index: Index, wanted: Sequence[Piece]) -> None:
@@ -95,7 +118,9 @@ def _fill(checkpoint: Path, index: Index, wanted: Sequence[Piece]) -> None:
             _fill_tensor(reader, tensor, by_name.get(tensor.name, []))
 
 
-def read_box(reader: PayloadReader, tensor: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def read_box(
+    reader: PayloadReader, tensor: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
     """One box of a tensor of a checkpoint, on the host."""
     box = torch.empty(tuple(sizes), dtype=DTYPES[tensor.dtype])
     piece = Piece(name=tensor.name, global_shape=tensor.shape, offsets=tuple(offsets), tensor=box)

@@ -11,14 +11,18 @@ from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
-_PATIENCE_S = 1.0  # ranks outlive a killed launcher by a moment, and a supervisor restarts it at once
+_PATIENCE_S = (
+    1.0  # ranks outlive a killed launcher by a moment, and a supervisor restarts it at once
+)
 
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir`/lock, making the directory if need be. Raises BadInput when another job holds it.
+    """Hold `run_dir`/lock, making the directory if need be. Raises BadInput when another job holds
+    it.
 
-    The kernel drops the lock with the last process of the job, so a lock file left behind means nothing.
+    The kernel drops the lock with the last process of the job, so a lock file left behind means
+    nothing.
     """
     path = run_dir / "lock"
     try:
@@ -34,7 +38,9 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             if time.monotonic() > deadline_s:
                 holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 rule = f"is in use by another job (process {holder})"
-                raise BadInput(Reason(field=str(run_dir), rule=rule, nearest="another run directory"))
+                raise BadInput(
+                    Reason(field=str(run_dir), rule=rule, nearest="another run directory")
+                )
             time.sleep(0.05)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)

@@ -31,9 +31,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]*(/[A-Za-z0-9_][\w.\-]*)*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """One box of the global tensor `name`, at `offsets`, as large as `tensor` (any device, any of DTYPES).
+    """One box of the global tensor `name`, at `offsets`, as large as `tensor` (any device, any of
+    DTYPES).
 
-    An empty tensor holds nothing and is passed over. Raises ValueError when the box is not within `global_shape`.
+    An empty tensor holds nothing and is passed over. Raises ValueError when the box is not within
+    `global_shape`.
     """
 
     name: str
@@ -43,7 +45,9 @@ class Piece:
 
     def __post_init__(self) -> None:
         if not name_is_legal(self.name):
-            raise ValueError(f"{self.name!r} is not a name of letters, digits, '_', '.', '-' and single '/'")
+            raise ValueError(
+                f"{self.name!r} is not a name of letters, digits, '_', '.', '-' and single '/'"
+            )
         if self.tensor.dtype not in DTYPES.values():
             raise ValueError(f"{self.name}: {self.tensor.dtype} is not a dtype of safetensors")
         fault = inside_fault(self.global_shape, self.box) if self.tensor.numel() else ""
@@ -75,8 +79,8 @@ def flat_pieces(
 ) -> Iterator[Piece]:
     """Pieces for the flat range [start, start + flat.numel()) of a local shard, as views of `flat`.
 
-    The shard is the box of `local_shape` at `offsets` of the global tensor; `flat` is 1-D and contiguous, so that a
-    load writes through the views (a ZeRO range of an optimizer buffer).
+    The shard is the box of `local_shape` at `offsets` of the global tensor; `flat` is 1-D and
+    contiguous, so that a load writes through the views (a ZeRO range of an optimizer buffer).
     """
     used = 0
     for inner, sizes in boxes(local_shape, start, start + flat.numel()):

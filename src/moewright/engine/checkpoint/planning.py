@@ -1,6 +1,8 @@
-"""Who writes which box, and which stored regions fill which piece: torch DCP's planner on our own metadata.
+"""Who writes which box, and which stored regions fill which piece: torch DCP's planner on our own
+metadata.
 
-Only the planner is torch's. Its storage layer is not used: the stock one keeps its metadata as a pickle.
+Only the planner is torch's. Its storage layer is not used: the stock one keeps its metadata as a
+pickle.
 """
 
 from __future__ import annotations
@@ -16,25 +18,39 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from moewright.engine.checkpoint.geometry import Box, tiling_fault
 from moewright.engine.checkpoint.index import Shard, TensorEntry, payload_name
 from moewright.engine.checkpoint.piece import DTYPES, Piece
 
-Spec = list[Any]  # [name, dtype, shape, offsets, sizes]: a piece without its data, as ranks send it to each other
+Spec = list[
+    Any
+]  # [name, dtype, shape, offsets, sizes]: a piece without its data, as ranks send it to each other
 
 
 def specs(pieces: Sequence[Piece]) -> list[Spec]:
-    return [[p.name, p.dtype, list(p.global_shape), *map(list, p.box)] for p in pieces if p.tensor.numel()]
+    return [
+        [p.name, p.dtype, list(p.global_shape), *map(list, p.box)]
+        for p in pieces
+        if p.tensor.numel()
+    ]
 
 
 def plan_save(specs_by_rank: Sequence[Sequence[Spec]]) -> tuple[TensorEntry, ...]:
-    """Assign every box to one file; a box that several ranks hold goes to the one with the least to write so far.
+    """Assign every box to one file; a box that several ranks hold goes to the one with the least to
+    write so far.
 
-    The same result on every rank. Raises ValueError, naming the tensor, when ranks disagree on shape or dtype, a rank
-    holds a box twice, or the boxes do not cover the tensor exactly once: that is a fault of the caller.
+    The same result on every rank. Raises ValueError, naming the tensor, when ranks disagree on
+    shape or dtype, a rank holds a box twice, or the boxes do not cover the tensor exactly once:
+    that is a fault of the caller.
     """
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts: dict[str, set[Box]] = {}
@@ -61,7 +77,9 @@ def plan_save(specs_by_rank: Sequence[Sequence[Spec]]) -> tuple[TensorEntry, ...
             shard = Shard(box=(tuple(chunk.offsets), tuple(chunk.sizes)), file=payload_name(rank))
             shards.setdefault(item.index.fqn, []).append(shard)
     return tuple(
-        TensorEntry(name=name, dtype=kinds[name][0], shape=kinds[name][1], shards=tuple(shards[name]))
+        TensorEntry(
+            name=name, dtype=kinds[name][0], shape=kinds[name][1], shards=tuple(shards[name])
+        )
         for name in sorted(kinds)
     )
 
@@ -79,17 +97,22 @@ def _write_item(spec: Spec) -> WriteItem:
     )
 
 
-def plan_load(tensor: TensorEntry, wanted: Sequence[Piece]) -> Iterator[tuple[Piece, Shard, ReadItem]]:
+def plan_load(
+    tensor: TensorEntry, wanted: Sequence[Piece]
+) -> Iterator[tuple[Piece, Shard, ReadItem]]:
     """For each region to copy: the piece, the shard, and offsets within both.
 
-    `wanted` are pieces of this tensor, checked to be of its shape; its shards tile it, so every element is reached.
+    `wanted` are pieces of this tensor, checked to be of its shape; its shards tile it, so every
+    element is reached.
     """
     stored = TensorStorageMetadata(
         properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
         size=torch.Size(tensor.shape),
         chunks=[_chunk(shard.box) for shard in tensor.shards],
     )
-    for item in create_read_items_for_chunk_list(tensor.name, stored, [_chunk(piece.box) for piece in wanted]):
+    for item in create_read_items_for_chunk_list(
+        tensor.name, stored, [_chunk(piece.box) for piece in wanted]
+    ):
         target, source = item.dest_index.index, item.storage_index.index
         assert target is not None
         assert source is not None

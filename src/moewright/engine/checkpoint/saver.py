@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from moewright.engine.checkpoint.commit import Order, assigned, check_extra, checkpoint_path, complete, prepare
+from moewright.engine.checkpoint.commit import (
+    Order,
+    assigned,
+    check_extra,
+    checkpoint_path,
+    complete,
+    prepare,
+)
 from moewright.engine.checkpoint.coordinator import Coordinator, agree
 from moewright.engine.checkpoint.index import TensorEntry
 from moewright.engine.checkpoint.piece import Piece
@@ -19,24 +26,36 @@ from moewright.spec.workload import CheckpointSpec, SaveMode
 
 
 def save(
-    directory: Path, *, step: int, pieces: Sequence[Piece], extra: Mapping[str, Any], keep: int, comm: Coordinator
+    directory: Path,
+    *,
+    step: int,
+    pieces: Sequence[Piece],
+    extra: Mapping[str, Any],
+    keep: int,
+    comm: Coordinator,
 ) -> Path:
-    """Write and return one checkpoint, `directory`/step-NNNNNNNN, as a Saver does; all ranks wait for it."""
+    """Write and return one checkpoint, `directory`/step-NNNNNNNN, as a Saver does; all ranks wait
+    for it."""
     spec = CheckpointSpec(keep=keep)
-    return Saver(directory, spec=spec, extra=extra, comm=comm, aside=lambda: comm).save(step, pieces)
+    return Saver(directory, spec=spec, extra=extra, comm=comm, aside=lambda: comm).save(
+        step, pieces
+    )
 
 
 class Saver:
-    """Saves into `directory`, then purges older checkpoints; every rank makes one and calls it alike.
+    """Saves into `directory`, then purges older checkpoints; every rank makes one and calls it
+    alike.
 
-    Either a whole checkpoint is committed, on disk and checksummed, or nothing changes. A box that several ranks hold
-    is written once. A step that is committed already, with an equal `extra`, is left as it is. Every rank raises the
-    same BadInput for a full disk or an unwritable directory, ValueError for pieces that do not tile their tensors.
+    Either a whole checkpoint is committed, on disk and checksummed, or nothing changes. A box that
+    several ranks hold is written once. A step that is committed already, with an equal `extra`, is
+    left as it is. Every rank raises the same BadInput for a full disk or an unwritable directory,
+    ValueError for pieces that do not tile their tensors.
 
-    With SaveMode.ASYNC, `save` copies to host memory what this rank writes and returns; a thread writes and commits.
-    There is one copy and one thread: a save waits for the one before it. What goes wrong in the thread is raised, as
-    it was, by the next call of `check`, `save` or `finish`. The ranks agree in the thread over `aside`, so it needs a
-    process group of its own: a group carries the collectives of one thread, in order.
+    With SaveMode.ASYNC, `save` copies to host memory what this rank writes and returns; a thread
+    writes and commits. There is one copy and one thread: a save waits for the one before it. What
+    goes wrong in the thread is raised, as it was, by the next call of `check`, `save` or `finish`.
+    The ranks agree in the thread over `aside`, so it needs a process group of its own: a group
+    carries the collectives of one thread, in order.
     """
 
     def __init__(
@@ -56,7 +75,8 @@ class Saver:
         self._failures: list[Exception] = []
 
     def save(self, step: int, pieces: Sequence[Piece]) -> Path:
-        """Save `pieces` as they are now: the path. They are of the same boxes in every call, planned once."""
+        """Save `pieces` as they are now: the path. They are of the same boxes in every call,
+        planned once."""
         self.finish()
         check_extra(step, self._extra)
         if self._tensors is None:
@@ -99,14 +119,17 @@ class Saver:
             self._failures.append(error)
 
     def _copied(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The pieces with their data in host memory that stays allocated, page-locked where it comes from a GPU."""
+        """The pieces with their data in host memory that stays allocated, page-locked where it
+        comes from a GPU."""
         if not self._copies:
             self._copies = tuple(_room(piece.tensor) for piece in pieces)
         for copy, piece in zip(self._copies, pieces, strict=True):
             copy.copy_(piece.tensor.detach(), non_blocking=True)
         if any(piece.tensor.is_cuda for piece in pieces):
             torch.cuda.current_stream().synchronize()
-        return tuple(replace(piece, tensor=copy) for piece, copy in zip(pieces, self._copies, strict=True))
+        return tuple(
+            replace(piece, tensor=copy) for piece, copy in zip(pieces, self._copies, strict=True)
+        )
 
 
 def _room(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The only caller of torch.distributed collectives.
 
-Every call over a group of more than one rank books the payload this rank hands in; over one rank it is a no-op.
-Differentiable forms are own autograd Functions: the functional ones of torch reduce in backward where model
-parallelism must not.
+Every call over a group of more than one rank books the payload this rank hands in; over one rank it
+is a no-op. Differentiable forms are own autograd Functions: the functional ones of torch reduce in
+backward where model parallelism must not.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ class Group:
 
 
 def start(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
-    """Join the world: one process group over all ranks, its timeout the policy for every group made of it."""
+    """Join the world: one process group over all ranks, its timeout the policy for every group made
+    of it."""
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
 
 
 def pretend(*, rank: int, world_size: int) -> None:
-    """Join a world of which nobody else is there: collectives return at once and carry no values."""
+    """Join a world of which nobody else is there: collectives return at once and carry no
+    values."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=world_size)
@@ -70,7 +72,8 @@ def stop() -> None:
 
 
 def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
-    """Create process groups for all of `groups`, in that order on every rank; return the one `rank` is in."""
+    """Create process groups for all of `groups`, in that order on every rank; return the one `rank`
+    is in."""
     mine = None
     fake = dist.get_backend() == _FAKE
     if fake:  # nobody waits for the groups of others
@@ -83,8 +86,8 @@ def new_handles(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGro
 
 
 def _patience() -> timedelta | None:
-    """The world's timeout. A new group would not take it over: torch has a default of its own, half an hour on gloo.
-    A pretended world has none.
+    """The world's timeout. A new group would not take it over: torch has a default of its own, half
+    an hour on gloo. A pretended world has none.
     """
     world: Any = dist.group.WORLD
     options = world._get_backend(_control_device(None)).options
@@ -105,7 +108,8 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flight:
-    """A collective under way: `out` is not to be touched, nor `tensor` to be written, before `land`."""
+    """A collective under way: `out` is not to be touched, nor `tensor` to be written, before
+    `land`."""
 
     out: torch.Tensor
     tensor: torch.Tensor
@@ -146,12 +150,17 @@ def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> F
     return Flight(out=out, tensor=tensor, work=Transfer(work, group))
 
 
-def start_all_to_all(tensor: torch.Tensor, group: Group, *, send: tuple[int, ...], receive: tuple[int, ...]) -> Flight:
-    """Start to send `send[i]` leading rows to rank i and to get `receive[i]` from it, over more than one rank."""
+def start_all_to_all(
+    tensor: torch.Tensor, group: Group, *, send: tuple[int, ...], receive: tuple[int, ...]
+) -> Flight:
+    """Start to send `send[i]` leading rows to rank i and to get `receive[i]` from it, over more
+    than one rank."""
     group.book(Collective.ALL_TO_ALL, tensor)
     tensor = tensor.contiguous()
     out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    work = dist.all_to_all_single(out, tensor, list(receive), list(send), group=group.handle, async_op=True)
+    work = dist.all_to_all_single(
+        out, tensor, list(receive), list(send), group=group.handle, async_op=True
+    )
     return Flight(out=out, tensor=tensor, work=Transfer(work, group))
 
 
@@ -174,19 +183,25 @@ def gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Every rank's [n, ...], one after the other: [size * n, ...]."""
     if group.size == 1:
         return tensor
-    return all_gather(tensor.new_empty((group.size * len(tensor), *tensor.shape[1:])), tensor.contiguous(), group)
+    return all_gather(
+        tensor.new_empty((group.size * len(tensor), *tensor.shape[1:])), tensor.contiguous(), group
+    )
 
 
 def scatter_sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Slice i, on rank i, of the sum over ranks: [size * n, ...] -> [n, ...]; the transpose of `gather`."""
+    """Slice i, on rank i, of the sum over ranks: [size * n, ...] -> [n, ...]; the transpose of
+    `gather`."""
     if group.size == 1:
         return tensor
-    return reduce_scatter(tensor.new_empty((len(tensor) // group.size, *tensor.shape[1:])), tensor.contiguous(), group)
+    return reduce_scatter(
+        tensor.new_empty((len(tensor) // group.size, *tensor.shape[1:])), tensor.contiguous(), group
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel:
-    """A TP group as blocks use it: between them a rank holds its t of the group's T tokens (`sequence`), or all T.
+    """A TP group as blocks use it: between them a rank holds its t of the group's T tokens
+    (`sequence`), or all T.
 
     Each of the two ways is the backward of the other.
     """
@@ -204,7 +219,8 @@ class TensorParallel:
 
 
 class Gather(torch.autograd.Function):
-    """`gather` with its transpose in backward: the gathered copies are used by different weights."""
+    """`gather` with its transpose in backward: the gathered copies are used by different
+    weights."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -217,7 +233,8 @@ class Gather(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
-    """`TensorParallel.whole`, of what the ranks' different weights use then: backward sums what each of them adds."""
+    """`TensorParallel.whole`, of what the ranks' different weights use then: backward sums what
+    each of them adds."""
 
     @staticmethod
     def forward(ctx: Any, x_t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -242,8 +259,11 @@ class ScatterSum(torch.autograd.Function):
         return gather(grad, ctx.group), None
 
 
-def all_to_all(tensor: torch.Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-    """Send `send[i]` leading rows to rank i and get `receive[i]` from it; differentiable; splits may be uneven or 0."""
+def all_to_all(
+    tensor: torch.Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]
+) -> torch.Tensor:
+    """Send `send[i]` leading rows to rank i and get `receive[i]` from it; differentiable; splits
+    may be uneven or 0."""
     if group.size == 1:
         return tensor
     return _AllToAll.apply(tensor, group, tuple(send), tuple(receive))
@@ -252,7 +272,11 @@ def all_to_all(tensor: torch.Tensor, group: Group, *, send: Sequence[int], recei
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]
+        ctx: Any,
+        tensor: torch.Tensor,
+        group: Group,
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
     ) -> torch.Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
         return start_all_to_all(tensor, group, send=send, receive=receive).land()
@@ -271,8 +295,9 @@ def all_to_all_beside(
     receive: Sequence[int],
     meanwhile: Callable[[], None] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """`all_to_all` of each tensor, `meanwhile` called while they travel; in backward their gradients travel while those
-    of what `meanwhile` made are found, for autograd takes the latest first.
+    """`all_to_all` of each tensor, `meanwhile` called while they travel; in backward their
+    gradients travel while those of what `meanwhile` made are found, for autograd takes the latest
+    first.
     """
     if group.size == 1 or meanwhile is None:
         out = tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
@@ -306,7 +331,8 @@ class _Trip:
 
 
 class _Depart(torch.autograd.Function):
-    """Starts an exchange; its backward ends that of the gradient. Gives a ticket, empty, that orders the two ends."""
+    """Starts an exchange; its backward ends that of the gradient. Gives a ticket, empty, that
+    orders the two ends."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, trip: _Trip) -> torch.Tensor:
@@ -334,7 +360,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Shift:
-    """A tensor on its way to the next rank of a ring, and that of the rank before on its way here."""
+    """A tensor on its way to the next rank of a ring, and that of the rank before on its way
+    here."""
 
     def __init__(self, tensor: torch.Tensor, group: Group) -> None:
         group.book(Collective.P2P, tensor)
@@ -343,7 +370,8 @@ class Shift:
             torch.empty_like(tensor, memory_format=torch.contiguous_format),
         )
         after, before = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
-        # One batch: NCCL runs what a pair of ranks exchanges in order, and two sends first would wait for each other.
+        # One batch: NCCL runs what a pair of ranks exchanges in order, and two sends first would
+        # wait for each other.
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, after, group.handle),
@@ -360,7 +388,8 @@ class Shift:
 
 
 def send(tensor: torch.Tensor, group: Group, *, to: int) -> Transfer:
-    """Start sending to rank `to` of the group. The tensor must live, unchanged, until the work has been waited for."""
+    """Start sending to rank `to` of the group. The tensor must live, unchanged, until the work has
+    been waited for."""
     group.book(Collective.P2P, tensor)
     with group.waiting():  # the call itself may block, on gloo, until the message has room
         work = dist.isend(tensor, group.ranks[to], group=group.handle)
@@ -369,7 +398,8 @@ def send(tensor: torch.Tensor, group: Group, *, to: int) -> Transfer:
 
 
 def receive(out: torch.Tensor, group: Group, *, source: int) -> Transfer:
-    """Start receiving into `out` what rank `source` of the group sends next; waiting for the work brings it there."""
+    """Start receiving into `out` what rank `source` of the group sends next; waiting for the work
+    brings it there."""
     with group.waiting():
         work = dist.irecv(out, group.ranks[source], group=group.handle)
     assert work is not None  # this rank is in the group
@@ -377,12 +407,14 @@ def receive(out: torch.Tensor, group: Group, *, source: int) -> Transfer:
 
 
 def aside() -> dist.ProcessGroup | None:
-    """A process group of the whole world for the control traffic of a second thread; every rank makes it at once."""
+    """A process group of the whole world for the control traffic of a second thread; every rank
+    makes it at once."""
     return dist.new_group(backend="gloo", timeout=_patience()) if dist.is_initialized() else None
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not booked.
+    """Every rank's JSON-able value, in rank order, on every rank of the world. Control traffic: not
+    booked.
 
     `group`: one of `aside`; the world's own when not given.
     """
@@ -398,7 +430,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     parts = torch.zeros(world * room, dtype=torch.uint8, device=device)
     _gather_single(parts, padded, group=group)
     rows = parts.view(world, room).cpu()
-    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    return [
+        json.loads(bytes(row[:size].numpy()))
+        for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]
 
 
 def _control_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -17,9 +17,10 @@ from moewright.spec.layout import Layout
 class Mesh:
     """This rank's place in both grids. `groups` are in the order of rules.grid.GROUPS.
 
-    `upstream` is the pipeline group once more, for messages to lower ranks: on NCCL what a pair of ranks exchanges over
-    one group runs in order, whichever way it goes, so each way has a group of its own. `shared`: this rank among
-    those of its pipeline that hold a table in common, by their pipeline ranks.
+    `upstream` is the pipeline group once more, for messages to lower ranks: on NCCL what a pair of
+    ranks exchanges over one group runs in order, whichever way it goes, so each way has a group of
+    its own. `shared`: this rank among those of its pipeline that hold a table in common, by their
+    pipeline ranks.
     """
 
     layout: Layout
@@ -39,18 +40,24 @@ class Mesh:
         return coordinate(self.layout, self.rank, axis)
 
 
-def build_mesh(layout: Layout, rank: int, books: Books, tables: Collection[tuple[int, ...]] = ()) -> Mesh:
-    """Make every group of more than one rank; names over the same ranks share one process group. `tables`: pipeline
-    ranks that hold some table in common (rules.shards).
+def build_mesh(
+    layout: Layout, rank: int, books: Books, tables: Collection[tuple[int, ...]] = ()
+) -> Mesh:
+    """Make every group of more than one rank; names over the same ranks share one process group.
+    `tables`: pipeline ranks that hold some table in common (rules.shards).
     """
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
         if max(map(len, partition)) > 1 and partition not in made:
             made[partition] = new_handles(partition, rank)
-        return Group(name=name, ranks=ranks, index=ranks.index(rank), handle=made.get(partition), books=books)
+        return Group(
+            name=name, ranks=ranks, index=ranks.index(rank), handle=made.get(partition), books=books
+        )
 
-    groups = [group(name, group_ranks(layout, name, rank), all_groups(layout, name)) for name in GROUPS]
+    groups = [
+        group(name, group_ranks(layout, name, rank), all_groups(layout, name)) for name in GROUPS
+    ]
     pipelines = all_groups(layout, "pp")
     pipeline = next(ranks for ranks in pipelines if rank in ranks)
     upstream = Group(

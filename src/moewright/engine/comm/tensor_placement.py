@@ -8,12 +8,15 @@ from moewright.engine.comm.mesh import Mesh
 from moewright.rules.grid import axis_size
 from moewright.rules.shards import even_part
 
-Cuts = tuple[tuple[str, int], ...]  # (mesh axis, tensor dim) pairs; an axis that is not named holds a full copy
+Cuts = tuple[
+    tuple[str, int], ...
+]  # (mesh axis, tensor dim) pairs; an axis that is not named holds a full copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A tensor of shape `local` holds the box at `offsets` of one of shape `whole`, and after it padding.
+    """A tensor of shape `local` holds the box at `offsets` of one of shape `whole`, and after it
+    padding.
 
     With `rows` it holds these rows of the first dim instead of those from offsets[0] on.
     """
@@ -27,7 +30,10 @@ class Placement:
     def apart(self) -> tuple[Placement, ...]:
         """A tensor of given rows as tensors of one row each."""
         local = (1, *self.local[1:])
-        return tuple(replace(self, offsets=(row, *self.offsets[1:]), local=local, rows=()) for row in self.rows)
+        return tuple(
+            replace(self, offsets=(row, *self.offsets[1:]), local=local, rows=())
+            for row in self.rows
+        )
 
     @property
     def inside(self) -> tuple[int, ...]:

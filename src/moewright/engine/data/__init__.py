@@ -1,1 +1,2 @@
-"""Text to tokens to batches: tokenizer, Megatron .bin/.idx files, and the layout-independent sampler."""
+"""Text to tokens to batches: tokenizer, Megatron .bin/.idx files, and the layout-independent
+sampler."""

@@ -15,9 +15,9 @@ NO_TARGET = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Inputs and targets [mbs, seq_len / cp] int64, targets < 0 being none; those of each MTP depth, another token
-    further ahead; the micro-batch's runs of tokens, before CP cuts them, that attend only each other, if not whole
-    sequences.
+    """Inputs and targets [mbs, seq_len / cp] int64, targets < 0 being none; those of each MTP
+    depth, another token further ahead; the micro-batch's runs of tokens, before CP cuts them, that
+    attend only each other, if not whole sequences.
     """
 
     inputs: torch.Tensor
@@ -26,13 +26,17 @@ class Batch:
     runs: Runs | None
 
 
-def batch_here(run: Runtime, inputs_BS: torch.Tensor, targets_BS: torch.Tensor, runs: Runs | None) -> Batch:
+def batch_here(
+    run: Runtime, inputs_BS: torch.Tensor, targets_BS: torch.Tensor, runs: Runs | None
+) -> Batch:
     """This rank's part of whole sequences, of which a token follows another in one run alone."""
     ahead, shifted = [], (inputs_BS, targets_BS)
     for _ in range(run.model.mtp_layers):
         shifted = (_next(shifted[0], runs, 0), _next(shifted[1], runs, NO_TARGET))
         ahead.append((_part(run, shifted[0]), _part(run, shifted[1])))
-    return Batch(inputs=_part(run, inputs_BS), targets=_part(run, targets_BS), ahead=tuple(ahead), runs=runs)
+    return Batch(
+        inputs=_part(run, inputs_BS), targets=_part(run, targets_BS), ahead=tuple(ahead), runs=runs
+    )
 
 
 def _part(run: Runtime, x_BS: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,8 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """A mapped corpus and the order in which it is read, by global batches that grow or all alike."""
+    """A mapped corpus and the order in which it is read, by global batches that grow or all
+    alike."""
 
     dataset: IndexedDataset
     sampler: Sampler
@@ -51,7 +52,8 @@ class Data:
         return batch_here(run, inputs, targets, runs)
 
     def _cut(self, run: Runtime, ids: Int64s, targets: torch.Tensor) -> Runs:
-        """The documents of samples `ids`, of whose last tokens the `targets` [mbs, seq_len] are struck out."""
+        """The documents of samples `ids`, of whose last tokens the `targets` [mbs, seq_len] are
+        struck out."""
         length, lengths = run.workload.seq_len, list[int]()
         for row, sample in enumerate(ids.tolist()):
             ends = documents_end(self.dataset, sample, seq_len=length)

@@ -1,4 +1,5 @@
-"""Text to a corpus: `train` and `heldout` .bin/.idx pairs, tokenizer.json, and corpus.json that describes them."""
+"""Text to a corpus: `train` and `heldout` .bin/.idx pairs, tokenizer.json, and corpus.json that
+describes them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import tokenizers
 from moewright.codec import read_json, write_json
 from moewright.engine.data.indexed import IndexedDataset, open_indexed, token_dtype, write_indexed
 from moewright.engine.data.source import Source, Texts, find_source, read_texts
-from moewright.engine.data.tokenizer import Tokenizer, TokenizerKind, byte_tokenizer, load_tokenizer, train_bpe
+from moewright.engine.data.tokenizer import (
+    Tokenizer,
+    TokenizerKind,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 
@@ -46,7 +53,8 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """corpus.json. `unigram_entropy` is in nats a token: held-out tokens under the train unigram distribution."""
+    """corpus.json. `unigram_entropy` is in nats a token: held-out tokens under the train unigram
+    distribution."""
 
     source: str
     files: int
@@ -80,18 +88,24 @@ def build(
     limit_bytes: int = DEFAULT_LIMIT_BYTES,
     rebuild: Rebuild = Rebuild.IF_CHANGED,
 ) -> BuildReport:
-    """Build a corpus in folder `out` from a text file, a folder, or (None) the interpreter's standard library.
+    """Build a corpus in folder `out` from a text file, a folder, or (None) the interpreter's
+    standard library.
 
-    The documents with the smallest content hashes are held out, `heldout_fraction` of the text and one at least, so
-    equal documents are never on both sides. Every file is replaced whole, corpus.json last; a folder that holds the
-    same corpus (same source files, parameters, versions; files intact) is left alone. Raises BadInput.
+    The documents with the smallest content hashes are held out, `heldout_fraction` of the text and
+    one at least, so equal documents are never on both sides. Every file is replaced whole,
+    corpus.json last; a folder that holds the same corpus (same source files, parameters, versions;
+    files intact) is left alone. Raises BadInput.
     """
     started = time.monotonic()
     _check_parameters(heldout_fraction, limit_bytes, out)
     found = find_source(source, out)
     parameters = (found.stamp, vocab_size, tokenizer, heldout_fraction, limit_bytes, BUILD_VERSION)
-    stamp = hashlib.sha256(repr((*parameters, tokenizers.__version__, np.__version__)).encode()).hexdigest()[:16]
-    data = DataSpec(train=str(out / "train"), heldout=str(out / "heldout"), tokenizer=str(out / TOKENIZER_FILE))
+    stamp = hashlib.sha256(
+        repr((*parameters, tokenizers.__version__, np.__version__)).encode()
+    ).hexdigest()[:16]
+    data = DataSpec(
+        train=str(out / "train"), heldout=str(out / "heldout"), tokenizer=str(out / TOKENIZER_FILE)
+    )
     corpus = _intact(out, stamp) if rebuild is Rebuild.IF_CHANGED else None
     outcome = Outcome.REUSED if corpus else Outcome.BUILT
     if corpus is None:
@@ -99,8 +113,12 @@ def build(
         try:
             corpus = _write(out, found, texts, vocab_size, tokenizer, heldout_fraction, stamp)
         except OSError as error:
-            raise BadInput(Reason(field=str(out), rule=f"cannot be written: {error.strerror or error}")) from error
-    return BuildReport(corpus=corpus, outcome=outcome, seconds=time.monotonic() - started, data=data)
+            raise BadInput(
+                Reason(field=str(out), rule=f"cannot be written: {error.strerror or error}")
+            ) from error
+    return BuildReport(
+        corpus=corpus, outcome=outcome, seconds=time.monotonic() - started, data=data
+    )
 
 
 def read_corpus(out: Path) -> Corpus:
@@ -109,7 +127,8 @@ def read_corpus(out: Path) -> Corpus:
 
 
 def unigram_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: int) -> float:
-    """Nats a token of the held-out stream under the train stream's unigram frequencies, every count plus one.
+    """Nats a token of the held-out stream under the train stream's unigram frequencies, every count
+    plus one.
 
     A model that has learnt no more than how often each token occurs has this loss.
     """
@@ -121,9 +140,17 @@ def unigram_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: 
 def _check_parameters(heldout_fraction: float, limit_bytes: int, out: Path) -> None:
     if not 0 < heldout_fraction <= 0.5:
         rule = "must be above 0 and at most 0.5"
-        raise BadInput(Reason(field="heldout_fraction", rule=rule, value=f"{heldout_fraction:g}", nearest="0.05"))
+        raise BadInput(
+            Reason(
+                field="heldout_fraction", rule=rule, value=f"{heldout_fraction:g}", nearest="0.05"
+            )
+        )
     if limit_bytes < 1:
-        raise BadInput(Reason(field="limit_bytes", rule="must be positive", value=str(limit_bytes), nearest="1"))
+        raise BadInput(
+            Reason(
+                field="limit_bytes", rule="must be positive", value=str(limit_bytes), nearest="1"
+            )
+        )
     if out.exists() and not out.is_dir():
         raise BadInput(Reason(field="out", rule="is a file; a folder is needed", value=str(out)))
 
@@ -132,9 +159,15 @@ def _intact(out: Path, stamp: str) -> Corpus | None:
     """The corpus in the folder when it is the one the stamp names and its files are whole."""
     try:
         corpus = read_corpus(out)
-        if corpus.stamp != stamp or load_tokenizer(out / TOKENIZER_FILE).vocab_size != corpus.vocab_size:
+        if (
+            corpus.stamp != stamp
+            or load_tokenizer(out / TOKENIZER_FILE).vocab_size != corpus.vocab_size
+        ):
             return None
-        pairs = ((corpus.train, open_indexed(out / "train")), (corpus.heldout, open_indexed(out / "heldout")))
+        pairs = (
+            (corpus.train, open_indexed(out / "train")),
+            (corpus.heldout, open_indexed(out / "heldout")),
+        )
     except BadInput:
         return None
     return corpus if all(split.fingerprint == data.fingerprint for split, data in pairs) else None
@@ -149,10 +182,18 @@ def _write(
     heldout_fraction: float,
     stamp: str,
 ) -> Corpus:
-    train_texts, heldout_texts = split_documents(texts.documents, heldout_fraction, str(source.root))
-    learnt = train_bpe(train_texts, vocab_size=vocab_size) if kind is TokenizerKind.BPE else byte_tokenizer()
+    train_texts, heldout_texts = split_documents(
+        texts.documents, heldout_fraction, str(source.root)
+    )
+    learnt = (
+        train_bpe(train_texts, vocab_size=vocab_size)
+        if kind is TokenizerKind.BPE
+        else byte_tokenizer()
+    )
     out.mkdir(parents=True, exist_ok=True)
-    (out / CORPUS_FILE).unlink(missing_ok=True)  # until the new one is written, the folder holds no corpus
+    (out / CORPUS_FILE).unlink(
+        missing_ok=True
+    )  # until the new one is written, the folder holds no corpus
     learnt.save(out / TOKENIZER_FILE)
     train = _write_split(out / "train", train_texts, learnt)
     heldout = _write_split(out / "heldout", heldout_texts, learnt)
@@ -163,8 +204,12 @@ def _write(
         text_bytes=texts.text_bytes,
         tokenizer=kind,
         vocab_size=learnt.vocab_size,
-        train=Split(documents=train.documents, tokens=train.token_count, fingerprint=train.fingerprint),
-        heldout=Split(documents=heldout.documents, tokens=heldout.token_count, fingerprint=heldout.fingerprint),
+        train=Split(
+            documents=train.documents, tokens=train.token_count, fingerprint=train.fingerprint
+        ),
+        heldout=Split(
+            documents=heldout.documents, tokens=heldout.token_count, fingerprint=heldout.fingerprint
+        ),
         unigram_entropy=unigram_entropy(train, heldout, learnt.vocab_size),
         stamp=stamp,
     )
@@ -175,7 +220,8 @@ def _write(
 def split_documents(
     documents: Sequence[str], heldout_fraction: float, root: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Train and held-out documents, each in the order given. Raises BadInput when one side would be empty."""
+    """Train and held-out documents, each in the order given. Raises BadInput when one side would be
+    empty."""
     hashes = [hashlib.sha256(document.encode()).digest() for document in documents]
     sizes = dict.fromkeys(sorted(hashes), 0)
     for key, document in zip(hashes, documents, strict=True):
@@ -190,8 +236,12 @@ def split_documents(
             break
         held.add(key)
         taken += sizes[key]
-    train = tuple(document for key, document in zip(hashes, documents, strict=True) if key not in held)
-    heldout = tuple(document for key, document in zip(hashes, documents, strict=True) if key in held)
+    train = tuple(
+        document for key, document in zip(hashes, documents, strict=True) if key not in held
+    )
+    heldout = tuple(
+        document for key, document in zip(hashes, documents, strict=True) if key in held
+    )
     return train, heldout
 
 

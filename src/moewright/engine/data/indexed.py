@@ -1,9 +1,11 @@
-"""Megatron's indexed token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence lies.
+"""Megatron's indexed token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each
+sequence lies.
 
-Index layout, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences, uint64 document
-marks, int32 lengths [sequences] in tokens, int64 pointers [sequences] in bytes, int64 document marks (sequence
-numbers, 0 first, `sequences` last). Ours add `<prefix>.seal.json` with a fingerprint, so that damage inside a file of
-the right size is refused too; files without one (Megatron's own) are read as they are.
+Index layout, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences,
+uint64 document marks, int32 lengths [sequences] in tokens, int64 pointers [sequences] in bytes,
+int64 document marks (sequence numbers, 0 first, `sequences` last). Ours add `<prefix>.seal.json`
+with a fingerprint, so that damage inside a file of the right size is refused too; files without one
+(Megatron's own) are read as they are.
 """
 
 from __future__ import annotations
@@ -25,10 +27,19 @@ from moewright.spec.errors import BadInput, Reason
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES: tuple[tuple[int, str], ...] = ((1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
+DTYPES: tuple[tuple[int, str], ...] = (
+    (1, "<u1"),
+    (2, "<i1"),
+    (3, "<i2"),
+    (4, "<i4"),
+    (5, "<i8"),
+    (8, "<u2"),
+)
 
 SAMPLE_BYTES = 1 << 20
-WHOLE_FILE_BYTES = 64 * SAMPLE_BYTES  # a fingerprint reads files up to this size whole, longer ones in 64 samples
+WHOLE_FILE_BYTES = (
+    64 * SAMPLE_BYTES
+)  # a fingerprint reads files up to this size whole, longer ones in 64 samples
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
@@ -45,7 +56,8 @@ class Seal:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IndexedDataset:
-    """An opened, checked pair. `tokens` is the whole stream [token_count], memory-mapped read-only."""
+    """An opened, checked pair. `tokens` is the whole stream [token_count], memory-mapped
+    read-only."""
 
     prefix: Path
     tokens: Tokens
@@ -68,12 +80,14 @@ class IndexedDataset:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype that Megatron's writer would choose: uint16 below 65,500 ids, else int32."""
+    """The narrowest dtype that Megatron's writer would choose: uint16 below 65,500 ids, else
+    int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[Any]) -> None:
-    """Write one sequence a document. Each file appears whole or not at all; the index comes last."""
+    """Write one sequence a document. Each file appears whole or not at all; the index comes
+    last."""
     code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
     if code is None:
         raise ValueError(f"no Megatron dtype code for {dtype}")
@@ -87,7 +101,9 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
                 lengths.append(len(document))
         _write_index(temps[2], code, dtype.itemsize, np.asarray(lengths, dtype=np.int32))
         fingerprint = fingerprint_files(temps[0], temps[2])
-        write_json(temps[1], Seal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths)))
+        write_json(
+            temps[1], Seal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths))
+        )
         paths[2].unlink(missing_ok=True)  # an older index must not meet the new tokens
         for temp, path in zip(temps, paths, strict=True):
             os.replace(temp, path)
@@ -97,8 +113,11 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
 
 
 def open_indexed(prefix: Path) -> IndexedDataset:
-    """Map a pair after checking it. Raises BadInput that names the file which is missing, damaged or swapped."""
-    idx_path, bin_path, seal_path = (_beside(prefix, suffix) for suffix in (".idx", ".bin", ".seal.json"))
+    """Map a pair after checking it. Raises BadInput that names the file which is missing, damaged
+    or swapped."""
+    idx_path, bin_path, seal_path = (
+        _beside(prefix, suffix) for suffix in (".idx", ".bin", ".seal.json")
+    )
     for path in (idx_path, bin_path):
         if not path.is_file():
             raise _bad(path, "does not exist" if not path.exists() else "is not a file")
@@ -112,7 +131,10 @@ def open_indexed(prefix: Path) -> IndexedDataset:
         raise _bad(bin_path, "holds no tokens")
     fingerprint = fingerprint_files(bin_path, idx_path)
     if seal_path.is_file() and read_json(Seal, seal_path).fingerprint != fingerprint:
-        raise _bad(bin_path, f"it or {idx_path.name} is not what {seal_path.name} was written for: damaged or swapped")
+        raise _bad(
+            bin_path,
+            f"it or {idx_path.name} is not what {seal_path.name} was written for: damaged or swapped",
+        )
     return IndexedDataset(
         prefix=prefix,
         tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
@@ -124,18 +146,22 @@ def open_indexed(prefix: Path) -> IndexedDataset:
 
 
 def refuse_shrunk(dataset: IndexedDataset) -> None:
-    """Raise BadInput when the mapped file was cut while in use: reading past its end would kill the process."""
+    """Raise BadInput when the mapped file was cut while in use: reading past its end would kill the
+    process."""
     wanted = dataset.token_count * dataset.tokens.dtype.itemsize
     try:
         found = dataset.bin_path.stat().st_size
     except OSError as error:
         raise _bad(dataset.bin_path, f"went away while in use ({error.strerror})") from error
     if found != wanted:
-        raise _bad(dataset.bin_path, f"changed while in use: {wanted} bytes when opened, {found} now")
+        raise _bad(
+            dataset.bin_path, f"changed while in use: {wanted} bytes when opened, {found} now"
+        )
 
 
 def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
-    """16 hex digits of sha256 over sizes and content; of files above 64 MiB, 64 evenly spaced blocks of 1 MiB."""
+    """16 hex digits of sha256 over sizes and content; of files above 64 MiB, 64 evenly spaced
+    blocks of 1 MiB."""
     digest = hashlib.sha256()
     for path in (bin_path, idx_path):
         size = path.stat().st_size
@@ -171,7 +197,9 @@ def _write_index(path: Path, code: int, itemsize: int, lengths: npt.NDArray[np.i
 def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
     data = path.read_bytes()
     if not data.startswith(MAGIC):
-        raise _bad(path, f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}")
+        raise _bad(
+            path, f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}"
+        )
     if len(data) < HEADER.size:
         raise _bad(path, f"is truncated: {len(data)} bytes, the header alone has {HEADER.size}")
     _, version, code, sequences, marks = HEADER.unpack_from(data)
@@ -179,7 +207,10 @@ def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
         raise _bad(path, f"has version {version}; only {VERSION} is known")
     name = next((name for known, name in DTYPES if known == code), None)
     if name is None:
-        raise _bad(path, f"has dtype code {code}; integer codes are {', '.join(str(known) for known, _ in DTYPES)}")
+        raise _bad(
+            path,
+            f"has dtype code {code}; integer codes are {', '.join(str(known) for known, _ in DTYPES)}",
+        )
     wanted = HEADER.size + 12 * sequences + 8 * marks
     if len(data) != wanted:
         rule = f"has {len(data)} bytes, its header promises {wanted}: truncated, damaged, or with multimodal modes"
@@ -187,7 +218,9 @@ def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
     dtype = np.dtype(name)
     lengths = np.frombuffer(data, "<i4", sequences, HEADER.size).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", sequences, HEADER.size + 4 * sequences)
-    document_marks = np.frombuffer(data, "<i8", marks, HEADER.size + 12 * sequences).astype(np.int64)
+    document_marks = np.frombuffer(data, "<i8", marks, HEADER.size + 12 * sequences).astype(
+        np.int64
+    )
     ends = np.cumsum(lengths) * dtype.itemsize
     if sequences and (lengths.min() < 0 or pointers[0] != 0 or np.any(pointers[1:] != ends[:-1])):
         raise _bad(path, "is damaged: sequence pointers do not follow from the sequence lengths")
@@ -197,5 +230,7 @@ def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
         or document_marks[-1] != sequences
         or np.any(document_marks[1:] < document_marks[:-1])
     ):
-        raise _bad(path, f"is damaged: document marks do not rise from 0 to its {sequences} sequences")
+        raise _bad(
+            path, f"is damaged: document marks do not rise from 0 to its {sequences} sequences"
+        )
     return lengths, document_marks, dtype

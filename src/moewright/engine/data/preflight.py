@@ -16,18 +16,28 @@ from moewright.spec.workload import DataSpec, Workload
 def check_data(model: ModelSpec, workload: Workload) -> str:
     """The fingerprint of the training data, once all of the data will do for a run of this model.
 
-    Raises BadInput, naming the file: one is missing, damaged, too small for a global batch, or has a larger
-    vocabulary than the model.
+    Raises BadInput, naming the file: one is missing, damaged, too small for a global batch, or has
+    a larger vocabulary than the model.
     """
     data = workload.data
     for key in ("train", "heldout"):
         if not getattr(data, key):
             rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
-            raise BadInput(Reason(field=f"data.{key}", rule=rule, nearest=f"out/{key}, from `moewright data build`"))
+            raise BadInput(
+                Reason(
+                    field=f"data.{key}",
+                    rule=rule,
+                    nearest=f"out/{key}, from `moewright data build`",
+                )
+            )
     datasets = [open_indexed(Path(prefix)) for prefix in (data.train, data.heldout)]
     for dataset, order in zip(datasets, (Order.SHUFFLED, Order.SEQUENTIAL), strict=True):
         sampler_of(
-            dataset, seq_len=workload.seq_len, global_batch=workload.global_batch, seed=workload.seed, order=order
+            dataset,
+            seq_len=workload.seq_len,
+            global_batch=workload.global_batch,
+            seed=workload.seed,
+            order=order,
         )
     _check_vocabulary(data, model.vocab_size)
     return datasets[0].fingerprint
@@ -35,7 +45,9 @@ def check_data(model: ModelSpec, workload: Workload) -> str:
 
 def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:
     corpus_file = Path(data.heldout).parent / CORPUS_FILE
-    sizes = [(str(corpus_file), read_corpus(corpus_file.parent).vocab_size)]  # evaluation reads the entropy there
+    sizes = [
+        (str(corpus_file), read_corpus(corpus_file.parent).vocab_size)
+    ]  # evaluation reads the entropy there
     if data.tokenizer:
         sizes.append((data.tokenizer, load_tokenizer(Path(data.tokenizer)).vocab_size))
     for path, size in sizes:

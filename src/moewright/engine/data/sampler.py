@@ -1,8 +1,9 @@
 """Which tokens a step trains on: a pure function of (seed, step), whatever the layout.
 
-Documents lie end to end in one stream. Sample i covers tokens [i * seq_len, i * seq_len + seq_len], so neighbours
-share one token (the last target of one is the first input of the next) and every token but the first is a target once.
-What is left at the end of the stream, fewer than seq_len targets, is not used.
+Documents lie end to end in one stream. Sample i covers tokens [i * seq_len, i * seq_len + seq_len],
+so neighbours share one token (the last target of one is the first input of the next) and every
+token but the first is a target once. What is left at the end of the stream, fewer than seq_len
+targets, is not used.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Sampler:
     order: Order = Order.SHUFFLED
 
     def ids(self, first: int, count: int) -> Int64s:
-        """Ids at places [first, first + count) of the endless sequence, which may run over the edge of an epoch."""
+        """Ids at places [first, first + count) of the endless sequence, which may run over the edge
+        of an epoch."""
         if first < 0 or count < 1:
             raise ValueError(f"{count} samples from {first} on")
         parts = []
@@ -46,16 +48,22 @@ class Sampler:
             epoch, within = divmod(place, self.samples)
             take = min(left, self.samples - within)
             index = np.arange(within, within + take, dtype=np.int64)
-            parts.append(index if self.order is Order.SEQUENTIAL else permute(index, self.samples, self.seed, epoch))
+            parts.append(
+                index
+                if self.order is Order.SEQUENTIAL
+                else permute(index, self.samples, self.seed, epoch)
+            )
             place, left = place + take, left - take
         return np.concatenate(parts)
 
 
 def permute(index: Int64s, size: int, seed: int, epoch: int) -> Int64s:
-    """Images of `index` under the permutation of [0, size) that (seed, epoch) name, without storing it.
+    """Images of `index` under the permutation of [0, size) that (seed, epoch) name, without storing
+    it.
 
-    A balanced Feistel network on the next even number of bits; images outside are walked along their cycle until they
-    fall inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), at most about 4 steps on average.
+    A balanced Feistel network on the next even number of bits; images outside are walked along
+    their cycle until they fall inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"), at most about 4 steps on average.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [_mix_int(_mix_int(_mix_int(seed) ^ epoch) ^ number) for number in range(FEISTEL_ROUNDS)]
@@ -92,7 +100,12 @@ def sample_count(dataset: IndexedDataset, seq_len: int) -> int:
 
 
 def sampler_of(
-    dataset: IndexedDataset, *, seq_len: int, global_batch: int, seed: int, order: Order = Order.SHUFFLED
+    dataset: IndexedDataset,
+    *,
+    seq_len: int,
+    global_batch: int,
+    seed: int,
+    order: Order = Order.SHUFFLED,
 ) -> Sampler:
     """The sampler of a dataset; BadInput when it does not fill one global batch."""
     samples = sample_count(dataset, seq_len)
@@ -106,19 +119,23 @@ def sampler_of(
 
 
 def whole_batches(sampler: Sampler, *, global_batch: int, wanted: int) -> int:
-    """How many of the wanted held-out batches there are without using a sample twice; the tail is dropped."""
+    """How many of the wanted held-out batches there are without using a sample twice; the tail is
+    dropped."""
     return min(wanted, sampler.samples // global_batch)
 
 
 def rows_of(*, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: int) -> range:
     """Rows of the global batch in one micro-batch of one data-parallel rank.
 
-    Rank d owns the contiguous block [d, d + 1) * global_batch / dp; its micro-batches follow each other in the block.
+    Rank d owns the contiguous block [d, d + 1) * global_batch / dp; its micro-batches follow each
+    other in the block.
     """
     if global_batch % (dp * mbs):
         below = max(global_batch // (dp * mbs), 1) * dp * mbs
         rule = f"must be a multiple of dp * mbs = {dp * mbs}"
-        raise BadInput(Reason(field="global_batch", rule=rule, value=str(global_batch), nearest=str(below)))
+        raise BadInput(
+            Reason(field="global_batch", rule=rule, value=str(global_batch), nearest=str(below))
+        )
     block = global_batch // dp
     if not (0 <= dp_rank < dp and 0 <= micro_batch < block // mbs):
         raise ValueError(f"dp rank {dp_rank} of {dp}, micro-batch {micro_batch} of {block // mbs}")
@@ -127,14 +144,18 @@ def rows_of(*, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: 
 
 
 def documents_end(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tuple[int, ...]:
-    """Places 1 to seq_len of a sample before which a document ends: the token there is the first of another one."""
+    """Places 1 to seq_len of a sample before which a document ends: the token there is the first of
+    another one."""
     starts, first = dataset.document_starts, sample * seq_len
     low, high = np.searchsorted(starts, [first + 1, first + seq_len + 1])
-    return tuple(dict.fromkeys((starts[low:high] - first).tolist()))  # empty documents start where the next one does
+    return tuple(
+        dict.fromkeys((starts[low:high] - first).tolist())
+    )  # empty documents start where the next one does
 
 
 def attended_share(dataset: IndexedDataset, *, seq_len: int) -> float:
-    """Over all samples: of the pairs of tokens that whole sequences attend, those inside one document."""
+    """Over all samples: of the pairs of tokens that whole sequences attend, those inside one
+    document."""
     samples = sample_count(dataset, seq_len)
     if samples < 1:
         return 1.0
@@ -156,5 +177,7 @@ def fetch(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int
     if wrong.any():
         row, column = (int(axis[0]) for axis in np.nonzero(wrong))
         rule = f"token {int(rows[row, column])} at position {int(positions[row, column])} is outside the vocabulary"
-        raise BadInput(Reason(field=str(dataset.bin_path), rule=rule, nearest=f"an id below {vocab_size}"))
+        raise BadInput(
+            Reason(field=str(dataset.bin_path), rule=rule, nearest=f"an id below {vocab_size}")
+        )
     return rows

@@ -1,4 +1,5 @@
-"""Where text comes from: the interpreter's own standard library, or any file or folder of UTF-8 text."""
+"""Where text comes from: the interpreter's own standard library, or any file or folder of UTF-8
+text."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
-STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+STDLIB_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+)
 DOCUMENT_CHARS = 1 << 16
 LONE_FILE_DOCUMENTS = 64
 LONE_FILE_CHARS = 256
@@ -20,7 +23,8 @@ LONE_FILE_CHARS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Files in a fixed pseudo-random order (by hash of the relative path), so that a limit takes a fair sample."""
+    """Files in a fixed pseudo-random order (by hash of the relative path), so that a limit takes a
+    fair sample."""
 
     description: str
     root: Path
@@ -46,15 +50,23 @@ def find_source(path: Path | None, out: Path) -> Source:
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in _walk(root, STDLIB_LEFT_OUT) if file.suffix == ".py"]
-        description = (
-            f"standard library of {platform.python_implementation()} {platform.python_version()}, tests left out"
-        )
+        description = f"standard library of {platform.python_implementation()} {platform.python_version()}, tests left out"
     else:
         root, description = path, f"text of {path.name or path}"
         if path.is_dir():
             if out.resolve() == path.resolve():
-                raise BadInput(Reason(field="out", rule="is the source itself; choose another folder", value=str(out)))
-            files = [file for file in _walk(path, frozenset()) if out.resolve() not in file.resolve().parents]
+                raise BadInput(
+                    Reason(
+                        field="out",
+                        rule="is the source itself; choose another folder",
+                        value=str(out),
+                    )
+                )
+            files = [
+                file
+                for file in _walk(path, frozenset())
+                if out.resolve() not in file.resolve().parents
+            ]
         elif path.is_file():
             files = [path]
         else:
@@ -65,14 +77,20 @@ def find_source(path: Path | None, out: Path) -> Source:
     digest = hashlib.sha256(description.encode())
     for file in ordered:
         info = file.stat()
-        digest.update(f"{file}\0{info.st_size}\0{info.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
-    return Source(description=description, root=root, files=tuple(ordered), stamp=digest.hexdigest()[:16])
+        digest.update(
+            f"{file}\0{info.st_size}\0{info.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
+        )
+    return Source(
+        description=description, root=root, files=tuple(ordered), stamp=digest.hexdigest()[:16]
+    )
 
 
 def read_texts(source: Source, *, limit_bytes: int) -> Texts:
-    """Read at most `limit_bytes` of text. A document is a file, or a piece of a longer one cut at a line end.
+    """Read at most `limit_bytes` of text. A document is a file, or a piece of a longer one cut at a
+    line end.
 
-    Pieces have 65,536 characters at most; a source that is one file gives 64 pieces or more, if each gets 256.
+    Pieces have 65,536 characters at most; a source that is one file gives 64 pieces or more, if
+    each gets 256.
     """
     documents: list[str] = []
     left, files, skipped = limit_bytes, 0, 0
@@ -90,13 +108,21 @@ def read_texts(source: Source, *, limit_bytes: int) -> Texts:
             size = min(size, max(len(text) // LONE_FILE_DOCUMENTS, LONE_FILE_CHARS))
         documents += [piece for piece in _pieces(text, size) if piece.strip()]
     text_bytes = sum(len(document.encode()) for document in documents)
-    return Texts(documents=tuple(documents), text_bytes=text_bytes, files=files, skipped_files=skipped)
+    return Texts(
+        documents=tuple(documents), text_bytes=text_bytes, files=files, skipped_files=skipped
+    )
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if name not in left_out and not name.startswith("."))
-        yield from (Path(folder, name) for name in files if not name.startswith(".") and Path(folder, name).is_file())
+        names[:] = sorted(
+            name for name in names if name not in left_out and not name.startswith(".")
+        )
+        yield from (
+            Path(folder, name)
+            for name in files
+            if not name.startswith(".") and Path(folder, name).is_file()
+        )
 
 
 def _read(path: Path, limit_bytes: int) -> str | None:

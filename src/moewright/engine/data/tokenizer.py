@@ -1,4 +1,5 @@
-"""Byte-level tokenizers: a BPE trained on the corpus, or the 256 bytes as they are; both as one tokenizer.json."""
+"""Byte-level tokenizers: a BPE trained on the corpus, or the 256 bytes as they are; both as one
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Tokenizer:
     end_of_document: int
 
     def encode_documents(self, texts: Sequence[str]) -> list[Int64s]:
-        """Ids of each text, int64, the end-of-document id last. The marker's own spelling in a text is plain text."""
+        """Ids of each text, int64, the end-of-document id last. The marker's own spelling in a text
+        is plain text."""
         end = self.end_of_document
         encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array([*document.ids, end], dtype=np.int64) for document in encoded]
@@ -49,18 +51,23 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json; readable by the `tokenizers` and `transformers` libraries."""
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, delete=False
+        ) as file:
             file.write(self.inner.to_str(pretty=True))
         os.chmod(file.name, 0o644)
         os.replace(file.name, path)
 
 
 def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
-    """Learn merges from the texts. A small corpus may give fewer ids than asked for; never fewer than 257."""
+    """Learn merges from the texts. A small corpus may give fewer ids than asked for; never fewer
+    than 257."""
     if not BYTES_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         nearest = min(max(vocab_size, BYTES_VOCAB_SIZE), MAX_VOCAB_SIZE)
         rule = f"a byte-level vocabulary has 256 bytes and {END_OF_DOCUMENT} at least, {MAX_VOCAB_SIZE} ids at most"
-        raise BadInput(Reason(field="vocab_size", rule=rule, value=str(vocab_size), nearest=str(nearest)))
+        raise BadInput(
+            Reason(field="vocab_size", rule=rule, value=str(vocab_size), nearest=str(nearest))
+        )
     inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -74,13 +81,16 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
 
 def byte_tokenizer() -> Tokenizer:
     """The tokenizer that needs no training: 256 bytes and the end of a document."""
-    inner = _byte_level(models.BPE(vocab={letter: byte for byte, letter in enumerate(_letters())}, merges=[]))
+    inner = _byte_level(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(_letters())}, merges=[])
+    )
     inner.add_special_tokens([END_OF_DOCUMENT])
     return _wrap(inner, END_OF_DOCUMENT)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json that has the end-of-document marker. Raises BadInput naming the file."""
+    """Read a tokenizer.json that has the end-of-document marker. Raises BadInput naming the
+    file."""
     try:
         inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -88,13 +98,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception for malformed JSON
         raise BadInput(Reason(field=str(path), rule=f"is not a tokenizer.json: {error}")) from error
     if inner.token_to_id(END_OF_DOCUMENT) is None:
-        raise BadInput(Reason(field=str(path), rule=f"has no {END_OF_DOCUMENT} token to end documents with"))
+        raise BadInput(
+            Reason(field=str(path), rule=f"has no {END_OF_DOCUMENT} token to end documents with")
+        )
     return _wrap(inner, END_OF_DOCUMENT)
 
 
 def _wrap(inner: Any, marker: str) -> Tokenizer:
     inner.encode_special_tokens = True  # a corpus must not be able to spell the marker
-    return Tokenizer(inner=inner, vocab_size=inner.get_vocab_size(), end_of_document=inner.token_to_id(marker))
+    return Tokenizer(
+        inner=inner, vocab_size=inner.get_vocab_size(), end_of_document=inner.token_to_id(marker)
+    )
 
 
 def _byte_level(model: models.BPE) -> Any:
@@ -105,8 +119,8 @@ def _byte_level(model: models.BPE) -> Any:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies (Radford et al. 2019): printable Latin-1 letters
-    stand for themselves, the 68 other bytes are numbered from U+0100."""
+    """The letter that stands for each byte in byte-level vocabularies (Radford et al. 2019):
+    printable Latin-1 letters stand for themselves, the 68 other bytes are numbered from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = {byte: 0x100 + place for place, byte in enumerate(sorted(set(range(256)) - set(plain)))}
     return [chr(moved.get(byte, byte)) for byte in range(256)]

@@ -1,5 +1,6 @@
-"""The all-gather dispatcher: every rank sees all tokens of its expert group and works on those its experts were chosen
-for. Cheap only where k is close to the experts or the group is small (docs/formulas.md 3).
+"""The all-gather dispatcher: every rank sees all tokens of its expert group and works on those its
+experts were chosen for. Cheap only where k is close to the experts or the group is small
+(docs/formulas.md 3).
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.comm.collectives import Gather, Group, ScatterSum, gather
-from moewright.engine.dispatch.interface import Known, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.dispatch.interface import (
+    Known,
+    Meanwhile,
+    Routed,
+    Rows,
+    on_host,
+    sorted_rows,
+    wanted_rows,
+)
 from moewright.engine.kernels.fused.interface import Kernels
 from moewright.engine.model.autograd import count_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """`slots`: the rows of the local experts among the slots of all ranks' tokens; `ends` and `sent` as in the seam."""
+    """`slots`: the rows of the local experts among the slots of all ranks' tokens; `ends` and
+    `sent` as in the seam."""
 
     slots: Rows
     ends: torch.Tensor
@@ -24,9 +34,12 @@ class Route:
 
 
 class AllGather:
-    """Dispatch over the ranks that hold all experts, ETP slices included: their partial outputs are summed alike."""
+    """Dispatch over the ranks that hold all experts, ETP slices included: their partial outputs are
+    summed alike."""
 
-    def __init__(self, group: Group, experts: int, kernels: Kernels, *, here: range, known: Known | None) -> None:
+    def __init__(
+        self, group: Group, experts: int, kernels: Kernels, *, here: range, known: Known | None
+    ) -> None:
         """`here` are the experts held here."""
         self._group = group
         self._experts = experts
@@ -53,7 +66,10 @@ class AllGather:
 
     def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
         """All ranks' tokens and weights. Nothing goes on beside a gather (rules.exclusions)."""
-        return Routed(rows=Gather.apply(routed.rows, self._group), weights=Gather.apply(routed.weights, self._group))
+        return Routed(
+            rows=Gather.apply(routed.rows, self._group),
+            weights=Gather.apply(routed.weights, self._group),
+        )
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
         """The rows of the local experts."""
@@ -63,7 +79,9 @@ class AllGather:
         """What the experts here add to each token of all ranks."""
         return route.slots.summed(rows)
 
-    def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
+    def combine(
+        self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None
+    ) -> torch.Tensor:
         """The sum over ranks, each its own tokens."""
         return ScatterSum.apply(rows, self._group)
 

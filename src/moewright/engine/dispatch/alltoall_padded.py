@@ -1,5 +1,6 @@
-"""The all-to-all dispatcher with a capacity padded to: every expert gets as many rows from every source, whatever was
-chosen. No rank tells another how many come and the host waits for nothing; rows that nobody sent weigh nothing.
+"""The all-to-all dispatcher with a capacity padded to: every expert gets as many rows from every
+source, whatever was chosen. No rank tells another how many come and the host waits for nothing;
+rows that nobody sent weigh nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from moewright.engine.model.autograd import Select, count_rows
 class PaddedAllToAll(AllToAll):
     """Dispatch of `room` rows from each source to each expert."""
 
-    def __init__(self, group: Group, slices: Group, experts: int, kernels: Kernels, *, room: int) -> None:
+    def __init__(
+        self, group: Group, slices: Group, experts: int, kernels: Kernels, *, room: int
+    ) -> None:
         super().__init__(group, slices, experts, kernels, known=None, drops=True)
         self._room = room
 
@@ -41,7 +44,9 @@ class PaddedAllToAll(AllToAll):
             receive=(each,) * size,
             regroup=regroup,
             ungroup=ungroup,
-            ends=(torch.arange(1, local + 1, device=device) * (parts * size * room)).to(torch.int32),
+            ends=(torch.arange(1, local + 1, device=device) * (parts * size * room)).to(
+                torch.int32
+            ),
             sent=counts[:-1],
             places=places,
             widest=here,
@@ -61,10 +66,18 @@ class PaddedAllToAll(AllToAll):
         row = row.masked_fill(sorted_ids == experts, rows)
         row_of = torch.empty_like(order)
         row_of[order] = row
-        places = torch.full((rows + 1,), slots, dtype=torch.int64, device=flat.device).scatter_(0, row, order)
+        places = torch.full((rows + 1,), slots, dtype=torch.int64, device=flat.device).scatter_(
+            0, row, order
+        )
         places = places[:-1].clone()
         tokens = (places // experts_Tk.shape[1]).masked_fill_(places == slots, 0)
-        return Rows(tokens=tokens, rows=row_of.view(experts_Tk.shape), places=places, full=False, kernels=self._kernels)
+        return Rows(
+            tokens=tokens,
+            rows=row_of.view(experts_Tk.shape),
+            places=places,
+            full=False,
+            kernels=self._kernels,
+        )
 
 
 def _by_expert(outer: int, inner: int, room: int, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The de-duplicating all-to-all: a token crosses to a rank once, with the list of its experts there, and one weighted
-partial sum comes back (docs/formulas.md 3). It pays where a token has several experts on a rank. Over nodes it crosses
-twice: once to each node that it has experts on, to the rank of its own place there, and from that to ranks of the node;
-sums are made within the node and then between nodes. Ranks that hold parts of the same experts gather each other's
-copies.
+"""The de-duplicating all-to-all: a token crosses to a rank once, with the list of its experts
+there, and one weighted partial sum comes back (docs/formulas.md 3). It pays where a token has
+several experts on a rank. Over nodes it crosses twice: once to each node that it has experts on, to
+the rank of its own place there, and from that to ranks of the node; sums are made within the node
+and then between nodes. Ranks that hold parts of the same experts gather each other's copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from math import prod
 
 import torch
 
-from moewright.engine.comm.collectives import Gather, Group, ScatterSum, all_to_all, all_to_all_beside, gather
+from moewright.engine.comm.collectives import (
+    Gather,
+    Group,
+    ScatterSum,
+    all_to_all,
+    all_to_all_beside,
+    gather,
+)
 from moewright.engine.dispatch.interface import (
     Known,
     Meanwhile,
@@ -31,7 +38,8 @@ from moewright.rules.routing import InTurn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """One crossing over `group`. `copies` are the rows sent, one a token and place; `send` and `receive` count them."""
+    """One crossing over `group`. `copies` are the rows sent, one a token and place; `send` and
+    `receive` count them."""
 
     group: Group
     copies: Rows
@@ -41,8 +49,9 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """`slots`: the rows of the local experts among the slots of the copies that the last leg brought, or of those that
-    ETP ranks gathered, each part padded to `widest` copies; `ends` and `sent` as in the seam.
+    """`slots`: the rows of the local experts among the slots of the copies that the last leg
+    brought, or of those that ETP ranks gathered, each part padded to `widest` copies; `ends` and
+    `sent` as in the seam.
     """
 
     legs: tuple[Leg, ...]
@@ -54,7 +63,8 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Copies that each leg sends to and gets from each rank of its group, that each ETP rank got, and rows here."""
+    """Copies that each leg sends to and gets from each rank of its group, that each ETP rank got,
+    and rows here."""
 
     legs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     parts: tuple[int, ...]
@@ -62,12 +72,19 @@ class _Sizes:
 
 
 class Dedup:
-    """Dispatch over the groups of `ways`: one of all ranks that share the experts, or that of this place in every node
-    and then that of this node. The experts may be cut over the ranks of `slices`.
+    """Dispatch over the groups of `ways`: one of all ranks that share the experts, or that of this
+    place in every node and then that of this node. The experts may be cut over the ranks of
+    `slices`.
     """
 
     def __init__(
-        self, ways: Sequence[Group], slices: Group, experts: int, kernels: Kernels, *, known: Known | None
+        self,
+        ways: Sequence[Group],
+        slices: Group,
+        experts: int,
+        kernels: Kernels,
+        *,
+        known: Known | None,
     ) -> None:
         self._ways = tuple(ways)
         self._slices = slices
@@ -79,7 +96,8 @@ class Dedup:
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[Routed, Route]:
-        """One copy a token and place; tell each rank how many come, and which experts each of them wants."""
+        """One copy a token and place; tell each rank how many come, and which experts each of them
+        wants."""
         local = self._experts // self._ranks
         sizes, ends, sent = self._agreed(experts_Tk)
         ids, behind, legs = experts_Tk, self._experts, []
@@ -99,15 +117,22 @@ class Dedup:
         return _spread(Routed(rows=x_TH, weights=weights_Tk), legs[0].copies), route
 
     def _agreed(self, experts_Tk: torch.Tensor) -> tuple[_Sizes, torch.Tensor, torch.Tensor]:
-        """Sizes that the ranks told each other, `ends` and `sent`. The host waits once, however many legs there are."""
+        """Sizes that the ranks told each other, `ends` and `sent`. The host waits once, however
+        many legs there are."""
         ranks, local = self._ranks, self._experts // self._ranks
         counts = count_rows(experts_Tk, self._experts + 1)[:-1]
         copies = _reached(experts_Tk // local, ranks)
-        table, sent, told = torch.cat((counts.view(ranks, local), copies[:, None]), 1), [counts, copies], []
+        table, sent, told = (
+            torch.cat((counts.view(ranks, local), copies[:, None]), 1),
+            [counts, copies],
+            [],
+        )
         for way in self._ways[:-1]:
             leaving = _reached(experts_Tk // (self._experts // way.size), way.size)
             came = _swap(torch.cat((table.view(way.size, -1), leaving[:, None]), 1), way)
-            table = came[:, :-1].sum(0).view(-1, local + 1)  # of what comes to this place, by rank of the node
+            table = (
+                came[:, :-1].sum(0).view(-1, local + 1)
+            )  # of what comes to this place, by rank of the node
             sent.append(leaving)
             told += [leaving, came[:, -1]]
         came = _swap(table, self._ways[-1])
@@ -116,9 +141,16 @@ class Dedup:
         if self._known:
             sizes = self._known_sizes(self._known(*experts_Tk.shape))
         else:
-            told += [table[:, local], came[:, local], held[:, :, local].sum(1), per_expert.sum()[None]]
+            told += [
+                table[:, local],
+                came[:, local],
+                held[:, :, local].sum(1),
+                per_expert.sum()[None],
+            ]
             *legs, parts, (rows,) = on_host(*told)
-            sizes = _Sizes(legs=tuple(zip(legs[::2], legs[1::2], strict=True)), parts=parts, rows=rows)
+            sizes = _Sizes(
+                legs=tuple(zip(legs[::2], legs[1::2], strict=True)), parts=parts, rows=rows
+            )
         return sizes, per_expert.cumsum(0).to(torch.int32), torch.cat(sent)
 
     def _known_sizes(self, sent: InTurn) -> _Sizes:
@@ -126,7 +158,9 @@ class Dedup:
         node = self._ways[0].index if len(self._ways) > 1 else 0
         nodes, local = self._ranks // near.size, self._experts // self._ranks
         here = node * near.size + near.index
-        inside = tuple(nodes * copies for copies in sent.copies[node * near.size : (node + 1) * near.size])
+        inside = tuple(
+            nodes * copies for copies in sent.copies[node * near.size : (node + 1) * near.size]
+        )
         legs = [(inside, (inside[near.index],) * near.size)]
         if nodes > 1:
             legs.insert(0, (sent.nodes, (sent.nodes[node],) * nodes))
@@ -135,15 +169,20 @@ class Dedup:
         return _Sizes(legs=tuple(legs), parts=(coming,) * slices, rows=rows)
 
     def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
-        """Copies and weights to the ranks of their experts, `meanwhile` beside the first crossing."""
+        """Copies and weights to the ranks of their experts, `meanwhile` beside the first
+        crossing."""
         for number, leg in enumerate(route.legs):
             if number:
                 routed, meanwhile = _spread(routed, leg.copies), None
             both = routed.rows, routed.weights
-            rows, weights = all_to_all_beside(both, leg.group, send=leg.send, receive=leg.receive, meanwhile=meanwhile)
+            rows, weights = all_to_all_beside(
+                both, leg.group, send=leg.send, receive=leg.receive, meanwhile=meanwhile
+            )
             routed = Routed(rows=rows, weights=weights)
         if self._slices.size > 1:
-            rows, weights = (Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights))
+            rows, weights = (
+                Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights)
+            )
         return Routed(rows=rows, weights=weights)
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
@@ -154,15 +193,19 @@ class Dedup:
         """The weighted sum of the experts here for each copy."""
         return route.slots.summed(rows)
 
-    def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
-        """Partial sums back to the ranks of their tokens, the parts of cut experts summed and those of one node;
-        `meanwhile` beside the last crossing.
+    def combine(
+        self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None
+    ) -> torch.Tensor:
+        """Partial sums back to the ranks of their tokens, the parts of cut experts summed and those
+        of one node; `meanwhile` beside the last crossing.
         """
         if self._slices.size > 1:
             rows = ScatterSum.apply(rows, self._slices)[: sum(route.legs[-1].receive)]
         for number, leg in reversed(tuple(enumerate(route.legs))):
             beside = None if number else meanwhile
-            (rows,) = all_to_all_beside((rows,), leg.group, send=leg.receive, receive=leg.send, meanwhile=beside)
+            (rows,) = all_to_all_beside(
+                (rows,), leg.group, send=leg.receive, receive=leg.send, meanwhile=beside
+            )
             if number:
                 rows = leg.copies.summed(rows)
         return rows

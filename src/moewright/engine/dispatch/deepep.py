@@ -1,4 +1,5 @@
-"""The dispatcher that leaves the way there and back to a library (DeepEP, HybridEP), and its proof at the start.
+"""The dispatcher that leaves the way there and back to a library (DeepEP, HybridEP), and its proof
+at the start.
 
 Shapes as in the seam; N copies that came here, j of their experts or places for them.
 """
@@ -14,7 +15,15 @@ from moewright.engine.comm.collectives import Group, all_reduce
 from moewright.engine.dispatch.alltoall import AllToAll
 from moewright.engine.dispatch.dedup import first_of_each
 from moewright.engine.dispatch.deepep_bindings import Library, unusable
-from moewright.engine.dispatch.interface import Dispatcher, Meanwhile, Routed, Rows, on_host, sorted_rows, wanted_rows
+from moewright.engine.dispatch.interface import (
+    Dispatcher,
+    Meanwhile,
+    Routed,
+    Rows,
+    on_host,
+    sorted_rows,
+    wanted_rows,
+)
 from moewright.engine.kernels.fused.interface import Kernels
 from moewright.engine.kernels.fused.reference import Plain
 from moewright.engine.model.autograd import count_rows
@@ -26,11 +35,16 @@ _TOKENS, _TOP_K = 16, 2  # of the proof
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts; their gradients are summed on the way back. Books what is handed over."""
+    """Tokens to the ranks of their experts; their gradients are summed on the way back. Books what
+    is handed over."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: torch.Tensor, weights_Tk: torch.Tensor, experts_Tk: torch.Tensor, library: Library
+        ctx: Any,
+        x_TH: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        library: Library,
     ) -> tuple[Any, ...]:
         for tensor in (x_TH, experts_Tk, weights_Tk):
             library.group.book(Collective.ALL_TO_ALL, tensor)
@@ -40,7 +54,9 @@ class _Dispatch(torch.autograd.Function):
         return arrived.rows, arrived.weights, arrived.ids, arrived.handle
 
     @staticmethod
-    def backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
         for tensor in (rows, weights):
             ctx.library.group.book(Collective.ALL_TO_ALL, tensor)
         x_TH, weights_Tk = ctx.library.combine_both(rows, weights, ctx.handle)
@@ -64,8 +80,9 @@ class _Combine(torch.autograd.Function):
 
 @dataclass(kw_only=True, slots=True)
 class Route:
-    """`experts` [T,k] until the library has brought the copies; after that `handle` and `slots`, the rows of the local
-    experts among the slots of the copies here. `ends` and `sent` as in the seam.
+    """`experts` [T,k] until the library has brought the copies; after that `handle` and `slots`,
+    the rows of the local experts among the slots of the copies here. `ends` and `sent` as in the
+    seam.
     """
 
     experts: torch.Tensor
@@ -87,17 +104,28 @@ class Fused:
         """Count what is sent; the library finds the way by itself."""
         ranks = self._library.group.size
         first_Tk = first_of_each(experts_Tk // (self._experts // ranks), ranks)
-        sent = [count_rows(ids, places + 1)[:-1] for ids, places in ((experts_Tk, self._experts), (first_Tk, ranks))]
+        sent = [
+            count_rows(ids, places + 1)[:-1]
+            for ids, places in ((experts_Tk, self._experts), (first_Tk, ranks))
+        ]
         nothing = torch.empty(0, dtype=torch.int32, device=x_TH.device)
-        return Routed(rows=x_TH, weights=weights_Tk), Route(experts=experts_Tk, sent=torch.cat(sent), ends=nothing)
+        return Routed(rows=x_TH, weights=weights_Tk), Route(
+            experts=experts_Tk, sent=torch.cat(sent), ends=nothing
+        )
 
     def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
-        """Copies and weights to the ranks of their experts. Nothing goes on beside it (engine.support)."""
-        rows, weights, ids, route.handle = _Dispatch.apply(routed.rows, routed.weights, route.experts, self._library)
+        """Copies and weights to the ranks of their experts. Nothing goes on beside it
+        (engine.support)."""
+        rows, weights, ids, route.handle = _Dispatch.apply(
+            routed.rows, routed.weights, route.experts, self._library
+        )
         local = self._experts // self._library.group.size
         counts = count_rows(ids, local + 1)[:-1]
         ((here,),) = on_host(counts.sum()[None])
-        route.slots, route.ends = sorted_rows(ids, here, self._kernels), counts.cumsum(0).to(torch.int32)
+        route.slots, route.ends = (
+            sorted_rows(ids, here, self._kernels),
+            counts.cumsum(0).to(torch.int32),
+        )
         return Routed(rows=rows, weights=weights)
 
     def postprocess(self, routed: Routed, route: Route) -> Routed:
@@ -110,7 +138,9 @@ class Fused:
         assert route.slots is not None  # dispatched before
         return route.slots.summed(rows)
 
-    def combine(self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None) -> torch.Tensor:
+    def combine(
+        self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None
+    ) -> torch.Tensor:
         """Partial sums back to the ranks of their tokens, where the library sums them."""
         return _Combine.apply(rows, route.handle, self._library)
 
@@ -118,32 +148,48 @@ class Fused:
         return rows
 
 
-def prove(library: Library, kind: Kind, alone: Group, *, experts: int, hidden: int, like: torch.Tensor) -> None:
-    """Hold a tiny dispatch and combine, forward and backward, against the plain all-to-all; every rank of the group
-    calls this, with an ETP group of one. `like` has dtype and device. Raises BadInput on all when one rank sees another
-    result.
+def prove(
+    library: Library, kind: Kind, alone: Group, *, experts: int, hidden: int, like: torch.Tensor
+) -> None:
+    """Hold a tiny dispatch and combine, forward and backward, against the plain all-to-all; every
+    rank of the group calls this, with an ETP group of one. `like` has dtype and device. Raises
+    BadInput on all when one rank sees another result.
     """
     plain = AllToAll(library.group, alone, experts, Plain(), known=None, drops=False)
     fused = Fused(library, experts, Plain())
-    wrong, why = like.new_zeros(1, dtype=torch.float32), "differs from the plain all-to-all in a trial at the start"
+    wrong, why = (
+        like.new_zeros(1, dtype=torch.float32),
+        "differs from the plain all-to-all in a trial at the start",
+    )
     try:
         ours, theirs = (_trial(way, library.group, experts, hidden, like) for way in (fused, plain))
         # bf16 keeps 8 bits, and the two sum in another order.
         tolerance = 2e-2 if like.element_size() < 4 else 1e-5
         pairs = zip(ours, theirs, strict=True)
-        near = (float((one - other).norm()) <= tolerance * float(other.norm()) for one, other in pairs)
+        near = (
+            float((one - other).norm()) <= tolerance * float(other.norm()) for one, other in pairs
+        )
         wrong += not all(near)
-    except Exception as error:  # its own kernels may refuse the device, the width of rows or the number of ranks
+    except (
+        Exception
+    ) as error:  # its own kernels may refuse the device, the width of rows or the number of ranks
         wrong += 1
         why = f"failed a trial at the start: {type(error).__name__}: {error}"
     if float(all_reduce(wrong, library.group)):
         raise BadInput(unusable(kind, why))
 
 
-def _trial(way: Dispatcher, group: Group, experts: int, hidden: int, like: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs and gradients of tokens through experts that multiply by their number: a row at a wrong one shows."""
+def _trial(
+    way: Dispatcher, group: Group, experts: int, hidden: int, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """Outputs and gradients of tokens through experts that multiply by their number: a row at a
+    wrong one shows."""
     top_k, tokens = min(_TOP_K, experts), torch.arange(_TOKENS, device=like.device)
-    x = torch.sin(torch.arange(_TOKENS * hidden, device=like.device) + group.index).view(_TOKENS, hidden).to(like)
+    x = (
+        torch.sin(torch.arange(_TOKENS * hidden, device=like.device) + group.index)
+        .view(_TOKENS, hidden)
+        .to(like)
+    )
     slots = tokens[:, None] * 3 + torch.arange(top_k, device=like.device) * 5 + group.index
     weights = (slots % 7 + 1).float() / 8
     chosen = torch.stack([(slots[:, 0] + other) % experts for other in range(top_k)], 1)
@@ -154,6 +200,8 @@ def _trial(way: Dispatcher, group: Group, experts: int, hidden: int, like: torch
     places = torch.arange(len(routed.rows), dtype=torch.int32, device=like.device)
     factor = torch.searchsorted(route.ends, places, right=True) + 1 + group.index * local
     rows = (routed.rows.float() * (routed.weights * factor)[:, None]).to(like)
-    out = way.combine_postprocess(way.combine(way.combine_preprocess(rows, route), route, None), route)
+    out = way.combine_postprocess(
+        way.combine(way.combine_preprocess(rows, route), route, None), route
+    )
     out.backward(torch.cos(x.detach().float()).to(like))
     return [one.detach().float() for one in (out, x.grad, weights.grad) if one is not None]

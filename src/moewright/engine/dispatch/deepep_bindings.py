@@ -1,10 +1,12 @@
-"""DeepEP and HybridEP (github.com/deepseek-ai/DeepEP, its branch hybrid-ep): expert-parallel kernels that move one copy
-of a token to a rank, and between nodes one to a node, and sum on the way back.
+"""DeepEP and HybridEP (github.com/deepseek-ai/DeepEP, its branch hybrid-ep): expert-parallel
+kernels that move one copy of a token to a rank, and between nodes one to a node, and sum on the way
+back.
 
-Both have two calls, each of which is the backward of the other: a dispatch, which gives a handle, and a combine, which
-sums without weights. Each library is spoken to in one class of this module, through its public Python interface alone.
-Neither has been run on hardware by this project: tests put a module in their place that exchanges over gloo, and a job
-that asks for one starts with `fused.prove`, which holds it against the plain all-to-all.
+Both have two calls, each of which is the backward of the other: a dispatch, which gives a handle,
+and a combine, which sums without weights. Each library is spoken to in one class of this module,
+through its public Python interface alone. Neither has been run on hardware by this project: tests
+put a module in their place that exchanges over gloo, and a job that asks for one starts with
+`fused.prove`, which holds it against the plain all-to-all.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from moewright.spec.layout import Dispatcher
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrived:
-    """Copies [N,H] that came here; of each its experts here, ids [N,j] from 0 with E_local for none, and their weights
-    [N,j] fp32. `handle` is the library's, for the way back.
+    """Copies [N,H] that came here; of each its experts here, ids [N,j] from 0 with E_local for
+    none, and their weights [N,j] fp32. `handle` is the library's, for the way back.
     """
 
     rows: torch.Tensor
@@ -33,11 +35,14 @@ class Arrived:
 
 
 class Library(Protocol):
-    """What a library does for an expert-parallel group; ids and weights [T,k] are of the tokens here, E for none."""
+    """What a library does for an expert-parallel group; ids and weights [T,k] are of the tokens
+    here, E for none."""
 
     group: Group
 
-    def dispatch(self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> Arrived: ...
+    def dispatch(
+        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+    ) -> Arrived: ...
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         """Other rows of the same tokens the same way: [N,H]."""
@@ -55,11 +60,14 @@ class Library(Protocol):
 
 
 class DeepEp:
-    """`deep_ep.Buffer`, by its normal kernels, which wait for the device once to learn how many copies come."""
+    """`deep_ep.Buffer`, by its normal kernels, which wait for the device once to learn how many
+    copies come."""
 
     def __init__(self, module: Any, group: Group, *, experts: int, hidden: int) -> None:
         row_bytes, make = 2 * hidden, module.Buffer  # rows are bf16
-        configs = [config(group.size) for config in (make.get_dispatch_config, make.get_combine_config)]
+        configs = [
+            config(group.size) for config in (make.get_dispatch_config, make.get_combine_config)
+        ]
         self.group, self._experts = group, experts
         self._index = getattr(module, "topk_idx_t", torch.int64)
         self._buffer = make(
@@ -68,9 +76,13 @@ class DeepEp:
             max(config.get_rdma_buffer_size_hint(row_bytes, group.size) for config in configs),
         )
 
-    def dispatch(self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> Arrived:
+    def dispatch(
+        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+    ) -> Arrived:
         chosen = experts_Tk.masked_fill(experts_Tk == self._experts, -1).to(self._index)
-        to_ranks, to_nodes, to_experts, reached, _ = self._buffer.get_dispatch_layout(chosen, self._experts)
+        to_ranks, to_nodes, to_experts, reached, _ = self._buffer.get_dispatch_layout(
+            chosen, self._experts
+        )
         rows, ids, weights, _, handle, _ = self._buffer.dispatch(
             x_TH.contiguous(),
             topk_idx=chosen,
@@ -94,16 +106,21 @@ class DeepEp:
     def combine_both(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums, weights, _ = self._buffer.combine(rows_NH.contiguous(), handle, topk_weights=weights_Nj.contiguous())
+        sums, weights, _ = self._buffer.combine(
+            rows_NH.contiguous(), handle, topk_weights=weights_Nj.contiguous()
+        )
         return sums, weights
 
 
 class HybridEp:
-    """`deep_ep.HybridEPBuffer`, by its dispatch and combine without permutation. It speaks of experts in maps: whether
-    a token has an expert [T,E], with which probability [T,E]; what arrives has those of all experts of the node.
+    """`deep_ep.HybridEPBuffer`, by its dispatch and combine without permutation. It speaks of
+    experts in maps: whether a token has an expert [T,E], with which probability [T,E]; what arrives
+    has those of all experts of the node.
     """
 
-    def __init__(self, module: Any, group: Group, *, experts: int, hidden: int, tokens: int, near: int) -> None:
+    def __init__(
+        self, module: Any, group: Group, *, experts: int, hidden: int, tokens: int, near: int
+    ) -> None:
         """`tokens` of a rank at most; `near` ranks of the group lie in one NVLink domain."""
         local = experts // group.size
         self.group, self._experts = group, experts
@@ -121,17 +138,25 @@ class HybridEp:
     def _mine(self) -> slice:
         return slice(self._first, self._first + len(self._here))
 
-    def dispatch(self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> Arrived:
+    def dispatch(
+        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+    ) -> Arrived:
         shape = len(x_TH), self._experts + 1
-        chosen = torch.zeros(shape, dtype=torch.bool, device=x_TH.device).scatter_(1, experts_Tk, True)[:, :-1]
+        chosen = torch.zeros(shape, dtype=torch.bool, device=x_TH.device).scatter_(
+            1, experts_Tk, True
+        )[:, :-1]
         weights = weights_Tk.new_zeros(shape).scatter_(1, experts_Tk, weights_Tk)[:, :-1]
         rows, probs, _, handle = self._buffer.dispatch(
             hidden=x_TH.contiguous(), routing_map=chosen.contiguous(), probs=weights.contiguous()
         )
         here = self._here.to(x_TH.device)
-        wanted = handle[4][: len(rows)]  # whether a copy is for an expert here [N,E_local]; as the library documents
+        wanted = handle[4][
+            : len(rows)
+        ]  # whether a copy is for an expert here [N,E_local]; as the library documents
         ids = torch.where(wanted, here, len(here))
-        return Arrived(rows=rows, ids=ids, weights=probs[:, self._mine] * wanted, handle=(handle, experts_Tk))
+        return Arrived(
+            rows=rows, ids=ids, weights=probs[:, self._mine] * wanted, handle=(handle, experts_Tk)
+        )
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         rows: torch.Tensor = self._buffer.dispatch(hidden=x_TH.contiguous(), handle=handle[0])[0]
@@ -146,20 +171,27 @@ class HybridEp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         probs = weights_Nj.new_zeros(len(rows_NH), self._of_node)
         probs[:, self._mine] = weights_Nj
-        sums, back = self._buffer.combine(hidden=rows_NH.contiguous(), probs=probs, handle=handle[0])
+        sums, back = self._buffer.combine(
+            hidden=rows_NH.contiguous(), probs=probs, handle=handle[0]
+        )
         back = torch.cat((back, back.new_zeros(len(back), 1)), 1)  # a dropped slot has no expert
         return sums, back.gather(1, handle[1])
 
 
-def opened(dispatcher: Dispatcher, group: Group, *, experts: int, hidden: int, tokens: int, near: int) -> Library:
-    """The library set up for a group; every rank of it calls this. Raises BadInput when it cannot be."""
+def opened(
+    dispatcher: Dispatcher, group: Group, *, experts: int, hidden: int, tokens: int, near: int
+) -> Library:
+    """The library set up for a group; every rank of it calls this. Raises BadInput when it cannot
+    be."""
     try:
         module = importlib.import_module("deep_ep")
         if dispatcher is Dispatcher.DEEPEP:
             return DeepEp(module, group, experts=experts, hidden=hidden)
         return HybridEp(module, group, experts=experts, hidden=hidden, tokens=tokens, near=near)
     except Exception as error:  # whatever it refuses: a device, a number of ranks, its own version
-        raise BadInput(unusable(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")) from error
+        raise BadInput(
+            unusable(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
+        ) from error
 
 
 def unusable(dispatcher: Dispatcher, why: str) -> Reason:

@@ -1,8 +1,8 @@
 """The seam between router and experts: dispatch (pre, comm, post) and combine (pre, comm, post).
 
-Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced: they call `meanwhile`,
-where there is such work, while rows travel.
-Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the experts here, E_local experts held here.
+Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced:
+they call `meanwhile`, where there is such work, while rows travel. Shapes: T tokens of this rank, k
+experts a token, H hidden, R rows for the experts here, E_local experts held here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Which row each (token, slot) pair became: tokens [R] says of which token a row is, rows [T,k] which row a slot
-    has, R where it has none; `places` [R] are the slots of the rows, numbered t * k + j. `full`: every slot has a row,
-    every row a slot.
+    """Which row each (token, slot) pair became: tokens [R] says of which token a row is, rows [T,k]
+    which row a slot has, R where it has none; `places` [R] are the slots of the rows, numbered t *
+    k + j. `full`: every slot has a row, every row a slot.
     """
 
     tokens: torch.Tensor
@@ -65,12 +65,17 @@ def sorted_rows(ids_Tk: torch.Tensor, kept: int, kernels: Kernels) -> Rows:
     if not full:
         order, rows = order[:kept].clone(), rows.clamp_(max=kept)
     tokens = order // ids_Tk.shape[1]
-    return Rows(tokens=tokens, rows=rows.view(ids_Tk.shape), places=order, full=full, kernels=kernels)
+    return Rows(
+        tokens=tokens, rows=rows.view(ids_Tk.shape), places=order, full=full, kernels=kernels
+    )
 
 
 def wanted_rows(routed: Routed, slots: Rows) -> Routed:
-    """A row for each slot of received tokens that has an expert here, with its own of the token's weights [*,k]."""
-    return Routed(rows=slots.spread(routed.rows), weights=Select.apply(routed.weights.flatten(), slots.places))
+    """A row for each slot of received tokens that has an expert here, with its own of the token's
+    weights [*,k]."""
+    return Routed(
+        rows=slots.spread(routed.rows), weights=Select.apply(routed.weights.flatten(), slots.places)
+    )
 
 
 def padded(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
@@ -78,17 +83,20 @@ def padded(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
     return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), filling)))
 
 
-# What every rank sends, by its tokens and the experts of each, where a forced choice lets the host know without a look.
+# What every rank sends, by its tokens and the experts of each, where a forced choice lets the host
+# know without a look.
 Known = Callable[[int, int], InTurn]
 
 
 class Dispatcher(Protocol):
-    """One way to bring tokens to their experts and the results back. A slot whose expert is E was dropped.
+    """One way to bring tokens to their experts and the results back. A slot whose expert is E was
+    dropped.
 
-    `preprocess` agrees with the other ranks on sizes and gives, beside the rows, what the later steps need to know: its
-    own kind of route. Others read of it `ends` [E_local] int32, the running ends of the local experts' rows, and `sent`
-    int64, what this rank sends: rows to each expert [E], under de-duplication followed by copies to each rank [ep] and,
-    where they cross to nodes first, to each node.
+    `preprocess` agrees with the other ranks on sizes and gives, beside the rows, what the later
+    steps need to know: its own kind of route. Others read of it `ends` [E_local] int32, the running
+    ends of the local experts' rows, and `sent` int64, what this rank sends: rows to each expert
+    [E], under de-duplication followed by copies to each rank [ep] and, where they cross to nodes
+    first, to each node.
     """
 
     def preprocess(
@@ -101,6 +109,8 @@ class Dispatcher(Protocol):
 
     def combine_preprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
-    def combine(self, rows: torch.Tensor, route: Any, meanwhile: Meanwhile | None) -> torch.Tensor: ...
+    def combine(
+        self, rows: torch.Tensor, route: Any, meanwhile: Meanwhile | None
+    ) -> torch.Tensor: ...
 
     def combine_postprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...

@@ -1,4 +1,5 @@
-"""A checkpoint of ours, written in any layout, into a Hugging Face folder: one tensor in memory at a time."""
+"""A checkpoint of ours, written in any layout, into a Hugging Face folder: one tensor in memory at
+a time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
-_NAMES: Mapping[Dtype, str] = MappingProxyType({Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"})
+_NAMES: Mapping[Dtype, str] = MappingProxyType(
+    {Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"}
+)
 _WRITTEN_FIRST = ("F32", "BF16", "F16")  # the order of dtypes in a file, as safetensors has it
 
 Files = Mapping[str, Sequence[Row]]
@@ -42,7 +45,8 @@ Files = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """A checkpoint, and the files that it will be. `places` says which part of which of ours each of theirs is."""
+    """A checkpoint, and the files that it will be. `places` says which part of which of ours each
+    of theirs is."""
 
     checkpoint: Path
     index: Index
@@ -62,10 +66,12 @@ def model_of(index: Index, checkpoint: Path) -> ModelSpec:
     return from_data(ModelSpec, data, where=f"{checkpoint}: model")
 
 
-def plan_export(checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSpec, Dtype], str]) -> Export:
-    """A checkpoint that was imported goes back as it came, but for a `dtype` that is asked for; one of a run goes out
-    in the names of its family, in the precision that it was trained in, with the config.json that `config` makes;
-    so does one that was imported packed, in bf16.
+def plan_export(
+    checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSpec, Dtype], str]
+) -> Export:
+    """A checkpoint that was imported goes back as it came, but for a `dtype` that is asked for; one
+    of a run goes out in the names of its family, in the precision that it was trained in, with the
+    config.json that `config` makes; so does one that was imported packed, in bf16.
 
     Raises BadInput for a model that has no form of Hugging Face.
     """
@@ -73,17 +79,28 @@ def plan_export(checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSp
     model, came = model_of(index, checkpoint), index.extra.get("hf")
     if came is not None:
         kinds = {name: kind for rows in came["files"].values() for name, kind in rows}
-        places = _places(named(model, kinds.keys(), checkpoint), {n: o for n, o in copies(model).items() if n in kinds})
+        places = _places(
+            named(model, kinds.keys(), checkpoint),
+            {n: o for n, o in copies(model).items() if n in kinds},
+        )
         if dtype is None:
             files = {
-                file: [Row(name=name, dtype=kind, shape=places[name][1].shape) for name, kind in rows]
+                file: [
+                    Row(name=name, dtype=kind, shape=places[name][1].shape) for name, kind in rows
+                ]
                 for file, rows in came["files"].items()
             }
             return Export(
-                checkpoint=checkpoint, index=index, places=places, files=_sorted(files), texts=dict(came["texts"])
+                checkpoint=checkpoint,
+                index=index,
+                places=places,
+                files=_sorted(files),
+                texts=dict(came["texts"]),
             )
     else:
-        spare = {name: ours for name, ours in copies(model).items() if name.startswith("model.layers.")}
+        spare = {
+            name: ours for name, ours in copies(model).items() if name.startswith("model.layers.")
+        }
         places = _places(usual(model), spare)
     computed = index.extra.get("train", {}).get("precision", Dtype.FP32)
     dtype = dtype or Dtype(index.extra.get("unpacked_to", computed))
@@ -97,13 +114,18 @@ def plan_export(checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSp
     texts = {"config.json": config(model, dtype)}
     if len(files) > 1:
         texts[INDEX] = _index_text(files)
-    return Export(checkpoint=checkpoint, index=index, places=places, files=_sorted(files), texts=texts)
+    return Export(
+        checkpoint=checkpoint, index=index, places=places, files=_sorted(files), texts=texts
+    )
 
 
 def run_export(plan: Export, out: Path, told: Told) -> None:
-    """Write the folder `out`: all of it, or nothing. Raises BadInput when it holds something, or the disk is full."""
+    """Write the folder `out`: all of it, or nothing. Raises BadInput when it holds something, or
+    the disk is full."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(Reason(field=str(out), rule="exists and is not empty", nearest="a new folder"))
+        raise BadInput(
+            Reason(field=str(out), rule="exists and is not empty", nearest="a new folder")
+        )
     for entry in plan.index.files:
         verify_file(plan.checkpoint, entry)
     require_space(out.parent, plan.nbytes)
@@ -113,7 +135,9 @@ def run_export(plan: Export, out: Path, told: Told) -> None:
         part.mkdir(parents=True)
         for file, rows in plan.files.items():
             with PayloadReader(plan.checkpoint) as reader:  # maps no more than one file needs
-                write_tensors(part / file, rows, _tensors(plan, rows, reader, told), {"format": "pt"})
+                write_tensors(
+                    part / file, rows, _tensors(plan, rows, reader, told), {"format": "pt"}
+                )
         for name, text in plan.texts.items():
             write_text(part / name, text)
         flush_directory(part)
@@ -126,7 +150,9 @@ def run_export(plan: Export, out: Path, told: Told) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _tensors(plan: Export, rows: Sequence[Row], reader: PayloadReader, told: Told) -> Iterator[torch.Tensor]:
+def _tensors(
+    plan: Export, rows: Sequence[Row], reader: PayloadReader, told: Told
+) -> Iterator[torch.Tensor]:
     entries = {entry.name: entry for entry in plan.index.tensors}
     for row in rows:
         ours, theirs = plan.places[row.name]
@@ -153,7 +179,9 @@ def _cut(rows: Sequence[Row]) -> dict[str, list[Row]]:
         parts[-1].append(row)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
-    return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)}
+    return {
+        f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)
+    }
 
 
 def _index_text(files: Files) -> str:

@@ -1,4 +1,5 @@
-"""A Hugging Face folder on disk: which tensor lies in which safetensors file, and reading them, one file at a time.
+"""A Hugging Face folder on disk: which tensor lies in which safetensors file, and reading them, one
+file at a time.
 
 Packed tensors are read as what they stand for (hf_packed).
 """
@@ -42,9 +43,11 @@ def is_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> HfFolder:
-    """Read the headers of model.safetensors, or of the files that model.safetensors.index.json names.
+    """Read the headers of model.safetensors, or of the files that model.safetensors.index.json
+    names.
 
-    Raises BadInput naming the file that is missing or no safetensors, or the tensor that the index misplaces.
+    Raises BadInput naming the file that is missing or no safetensors, or the tensor that the index
+    misplaces.
     """
     placed = _weight_map(path / INDEX) if (path / INDEX).is_file() else None
     tensors: dict[str, Stored] = {}
@@ -56,22 +59,34 @@ def open_folder(path: Path) -> HfFolder:
                 if placed is not None and placed.get(name) != file:
                     raise misplaced(path, name, f"is in {file}, of which {INDEX} does not say so")
                 part = stored.get_slice(name)
-                tensors[name] = Stored(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                tensors[name] = Stored(
+                    file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+                )
     for name, file in (placed or {}).items():
         if name not in tensors:
             raise misplaced(path, name, f"is missing in {file}, where {INDEX} places it")
-    return HfFolder(path=path, tensors=dict(stand_for(path, tensors)), places={n: s.file for n, s in tensors.items()})
+    return HfFolder(
+        path=path,
+        tensors=dict(stand_for(path, tensors)),
+        places={n: s.file for n, s in tensors.items()},
+    )
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(Reason(field=str(path), rule=f"cannot be read ({type(error).__name__})")) from None
+        raise BadInput(
+            Reason(field=str(path), rule=f"cannot be read ({type(error).__name__})")
+        ) from None
     placed = data.get("weight_map") if isinstance(data, dict) else None
-    legal = isinstance(placed, dict) and all(isinstance(f, str) and Path(f).name == f for f in placed.values())
+    legal = isinstance(placed, dict) and all(
+        isinstance(f, str) and Path(f).name == f for f in placed.values()
+    )
     if not legal or not placed:
-        raise BadInput(Reason(field=str(path), rule="needs a weight_map from tensors to files beside it"))
+        raise BadInput(
+            Reason(field=str(path), rule="needs a weight_map from tensors to files beside it")
+        )
     return placed
 
 
@@ -86,7 +101,8 @@ def open_weights(path: Path) -> Any:
 
 
 class HfReader:
-    """Reads tensors of a folder. One file is open at a time, so that no more than one lies in memory."""
+    """Reads tensors of a folder. One file is open at a time, so that no more than one lies in
+    memory."""
 
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
@@ -104,9 +120,15 @@ class HfReader:
     def part(self, name: str, box: Box) -> torch.Tensor:
         """Raises BadInput where a value is not finite: training from it would only end later."""
         stored = self._folder.tensors[name]
-        part = unpacked(name, stored, box, self._raw) if stored.dtype in PACKED else self._raw(name, box)
+        part = (
+            unpacked(name, stored, box, self._raw)
+            if stored.dtype in PACKED
+            else self._raw(name, box)
+        )
         if not part.isfinite().all():
-            raise misplaced(self._folder.path, name, f"holds values that are not finite, in {stored.file}")
+            raise misplaced(
+                self._folder.path, name, f"holds values that are not finite, in {stored.file}"
+            )
         return part
 
     def _raw(self, name: str, box: Box) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""A Hugging Face folder into a checkpoint of ours: one box of a tensor in memory at a time, one file mapped.
+"""A Hugging Face folder into a checkpoint of ours: one box of a tensor in memory at a time, one
+file mapped.
 
-Weights become fp32, as all checkpoints of ours hold them; what they were, in which files, and the texts beside them are
-kept, so that the way back (hf_export) gives the same bytes. Scales of packed weights are multiplied in and not kept:
-such weights go back in bf16, which software computes in that cannot multiply them packed.
+Weights become fp32, as all checkpoints of ours hold them; what they were, in which files, and the
+texts beside them are kept, so that the way back (hf_export) gives the same bytes. Scales of packed
+weights are multiplied in and not kept: such weights go back in bf16, which software computes in
+that cannot multiply them packed.
 """
 
 from __future__ import annotations
@@ -15,9 +17,24 @@ from pathlib import Path
 import torch
 
 from moewright.codec import to_data
-from moewright.engine.checkpoint import Order, Shard, TensorEntry, checkpoint_path, payload_name, write_alone
+from moewright.engine.checkpoint import (
+    Order,
+    Shard,
+    TensorEntry,
+    checkpoint_path,
+    payload_name,
+    write_alone,
+)
 from moewright.engine.hf.folder import INDEX, HfReader, open_folder
-from moewright.engine.hf.names import Held, Table, held_tensors, read_box, refusal, table_of, without_absent_mtp
+from moewright.engine.hf.names import (
+    Held,
+    Table,
+    held_tensors,
+    read_box,
+    refusal,
+    table_of,
+    without_absent_mtp,
+)
 from moewright.engine.hf.packed import PACKED
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import CheckpointSpec, Dtype
@@ -45,17 +62,27 @@ class Import:
 
 
 def plan_import(source: Path, model: ModelSpec, out: Path) -> Import:
-    """Raises BadInput naming the tensor that is missing, unknown, of another shape, or of a dtype fp32 cannot hold."""
+    """Raises BadInput naming the tensor that is missing, unknown, of another shape, or of a dtype
+    fp32 cannot hold."""
     folder = open_folder(source)
     model = without_absent_mtp(model, folder.tensors.keys())
     table = table_of(model, folder)
     for name, stored in folder.tensors.items():
         if stored.dtype not in (*_EXACT, *PACKED):
             raise refusal(name, source, f"is of {stored.dtype}; checkpoints hold fp32")
-    texts = {name: (source / name).read_text("utf-8") for name in TEXTS if (source / name).is_file()}
-    files = {file: [[name, folder.tensors[name].dtype] for name in names] for file, names in folder.files.items()}
-    packed = any(stored.dtype in PACKED for stored in folder.tensors.values())  # and are not packed again
-    history = {"unpacked_to": Dtype.BF16.value} if packed else {"hf": {"texts": texts, "files": files}}
+    texts = {
+        name: (source / name).read_text("utf-8") for name in TEXTS if (source / name).is_file()
+    }
+    files = {
+        file: [[name, folder.tensors[name].dtype] for name in names]
+        for file, names in folder.files.items()
+    }
+    packed = any(
+        stored.dtype in PACKED for stored in folder.tensors.values()
+    )  # and are not packed again
+    history = (
+        {"unpacked_to": Dtype.BF16.value} if packed else {"hf": {"texts": texts, "files": files}}
+    )
     order = Order(
         final=checkpoint_path(out, 0),
         step=0,

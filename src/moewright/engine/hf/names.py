@@ -1,8 +1,8 @@
 """Weights of a Hugging Face checkpoint and ours: one table of names, read both ways.
 
-A tensor of theirs is `ours[index]` seen in another order of dims and `shape`: a part of one of ours (the gate of
-gate_up, one expert), or all of it (experts fused in 3-D tensors). Families differ in the names; which of them a
-checkpoint uses is found from it.
+A tensor of theirs is `ours[index]` seen in another order of dims and `shape`: a part of one of ours
+(the gate of gate_up, one expert), or all of it (experts fused in 3-D tensors). Families differ in
+the names; which of them a checkpoint uses is found from it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ FLOATS = ("F64", "F32", "BF16", "F16", *PACKED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """Names of one parameter: one for all of it, or one for its gate and one for its up; "{}" is the expert's number.
+    """Names of one parameter: one for all of it, or one for its gate and one for its up; "{}" is
+    the expert's number.
 
-    A name for all experts holds our dims in another `order`, after which dim `merged` and the next are one. With
-    `families`, the names are of these families alone, and stand before the others.
+    A name for all experts holds our dims in another `order`, after which dim `merged` and the next
+    are one. With `families`, the names are of these families alone, and stand before the others.
     """
 
     names: tuple[str, ...]
@@ -80,7 +81,9 @@ _LAYER: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
                 names=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
                 families=("qwen2_moe",),
             ),
-            Spelling(names=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")),
+            Spelling(
+                names=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+            ),
         ),
         "moe.shared.down.weight": (
             Spelling(names=("mlp.shared_expert.down_proj.weight",), families=("qwen2_moe",)),
@@ -89,11 +92,16 @@ _LAYER: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
         "moe.shared.gate.weight": _same("mlp.shared_expert_gate.weight"),
         "moe.experts.gate_up.weight": (
             Spelling(
-                names=("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+                names=(
+                    "block_sparse_moe.experts.{}.w1.weight",
+                    "block_sparse_moe.experts.{}.w3.weight",
+                ),
                 families=("mixtral",),
             ),
             # gate and up take turns in the columns
-            Spelling(names=("mlp.experts.gate_up_proj",), order=(0, 3, 2, 1), merged=2, families=_OSS),
+            Spelling(
+                names=("mlp.experts.gate_up_proj",), order=(0, 3, 2, 1), merged=2, families=_OSS
+            ),
             Spelling(names=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
             Spelling(names=("mlp.experts.gate_up_proj",), order=(0, 1, 2, 3), merged=1),
         ),
@@ -104,7 +112,9 @@ _LAYER: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
             Spelling(names=("mlp.experts.down_proj",)),
         ),
         "moe.experts.gate_up.bias": (
-            Spelling(names=("mlp.experts.gate_up_proj_bias",), order=(0, 2, 1), merged=1, families=_OSS),
+            Spelling(
+                names=("mlp.experts.gate_up_proj_bias",), order=(0, 2, 1), merged=1, families=_OSS
+            ),
         ),
         "moe.experts.down.bias": _same("mlp.experts.down_proj_bias"),
     }
@@ -125,8 +135,8 @@ _DEPTH_COPIES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Theirs:
-    """A tensor of the checkpoint: `ours[index]` in `shape`. One that holds all experts has them first, and our dims
-    `below` in another `order`.
+    """A tensor of the checkpoint: `ours[index]` in `shape`. One that holds all experts has them
+    first, and our dims `below` in another `order`.
     """
 
     name: str
@@ -148,7 +158,8 @@ class Theirs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A tensor of our checkpoints that theirs have too: a parameter, or a router's selection bias."""
+    """A tensor of our checkpoints that theirs have too: a parameter, or a router's selection
+    bias."""
 
     name: str
     shape: tuple[int, ...]
@@ -163,17 +174,23 @@ def held_tensors(model: ModelSpec) -> tuple[Held, ...]:
     found = [Held(name=param.name, shape=param.shape, trained=True) for param in parameters(model)]
     if model.moe is not None and model.moe.router.selection_bias:
         shape = (model.moe.experts,)
-        found += [Held(name=selection_bias_name(layer), shape=shape, trained=False) for layer in model.routed_layers]
+        found += [
+            Held(name=selection_bias_name(layer), shape=shape, trained=False)
+            for layer in model.routed_layers
+        ]
     return tuple(found)
 
 
 def copies(model: ModelSpec) -> Mapping[str, str]:
-    """Tensors that a checkpoint may hold besides the table: their name, and ours that they must equal."""
+    """Tensors that a checkpoint may hold besides the table: their name, and ours that they must
+    equal."""
     found = {HEAD: "embedding.weight"} if model.tie_embeddings else {}
     for depth in range(model.mtp_layers):
         for part, ours in _DEPTH_COPIES.items():
             tied = model.tie_embeddings and ours == "head.weight"
-            found[f"model.layers.{model.layers + depth}.{part}"] = "embedding.weight" if tied else ours
+            found[f"model.layers.{model.layers + depth}.{part}"] = (
+                "embedding.weight" if tied else ours
+            )
     return found
 
 
@@ -186,7 +203,9 @@ def spellings(model: ModelSpec, held: Held) -> tuple[tuple[Theirs, ...], ...]:
     if kind == "mtp":
         layer += model.layers
         if part in _DEPTH:
-            return ((Theirs(name=f"model.layers.{layer}.{_DEPTH[part]}", index=(), shape=held.shape),),)
+            return (
+                (Theirs(name=f"model.layers.{layer}.{_DEPTH[part]}", index=(), shape=held.shape),),
+            )
         part = part.removeprefix("layer.")
     elif layer > model.layers:  # the selection bias of a depth
         layer -= 1
@@ -202,7 +221,10 @@ def _expanded(one: Spelling, base: str, shape: tuple[int, ...]) -> tuple[Theirs,
     found = []
     for expert in experts:
         for place, name in enumerate(one.names):
-            index = (*(() if expert is None else (expert,)), *((place,) if len(one.names) > 1 else ()))
+            index = (
+                *(() if expert is None else (expert,)),
+                *((place,) if len(one.names) > 1 else ()),
+            )
             inner = list(shape[len(index) :])
             if one.order:
                 inner = [inner[dim] for dim in one.order]
@@ -210,13 +232,20 @@ def _expanded(one: Spelling, base: str, shape: tuple[int, ...]) -> tuple[Theirs,
                 inner[one.merged : one.merged + 2] = [inner[one.merged] * inner[one.merged + 1]]
             below = shape[1:] if one.order else ()
             found.append(
-                Theirs(name=base + name.format(expert), index=index, shape=tuple(inner), order=one.order, below=below)
+                Theirs(
+                    name=base + name.format(expert),
+                    index=index,
+                    shape=tuple(inner),
+                    order=one.order,
+                    below=below,
+                )
             )
     return tuple(found)
 
 
 def without_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
-    """A checkpoint may leave out the MTP layers that its config.json names (transformers does); then so do we."""
+    """A checkpoint may leave out the MTP layers that its config.json names (transformers does);
+    then so do we."""
     first = f"model.layers.{model.layers}."
     if not model.mtp_layers or any(name.startswith(first) for name in names):
         return model
@@ -226,8 +255,8 @@ def without_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
 def table_of(model: ModelSpec, folder: HfFolder) -> Table:
     """How a folder spells each tensor of `model`.
 
-    Raises BadInput naming the tensor that is missing, written twice, of another shape or dtype, or not one of the
-    model's.
+    Raises BadInput naming the tensor that is missing, written twice, of another shape or dtype, or
+    not one of the model's.
     """
     table = named(model, folder.tensors.keys(), folder.path)
     wanted = {theirs.name: theirs for parts in table.values() for theirs in parts}
@@ -235,21 +264,30 @@ def table_of(model: ModelSpec, folder: HfFolder) -> Table:
     for name, stored in folder.tensors.items():
         if name not in wanted and name not in spare:
             raise refusal(name, folder.path, "is not a tensor of this model")
-        shape = wanted[name].shape if name in wanted else folder.tensors[table[spare[name]][0].name].shape
+        shape = (
+            wanted[name].shape
+            if name in wanted
+            else folder.tensors[table[spare[name]][0].name].shape
+        )
         if stored.shape != shape:
-            raise refusal(name, folder.path, f"has shape {list(stored.shape)}, config.json says {list(shape)}")
+            raise refusal(
+                name, folder.path, f"has shape {list(stored.shape)}, config.json says {list(shape)}"
+            )
         if stored.dtype not in FLOATS:
             raise refusal(name, folder.path, f"is of {stored.dtype}; known are {', '.join(FLOATS)}")
     with HfReader(folder) as reader:
         for name in spare.keys() & folder.tensors.keys():
             like = table[spare[name]][0].name
             if not torch.equal(reader.tensor(name), reader.tensor(like)):
-                raise refusal(name, folder.path, f"differs from {like}, of which config.json makes it a copy")
+                raise refusal(
+                    name, folder.path, f"differs from {like}, of which config.json makes it a copy"
+                )
     return table
 
 
 def named(model: ModelSpec, names: Collection[str], where: Path) -> Table:
-    """The table of a checkpoint with tensors of these names; each of them stands for one place of ours."""
+    """The table of a checkpoint with tensors of these names; each of them stands for one place of
+    ours."""
     table = {held.name: _spelling(model, held, names, where) for held in held_tensors(model)}
     _refuse_twice([theirs.name for parts in table.values() for theirs in parts], where)
     return table
@@ -267,16 +305,25 @@ def usual(model: ModelSpec) -> Table:
     return table
 
 
-def _spelling(model: ModelSpec, held: Held, names: Collection[str], where: Path) -> tuple[Theirs, ...]:
-    """The spelling of which the checkpoint holds most; all of it must be there, and tile ours once."""
+def _spelling(
+    model: ModelSpec, held: Held, names: Collection[str], where: Path
+) -> tuple[Theirs, ...]:
+    """The spelling of which the checkpoint holds most; all of it must be there, and tile ours
+    once."""
     choices = spellings(model, held)
     if not choices:
         raise refusal(held.name, where, "has no name in Hugging Face checkpoints known here")
-    best = max(choices, key=lambda parts: sum(theirs.name in names for theirs in parts) / len(parts))
+    best = max(
+        choices, key=lambda parts: sum(theirs.name in names for theirs in parts) / len(parts)
+    )
     for theirs in best:
         if theirs.name not in names:
             depth = held.name.startswith("mtp.")
-            close = "num_nextn_predict_layers 0 in config.json, or a checkpoint that has them" if depth else ""
+            close = (
+                "num_nextn_predict_layers 0 in config.json, or a checkpoint that has them"
+                if depth
+                else ""
+            )
             raise refusal(theirs.name, where, "is missing", close)
     places = {theirs.index for theirs in best}
     if len(places) != len(best) or sum(prod(theirs.shape) for theirs in best) != prod(held.shape):
@@ -296,8 +343,11 @@ def refusal(name: str, path: Path, rule: str, close: str = "") -> BadInput:
     return BadInput(Reason(field=name, rule=f"{rule} ({path})", nearest=close))
 
 
-def read_box(reader: HfReader, parts: Sequence[Theirs], offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A box of one of our tensors, in fp32; only what lies in it is read, or all below the first dim of fused ones."""
+def read_box(
+    reader: HfReader, parts: Sequence[Theirs], offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """A box of one of our tensors, in fp32; only what lies in it is read, or all below the first
+    dim of fused ones."""
     box = torch.empty(tuple(sizes))
     for theirs in parts:
         lead = len(theirs.index)
@@ -322,7 +372,9 @@ def read_part(reader: HfReader, parts: Sequence[Theirs], at: Placement) -> torch
     return local
 
 
-def in_their_names(whole: torch.Tensor, parts: Sequence[Theirs]) -> Iterator[tuple[str, torch.Tensor]]:
+def in_their_names(
+    whole: torch.Tensor, parts: Sequence[Theirs]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A parameter, or its gradient, as the tensors of the checkpoint."""
     for theirs in parts:
         yield theirs.name, theirs.seen(whole[theirs.index])

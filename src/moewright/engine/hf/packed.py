@@ -1,9 +1,10 @@
 """Tensors that a Hugging Face folder holds in fewer bits than they stand for, beside scales.
 
-MXFP4 (OCP Microscaling Formats v1.0: blocks of 32 values of 4 bits and a power of two), as gpt-oss is published: "x" is
-"x_blocks" and "x_scales". FP8, as DeepSeek-V3 is published (its README_WEIGHTS.md): "x" of e4m3, and "x_scale_inv" with
-one factor for each block of `quantization_config.weight_block_size` rows and columns; the last blocks may be cut off.
-Both are read in fp32.
+MXFP4 (OCP Microscaling Formats v1.0: blocks of 32 values of 4 bits and a power of two), as gpt-oss
+is published: "x" is "x_blocks" and "x_scales". FP8, as DeepSeek-V3 is published (its
+README_WEIGHTS.md): "x" of e4m3, and "x_scale_inv" with one factor for each block of
+`quantization_config.weight_block_size` rows and columns; the last blocks may be cut off. Both are
+read in fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Raw = Callable[[str, Box], torch.Tensor]  # a box of a tensor as it is stored
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a tensor lies; `dtype` is the safetensors name, or MXFP4; `block` of FP8: rows and columns a factor."""
+    """Where a tensor lies; `dtype` is the safetensors name, or MXFP4; `block` of FP8: rows and
+    columns a factor."""
 
     file: str
     dtype: str
@@ -45,13 +47,17 @@ def stand_for(path: Path, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, 
 
     Raises BadInput naming packed values without their scales, or scales without values.
     """
-    block = _block_size(path, next((name for name, stored in tensors.items() if stored.dtype == FP8), ""))
+    block = _block_size(
+        path, next((name for name, stored in tensors.items() if stored.dtype == FP8), "")
+    )
     for name, stored in tensors.items():
         if name.endswith(_BLOCKS):
             yield name.removesuffix(_BLOCKS), _experts(path, name, tensors)
         elif name.endswith(_FACTORS):
             if tensors.get(name.removesuffix(_FACTORS), stored).dtype != FP8:
-                raise misplaced(path, name, f"has no tensor {name.removesuffix(_FACTORS)} of {FP8} to scale")
+                raise misplaced(
+                    path, name, f"has no tensor {name.removesuffix(_FACTORS)} of {FP8} to scale"
+                )
         elif stored.dtype == FP8:
             yield name, _factored(path, name, tensors, block)
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
@@ -64,21 +70,34 @@ def _experts(path: Path, name: str, tensors: Mapping[str, Stored]) -> Stored:
     scales = tensors.get(other)
     packed = stored.dtype == "U8" and len(stored.shape) == 4 and stored.shape[3] == _BLOCK // 2
     if not packed or scales is None or scales.dtype != "U8" or scales.shape != stored.shape[:3]:
-        raise misplaced(path, name, f"needs {_BLOCK // 2} bytes a block, and a byte in {other} for each")
+        raise misplaced(
+            path, name, f"needs {_BLOCK // 2} bytes a block, and a byte in {other} for each"
+        )
     experts, rows, blocks, _ = stored.shape
     return Stored(file=stored.file, dtype=MXFP4, shape=(experts, blocks * _BLOCK, rows))
 
 
-def _factored(path: Path, name: str, tensors: Mapping[str, Stored], block: tuple[int, int]) -> Stored:
+def _factored(
+    path: Path, name: str, tensors: Mapping[str, Stored], block: tuple[int, int]
+) -> Stored:
     stored, other = tensors[name], name + _FACTORS
     factors = tensors.get(other)
     if factors is None or len(stored.shape) < 2:
         raise misplaced(path, name, f"is of {FP8} and needs rows, columns, and factors {other}")
-    wanted = (*stored.shape[:-2], *(-(-size // step) for size, step in zip(stored.shape[-2:], block, strict=True)))
+    wanted = (
+        *stored.shape[:-2],
+        *(-(-size // step) for size, step in zip(stored.shape[-2:], block, strict=True)),
+    )
     if factors.shape != wanted:
-        raise misplaced(path, other, f"has shape {list(factors.shape)}, blocks of {list(block)} make {list(wanted)}")
+        raise misplaced(
+            path,
+            other,
+            f"has shape {list(factors.shape)}, blocks of {list(block)} make {list(wanted)}",
+        )
     if factors.dtype not in _FACTOR_DTYPES:
-        raise misplaced(path, other, f"is of {factors.dtype}; known are {', '.join(_FACTOR_DTYPES)}")
+        raise misplaced(
+            path, other, f"is of {factors.dtype}; known are {', '.join(_FACTOR_DTYPES)}"
+        )
     return replace(stored, block=block)
 
 
@@ -87,7 +106,9 @@ def _block_size(path: Path, asking: str) -> tuple[int, int]:
     if not asking:
         return (1, 1)
     try:
-        said = json.loads((path / "config.json").read_text("utf-8"))["quantization_config"]["weight_block_size"]
+        said = json.loads((path / "config.json").read_text("utf-8"))["quantization_config"][
+            "weight_block_size"
+        ]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         said = None
     match said:
@@ -113,17 +134,24 @@ def _wide_fp4(name: str, box: Box, raw: Raw) -> torch.Tensor:
 
 
 def _wide_fp8(name: str, stored: Stored, box: Box, raw: Raw) -> torch.Tensor:
-    """Each value times the factor of its block, rounded once; the box may begin and end inside of blocks."""
-    rows, columns = (range(*cut.indices(size)) for cut, size in zip(box[-2:], stored.shape[-2:], strict=True))
+    """Each value times the factor of its block, rounded once; the box may begin and end inside of
+    blocks."""
+    rows, columns = (
+        range(*cut.indices(size)) for cut, size in zip(box[-2:], stored.shape[-2:], strict=True)
+    )
     cover = tuple(
         slice(part.start // step, -(-part.stop // step))
         for part, step in zip((rows, columns), stored.block, strict=True)
     )
     factors = raw(name + _FACTORS, (*box[:-2], *cover)).float()
-    along = factors[..., torch.arange(columns.start, columns.stop) // stored.block[1] - cover[1].start]
+    along = factors[
+        ..., torch.arange(columns.start, columns.stop) // stored.block[1] - cover[1].start
+    ]
     wide = raw(name, box).float()
     for number, strip in enumerate(along.unbind(-2), cover[0].start):
-        first, last = (min(max(n * stored.block[0], rows.start), rows.stop) for n in (number, number + 1))
+        first, last = (
+            min(max(n * stored.block[0], rows.start), rows.stop) for n in (number, number + 1)
+        )
         wide[..., first - rows.start : last - rows.start, :] *= strip[..., None, :]
     return wide
 

@@ -1,4 +1,5 @@
-"""Attention as each device's kernel computes it, with its log-sum: whole, of runs of tokens, under a sliding window."""
+"""Attention as each device's kernel computes it, with its log-sum: whole, of runs of tokens, under
+a sliding window."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """Tokens that attend only each other, in the order in which they lie in a micro-batch, row after row: the lengths
-    of the runs, and where each starts and the last one ends, int32 [runs + 1] on the device.
+    """Tokens that attend only each other, in the order in which they lie in a micro-batch, row
+    after row: the lengths of the runs, and where each starts and the last one ends, int32 [runs +
+    1] on the device.
     """
 
     lengths: tuple[int, ...]
@@ -40,10 +42,11 @@ def attention_of_runs(
     *,
     window: int = 0,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """`attention` inside each run; no work is done for pairs of different runs. The log-sum is [1,H,T].
+    """`attention` inside each run; no work is done for pairs of different runs. The log-sum is
+    [1,H,T].
 
-    With `others` the keys are not those of the queries' tokens: each run of queries attends all of the run of keys in
-    the same place.
+    With `others` the keys are not those of the queries' tokens: each run of queries attends all of
+    the run of keys in the same place.
     """
     q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
     shape, seen = (*q_BSHD.shape[:3], v.shape[-1]), others or runs
@@ -58,7 +61,17 @@ def attention_of_runs(
     longest, furthest = max(runs.lengths), max(seen.lengths)
     sides = _sides(window, causal=others is None)
     out, lse, seed, offset, _ = _aten._flash_attention_forward(
-        q, k, _as_wide(v, q), runs.starts, seen.starts, longest, furthest, 0.0, others is None, False, **sides
+        q,
+        k,
+        _as_wide(v, q),
+        runs.starts,
+        seen.starts,
+        longest,
+        furthest,
+        0.0,
+        others is None,
+        False,
+        **sides,
     )
     return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
 
@@ -75,7 +88,8 @@ def attention_of_runs_backward(
     *,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes; `out` and the log-sum as for `attention_backward`."""
+    """Gradients of q, k and v, in their shapes and dtypes; `out` and the log-sum as for
+    `attention_backward`."""
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
     seen = others or runs
     if q.device.type == "cpu":
@@ -84,7 +98,14 @@ def attention_of_runs_backward(
             of_part, asking, given = (x[None, part] for x in (grad, q, out))
             lse = rest[0][:, :, part].contiguous()
             made = attention_backward(
-                of_part, asking, k[None, keys], v[None, keys], given, (lse,), causal=others is None, window=window
+                of_part,
+                asking,
+                k[None, keys],
+                v[None, keys],
+                given,
+                (lse,),
+                causal=others is None,
+                window=window,
             )
             for whole, place, piece in zip(grads, (part, keys, keys), made, strict=True):
                 whole[place] = piece[0]
@@ -95,7 +116,18 @@ def attention_of_runs_backward(
         sides = _sides(window, causal=causal)
         starts, ends = (runs.starts, seen.starts), (longest, furthest)
         dq, dk, dv = _aten._flash_attention_backward(
-            _as_wide(grad, q), q, k, *wide, lse[0], *starts, *ends, 0.0, causal, seed, offset, **sides
+            _as_wide(grad, q),
+            q,
+            k,
+            *wide,
+            lse[0],
+            *starts,
+            *ends,
+            0.0,
+            causal,
+            seed,
+            offset,
+            **sides,
         )
         grads = (dq, dk, dv[..., : v.shape[-1]])
     dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (q_BSHD, k_BSGD, v_BSGD), strict=True))
@@ -103,15 +135,24 @@ def attention_of_runs_backward(
 
 
 def attention(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, *, causal: bool = True, window: int = 0
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: int = 0,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what backward needs.
+    """Attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what
+    backward needs.
 
-    The first of the latter is the natural-log sum of exponentials [B,H,S] in fp32; CUDA adds its random state. Without
-    `causal` every query attends every key, and there may be more keys than queries, or fewer. With a `window` a query
-    attends of these the last so many up to its own place, which is the last key's for the last query.
+    The first of the latter is the natural-log sum of exponentials [B,H,S] in fp32; CUDA adds its
+    random state. Without `causal` every query attends every key, and there may be more keys than
+    queries, or fewer. With a `window` a query attends of these the last so many up to its own
+    place, which is the last key's for the last query.
     """
-    if window and q_BSHD.device.type != "cpu":  # the kernel of runs has windows; the log-sum is as there
+    if (
+        window and q_BSHD.device.type != "cpu"
+    ):  # the kernel of runs has windows; the log-sum is as there
         others = None if causal else _rows(k_BSGD)
         return attention_of_runs(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), others, window=window)
     q, k, v = (widened(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
@@ -137,7 +178,9 @@ def _forward_on_cpu(
     parts = []
     for block in blocks(q.shape[2], k.shape[2], window, causal=causal):
         keys, values = (_cut(x, block.keys) for x in (k, v))
-        parts.append(kernel(_cut(q, block.queries), keys, values, 0.0, False, attn_mask=block.mask(q)))
+        parts.append(
+            kernel(_cut(q, block.queries), keys, values, 0.0, False, attn_mask=block.mask(q))
+        )
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
@@ -161,7 +204,9 @@ def _backward_on_cpu(
         keys, values = (_cut(x, block.keys) for x in (k, v))
         seen = lse[:, :, block.queries].contiguous()
         found = kernel(given, asking, keys, values, made, seen, 0.0, False, attn_mask=block.mask(q))
-        for sums, places, part in zip((of_q, of_k, of_v), (block.queries, *2 * (block.keys,)), found, strict=True):
+        for sums, places, part in zip(
+            (of_q, of_k, of_v), (block.queries, *2 * (block.keys,)), found, strict=True
+        ):
             sums[:, :, places] += part
     return of_q, of_k, of_v
 
@@ -175,8 +220,11 @@ def _cut(x: torch.Tensor, places: slice) -> torch.Tensor:
 
 
 def _sides(window: int, *, causal: bool) -> dict[str, int]:
-    """How far from a query's own place its keys lie, as the kernel of runs wants it: -1 is any distance."""
-    return {"window_size_left": window - 1, "window_size_right": 0 if causal else -1} if window else {}
+    """How far from a query's own place its keys lie, as the kernel of runs wants it: -1 is any
+    distance."""
+    return (
+        {"window_size_left": window - 1, "window_size_right": 0 if causal else -1} if window else {}
+    )
 
 
 def _rows(x_BSHD: torch.Tensor) -> Runs:
@@ -187,8 +235,8 @@ def _rows(x_BSHD: torch.Tensor) -> Runs:
 
 
 def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x with columns of zeros up to the width of `like`: the kernels want one head size. `true_width` tells whoever
-    counts their FLOPs how many columns are no padding.
+    """x with columns of zeros up to the width of `like`: the kernels want one head size.
+    `true_width` tells whoever counts their FLOPs how many columns are no padding.
     """
     missing = like.shape[-1] - x.shape[-1]
     if missing:
@@ -208,15 +256,18 @@ def attention_backward(
     causal: bool = True,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes. Where the keys given are only some of those attended, `out`
-    and the log-sum in `rest` are over all of them, and so the gradients are these keys' part.
+    """Gradients of q, k and v, in their shapes and dtypes. Where the keys given are only some of
+    those attended, `out` and the log-sum in `rest` are over all of them, and so the gradients are
+    these keys' part.
     """
     if window and q_BSHD.device.type != "cpu":
         rows, others = _rows(q_BSHD), None if causal else _rows(k_BSGD)
         return attention_of_runs_backward(
             grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, rest, rows, others, window=window
         )
-    grad, q, k, v, out = (widened(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
+    grad, q, k, v, out = (
+        widened(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
+    )
     width = v.shape[-1]
     grad, v, out = (_as_wide(x, q) for x in (grad, v, out))
     if q.device.type == "cpu":
@@ -226,7 +277,20 @@ def attention_backward(
         heads, share = k.shape[1], q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, wide_k, wide_v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
+            grad,
+            q,
+            wide_k,
+            wide_v,
+            out,
+            lse,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            seed,
+            offset,
         )
         got = (dq, *(g.unflatten(1, (heads, share)).sum(2) for g in (dk, dv)))
     dq, dk, dv = (g.transpose(1, 2) for g in (got[0], got[1], got[2][..., :width]))

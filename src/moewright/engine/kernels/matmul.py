@@ -1,8 +1,8 @@
 """The matrix kernels: which torch operation computes a product on this device.
 
-A CPU without bf16 dot instructions runs torch's bf16 GEMM several times slower than its fp32 GEMM. There the operands,
-bf16 values as everywhere, are widened, multiplied in fp32 and the result rounded once: the numerics of a bf16 GEMM
-with fp32 accumulation, at fp32 speed.
+A CPU without bf16 dot instructions runs torch's bf16 GEMM several times slower than its fp32 GEMM.
+There the operands, bf16 values as everywhere, are widened, multiplied in fp32 and the result
+rounded once: the numerics of a bf16 GEMM with fp32 accumulation, at fp32 speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 
 _WORTH_A_KERNEL = 1 << 22  # multiplications
 # x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
-ONEDNN_LINEAR: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+ONEDNN_LINEAR: Any = (
+    torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+)
 
 
 @cache
@@ -28,7 +30,11 @@ def native_bf16() -> bool:
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     narrow = tensor.dtype in (torch.bfloat16, torch.float16)
-    if tensor.device.type == "cpu" and narrow and not (tensor.dtype == torch.bfloat16 and native_bf16()):
+    if (
+        tensor.device.type == "cpu"
+        and narrow
+        and not (tensor.dtype == torch.bfloat16 and native_bf16())
+    ):
         return tensor.float()
     return tensor
 
@@ -39,15 +45,21 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
-    """sum += a @ b, the sum in fp32; the product is rounded before where the device multiplies the operands' dtype."""
+    """sum += a @ b, the sum in fp32; the product is rounded before where the device multiplies the
+    operands' dtype."""
     sum_MN.add_(_product(widened(a_MK), widened(b_KN)))
 
 
 @cache
 def _mkl_is_fast() -> bool:
-    """Whether torch.mm runs fp32 at this CPU's rate: MKL, which it takes for that, does on Intel's alone."""
+    """Whether torch.mm runs fp32 at this CPU's rate: MKL, which it takes for that, does on Intel's
+    alone."""
     cpuinfo = Path("/proc/cpuinfo")
-    return torch.backends.mkl.is_available() and cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
+    return (
+        torch.backends.mkl.is_available()
+        and cpuinfo.is_file()
+        and "GenuineIntel" in cpuinfo.read_text()
+    )
 
 
 def _by_onednn(dtype: torch.dtype) -> bool:
@@ -55,7 +67,9 @@ def _by_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and ONEDNN_LINEAR is not None and not _mkl_is_fast()
 
 
-def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _product(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """a @ b, into `out` where it is given; fp32 is fp32 throughout with either library.
 
     A product must be worth the kernel that oneDNN makes for each new shape.
@@ -86,11 +100,13 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tupl
 
 
 def _group_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`grouped_matmul` on a CPU, where oneDNN makes a product's kernel for its exact shape when that is first seen.
+    """`grouped_matmul` on a CPU, where oneDNN makes a product's kernel for its exact shape when
+    that is first seen.
 
-    Making one takes longer than the product of a few hundred rows, and keeps up to a MiB; routing brings new shapes in
-    every step. So a group's rows are filled up to one of a few counts: with rows of other groups, whose results are
-    left, and in a contraction with zeros. MKL, which is taken for fp32 on Intel's CPUs, has its kernels for any shape.
+    Making one takes longer than the product of a few hundred rows, and keeps up to a MiB; routing
+    brings new shapes in every step. So a group's rows are filled up to one of a few counts: with
+    rows of other groups, whose results are left, and in a contraction with zeros. MKL, which is
+    taken for fp32 on Intel's CPUs, has its kernels for any shape.
     """
     out = a.new_empty(_grouped_shape(a, b, ends))
     shaped = a.dtype != torch.float32 or _by_onednn(a.dtype)
@@ -116,7 +132,8 @@ def _group_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tor
     return out
 
 
-# An operation of its own, so that whoever counts products sees the rows that are, not those that fill up a shape.
+# An operation of its own, so that whoever counts products sees the rows that are, not those that
+# fill up a shape.
 # Not torch.library.custom_op, whose first call takes two seconds to import a compiler.
 _LIBRARY = torch.library.Library("moewright", "DEF")
 _LIBRARY.define("group_by_group(Tensor a, Tensor b, Tensor ends) -> Tensor")
@@ -125,8 +142,11 @@ _LIBRARY.impl("group_by_group", lambda a, b, ends: a.new_empty(_grouped_shape(a,
 GROUP_BY_GROUP = torch.ops.moewright.group_by_group
 
 
-def _rows_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, start: int, stop: int, filled: int) -> None:
-    """out[start:stop] = a[start:stop] @ b. Rows of later groups are written too, before their own results are."""
+def _rows_times(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, start: int, stop: int, filled: int
+) -> None:
+    """out[start:stop] = a[start:stop] @ b. Rows of later groups are written too, before their own
+    results are."""
     if start == stop:
         return
     if start + filled <= len(a):
@@ -138,6 +158,7 @@ def _rows_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, start: int,
 
 
 def _filled(rows: int) -> int:
-    """The next of 16, 32, ... 256 and, from there on, of eight counts between each power of two and the next."""
+    """The next of 16, 32, ... 256 and, from there on, of eight counts between each power of two and
+    the next."""
     step = max(16, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step

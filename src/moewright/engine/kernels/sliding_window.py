@@ -1,7 +1,8 @@
-"""Sliding windows in attention on a CPU, whose kernel takes a mask: a band of pairs is worked on in blocks of queries.
+"""Sliding windows in attention on a CPU, whose kernel takes a mask: a band of pairs is worked on in
+blocks of queries.
 
-The last query and the last key given are of one place, so query i attends the keys from i + K - Q - window + 1 on, and
-causally none after i + K - Q.
+The last query and the last key given are of one place, so query i attends the keys from i + K - Q -
+window + 1 on, and causally none after i + K - Q.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _LEAST_QUERIES = 128  # of a block: fewer would leave the kernel little to do
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Some queries, the keys that they may attend, and which: causally key j of query i where low <= j - i <= high."""
+    """Some queries, the keys that they may attend, and which: causally key j of query i where low
+    <= j - i <= high."""
 
     queries: slice
     keys: slice
@@ -24,7 +26,8 @@ class Block:
     high: int
 
     def mask(self, like: torch.Tensor) -> torch.Tensor:
-        """What is added to scores: 0, or -inf. `twice_pairs` tells whoever counts the FLOPs, who may see no values."""
+        """What is added to scores: 0, or -inf. `twice_pairs` tells whoever counts the FLOPs, who
+        may see no values."""
         rows, columns = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         ones = like.new_ones(rows, columns, dtype=torch.bool)
         hidden = ones.triu(self.high + 1) | ones.tril(self.low - 1)
@@ -33,8 +36,11 @@ class Block:
         return mask
 
     def _twice_pairs(self, rows: int, columns: int) -> int:
-        """A query's own key is a half, as in rules.context; it is among the keys where there are none after it."""
-        seen = sum(min(columns, row + self.high + 1) - max(0, row + self.low) for row in range(rows))
+        """A query's own key is a half, as in rules.context; it is among the keys where there are
+        none after it."""
+        seen = sum(
+            min(columns, row + self.high + 1) - max(0, row + self.low) for row in range(rows)
+        )
         own = rows if self.high < columns else 0
         return 2 * seen - own
 

@@ -1,13 +1,15 @@
-"""What autograd keeps of a forward for backward: booked, and where the layout says so made again or fetched instead.
+"""What autograd keeps of a forward for backward: booked, and where the layout says so made again or
+fetched instead.
 
-Two ways to make it again, as in Megatron-LM. `replayed` runs a block without a graph, keeps its inputs, and runs it
-again in backward. `Keeper.discard` lets go of one tensor that a following operation keeps, and makes it again when
-backward asks for it. A replay computes and communicates like the forward did, and is booked like it; it decides nothing
-anew (`Decided`).
+Two ways to make it again, as in Megatron-LM. `replayed` runs a block without a graph, keeps its
+inputs, and runs it again in backward. `Keeper.discard` lets go of one tensor that a following
+operation keeps, and makes it again when backward asks for it. A replay computes and communicates
+like the forward did, and is booked like it; it decides nothing anew (`Decided`).
 
-`Keeper.offload` moves a kept tensor to host memory and fetches it when backward asks for it. On a GPU the way out runs
-on a stream of its own beside the forward; the way back is waited for. On a CPU the copy lies in the same memory as the
-original did: it saves nothing, but what a rank's device would hold is counted and proven all the same.
+`Keeper.offload` moves a kept tensor to host memory and fetches it when backward asks for it. On a
+GPU the way out runs on a stream of its own beside the forward; the way back is waited for. On a CPU
+the copy lies in the same memory as the original did: it saves nothing, but what a rank's device
+would hold is counted and proven all the same.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ Resident = Callable[[torch.Tensor], bool]
 
 @dataclass(kw_only=True, slots=True)
 class Decided:
-    """What the forward of a replayed MoE block decided: experts [T,k] int64, and for each balance loss the shares fp32
-    of the rows that they got.
+    """What the forward of a replayed MoE block decided: experts [T,k] int64, and for each balance
+    loss the shares fp32 of the rows that they got.
 
-    A replay takes these instead of routing again, so that rounding cannot send a token elsewhere the second time, and
-    the ranks need not agree on the shares again.
+    A replay takes these instead of routing again, so that rounding cannot send a token elsewhere
+    the second time, and the ranks need not agree on the shares again.
     """
 
     experts: torch.Tensor | None = None
@@ -38,7 +40,8 @@ class Decided:
 
 
 class Keeper:
-    """Sees every tensor that autograd keeps in a forward. `at_work` says whether some are to be replaced."""
+    """Sees every tensor that autograd keeps in a forward. `at_work` says whether some are to be
+    replaced."""
 
     def __init__(self, books: Books, *, at_work: bool) -> None:
         self._books, self._at_work = books, at_work
@@ -50,8 +53,8 @@ class Keeper:
 
     @contextmanager
     def forward(self, key: tuple[int, int], resident: Resident) -> Iterator[None]:
-        """Around the forward of `key` (micro-batch, chunk); `resident` tells tensors that live anyway (weights,
-        caches).
+        """Around the forward of `key` (micro-batch, chunk); `resident` tells tensors that live
+        anyway (weights, caches).
         """
         with self._books.saving(key, resident) as count:
             if count is None and not self._at_work:
@@ -72,11 +75,17 @@ class Keeper:
 
     @contextmanager
     def discard(
-        self, made: torch.Tensor, make: Callable[..., torch.Tensor], *inputs: torch.Tensor, asked: bool
+        self,
+        made: torch.Tensor,
+        make: Callable[..., torch.Tensor],
+        *inputs: torch.Tensor,
+        asked: bool,
     ) -> Iterator[None]:
-        """Operations inside do not keep `made`: backward calls make(*inputs), once, for all of them.
+        """Operations inside do not keep `made`: backward calls make(*inputs), once, for all of
+        them.
 
-        Only if `asked`, and only in the forward proper: in evaluation nothing is kept, and a replay is short-lived.
+        Only if `asked`, and only in the forward proper: in evaluation nothing is kept, and a replay
+        is short-lived.
         """
         if not asked or self._count is None or not torch.is_grad_enabled():
             yield
@@ -91,7 +100,8 @@ class Keeper:
 
     @contextmanager
     def offload(self, *tensors: torch.Tensor, asked: bool) -> Iterator[None]:
-        """Operations inside keep these tensors on the host; `asked` as for `discard`, which goes before."""
+        """Operations inside keep these tensors on the host; `asked` as for `discard`, which goes
+        before."""
         if not asked or self._count is None or not torch.is_grad_enabled():
             yield
             return
@@ -105,8 +115,8 @@ class Keeper:
 
     @contextmanager
     def offload_made(self, *, dims: int, asked: bool) -> Iterator[None]:
-        """Tensors of `dims` dims that operations inside make and keep, or keep without being in `offload`, go to the
-        host, for the inside alone.
+        """Tensors of `dims` dims that operations inside make and keep, or keep without being in
+        `offload`, go to the host, for the inside alone.
         """
         if not asked or self._count is None or not torch.is_grad_enabled():
             yield
@@ -151,7 +161,9 @@ class _StandIn:
 
     def view(self, tensor: torch.Tensor) -> _View:
         self._asking += 1
-        return _View(of=self, size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset())
+        return _View(
+            of=self, size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset()
+        )
 
     def take(self) -> torch.Tensor:
         if self._value is None:
@@ -168,7 +180,10 @@ class _Again(_StandIn):
     """Made again from its inputs."""
 
     def __init__(
-        self, make: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor | _View, ...], books: Books
+        self,
+        make: Callable[..., torch.Tensor],
+        inputs: tuple[torch.Tensor | _View, ...],
+        books: Books,
     ) -> None:
         super().__init__(books)
         self._make, self._inputs = make, inputs
@@ -180,7 +195,9 @@ class _Again(_StandIn):
 class _Away(_StandIn):
     """On the host, from the first time that an operation keeps it."""
 
-    def __init__(self, device: torch.device, books: Books, outgoing: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, device: torch.device, books: Books, outgoing: torch.cuda.Stream | None
+    ) -> None:
         super().__init__(books)
         self._device, self._outgoing = device, outgoing
         self._host: torch.Tensor | None = None
@@ -200,7 +217,9 @@ class _Away(_StandIn):
         with torch.cuda.stream(self._outgoing):
             host.copy_(flat, non_blocking=True)
             self._gone = self._outgoing.record_event()
-        flat.record_stream(self._outgoing)  # its memory is not given to others before the copy is made
+        flat.record_stream(
+            self._outgoing
+        )  # its memory is not given to others before the copy is made
         return host
 
     def bring(self) -> torch.Tensor:
@@ -227,17 +246,24 @@ def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
     return kept.of.take().as_strided(kept.size, kept.stride, kept.offset)
 
 
-def replayed(books: Books, block: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> Any:
-    """block(*inputs), of which only the inputs are kept, booked to the module that runs now; backward runs it again."""
+def replayed(
+    books: Books, block: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
+) -> Any:
+    """block(*inputs), of which only the inputs are kept, booked to the module that runs now;
+    backward runs it again."""
     return _Replay.apply(books, block, *inputs)
 
 
 class _Replay(torch.autograd.Function):
-    """Reentrant: backward builds the graph of the block and goes through it at once, weight gradients included."""
+    """Reentrant: backward builds the graph of the block and goes through it at once, weight
+    gradients included."""
 
     @staticmethod
     def forward(
-        ctx: Any, books: Books, block: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
+        ctx: Any,
+        books: Books,
+        block: Callable[..., tuple[torch.Tensor, ...]],
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.books, ctx.where, ctx.block = books, books.where, block
         ctx.save_for_backward(*inputs)
@@ -253,6 +279,10 @@ class _Replay(torch.autograd.Function):
         ]
         with torch.enable_grad(), ctx.books.within(ctx.where):
             out = ctx.block(*inputs)
-            used = [(x, grad) for x, grad in zip(out, grads, strict=True) if x.requires_grad and grad is not None]
+            used = [
+                (x, grad)
+                for x, grad in zip(out, grads, strict=True)
+                if x.requires_grad and grad is not None
+            ]
             torch.autograd.backward([x for x, _ in used], [grad for _, grad in used])
         return None, None, *(x.grad for x in inputs)

@@ -1,12 +1,13 @@
 """Weight gradients that are made later than the input gradients of the same operation.
 
-Schedules that split the backward (rules.zero_bubble) send a stage's input gradients on before they make its weight
-gradients. While a backward is inside `Later.collecting`, the matrix products of the model leave here how to make their
-weight gradients, with what that takes; `Later.make` does it and takes the gradients on to the parameters.
+Schedules that split the backward (rules.zero_bubble) send a stage's input gradients on before they
+make its weight gradients. While a backward is inside `Later.collecting`, the matrix products of the
+model leave here how to make their weight gradients, with what that takes; `Later.make` does it and
+takes the gradients on to the parameters.
 
-Column, row and grouped products do so, which are nearly all of a stage's weight gradients. Those of norms, the
-embedding, the router and gates come with the input gradients: sums, and products no wider than the number of experts,
-of tensors that would else have to wait for the W row.
+Column, row and grouped products do so, which are nearly all of a stage's weight gradients. Those of
+norms, the embedding, the router and gates come with the input gradients: sums, and products no
+wider than the number of experts, of tensors that would else have to wait for the W row.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Later:
             self._collecting = None
 
     def gradients(self, edges: Sequence[GradientEdge], make: Make) -> Sequence[torch.Tensor | None]:
-        """Of the tensors that the `edges` lead to: at once, or None for each where they are owed."""
+        """Of the tensors that the `edges` lead to: at once, or None for each where they are
+        owed."""
         if self._collecting is None:
             return make()
         self._collecting.append(_Owed(edges=tuple(edges), make=make))

@@ -1,4 +1,5 @@
-"""Gated activations between the two linears of an MLP or an expert, the weight of a routed row included.
+"""Gated activations between the two linears of an MLP or an expert, the weight of a routed row
+included.
 
 Shapes: R rows, F width.
 """
@@ -13,26 +14,35 @@ import torch
 from moewright.engine.kernels.fused.interface import Kernels
 from moewright.spec.model import ModelSpec
 
-Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of x and the weights of its rows
+Activation = Callable[
+    [torch.Tensor, torch.Tensor | None], torch.Tensor
+]  # of x and the weights of its rows
 
 
 class SwiGlu(torch.autograd.Function):
-    """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it (fused.seam); `weight` [R]
-    fp32 or None; keeps x and weight.
+    """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it
+    (fused.seam); `weight` [R] fp32 or None; keeps x and weight.
 
-    Weighting here, before the second linear, spares keeping the experts' outputs (docs/formulas.md 7).
+    Weighting here, before the second linear, spares keeping the experts' outputs (docs/formulas.md
+    7).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, kernels: Kernels, clamped: bool = False
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        kernels: Kernels,
+        clamped: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.kernels, ctx.clamped = kernels, clamped
         return kernels.swiglu(x, weight, clamped)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         return *ctx.kernels.swiglu_backward(grad, x, weight, ctx.clamped), None, None
 

@@ -1,11 +1,14 @@
-"""Which queries of a rank attend which keys of others, where sequences are cut over ranks (rules.context).
+"""Which queries of a rank attend which keys of others, where sequences are cut over ranks
+(rules.context).
 
-The early chunk of a rank comes before every late one: queries of both chunks see the early keys of lower ranks and none
-of their late ones; the late chunk alone sees the keys of higher ranks, all of them. Where documents bound attention, of
-those queries the first ones meet of those keys the last ones, as far as the document that both are of reaches. So every
-meeting but that of a rank's own tokens is of all its queries with all its keys.
+The early chunk of a rank comes before every late one: queries of both chunks see the early keys of
+lower ranks and none of their late ones; the late chunk alone sees the keys of higher ranks, all of
+them. Where documents bound attention, of those queries the first ones meet of those keys the last
+ones, as far as the document that both are of reaches. So every meeting but that of a rank's own
+tokens is of all its queries with all its keys.
 
-Under a sliding window each chunk of queries meets each chunk of keys apart, of both what is near enough.
+Under a sliding window each chunk of queries meets each chunk of keys apart, of both what is near
+enough.
 
 Places count tokens as they lie on a rank: its part of each sequence, row after row.
 """
@@ -29,16 +32,18 @@ from moewright.engine.kernels.attention import (
 from moewright.rules.context_parallel import held
 
 Places = tuple[range, ...]
-Rest = tuple[torch.Tensor, ...]  # what backward needs beside the output: its log-sum, the random state of the device
+Rest = tuple[
+    torch.Tensor, ...
+]  # what backward needs beside the output: its log-sum, the random state of the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
     """Queries and keys by their places; causal among a rank's own tokens alone.
 
-    Where documents bound attention, all rows lie in one, and each of `runs` of these queries attends the one of the
-    runs of these keys, `others`, that is in its place, or else itself. Without them rows are alike and meet at once.
-    `window` as in engine.attention.
+    Where documents bound attention, all rows lie in one, and each of `runs` of these queries
+    attends the one of the runs of these keys, `others`, that is in its place, or else itself.
+    Without them rows are alike and meet at once. `window` as in engine.attention.
     """
 
     queries: Places
@@ -49,11 +54,14 @@ class Meeting:
     window: int = 0
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, Rest]:
-        """engine.attention, of those of all queries and of all keys beside their values that meet."""
+        """engine.attention, of those of all queries and of all keys beside their values that
+        meet."""
         k, v = _apart(picked(kv, self.keys), q)
         if self.runs is None:
             return attention(picked(q, self.queries), k, v, causal=self.causal, window=self.window)
-        return attention_of_runs(picked(q, self.queries), k, v, self.runs, self.others, window=self.window)
+        return attention_of_runs(
+            picked(q, self.queries), k, v, self.runs, self.others, window=self.window
+        )
 
     def backward(
         self,
@@ -69,14 +77,20 @@ class Meeting:
         k, v = _apart(picked(kv, self.keys), q)
         rest = (picked(lse, self.queries, 2).contiguous(), *random)
         if self.runs is None:
-            grad_q, *grad_kv = attention_backward(grad, q, k, v, out, rest, causal=self.causal, window=self.window)
+            grad_q, *grad_kv = attention_backward(
+                grad, q, k, v, out, rest, causal=self.causal, window=self.window
+            )
         else:
             runs, others = self.runs, self.others
-            grad_q, *grad_kv = attention_of_runs_backward(grad, q, k, v, out, rest, runs, others, window=self.window)
+            grad_q, *grad_kv = attention_of_runs_backward(
+                grad, q, k, v, out, rest, runs, others, window=self.window
+            )
         return grad_q, torch.cat(grad_kv, -1)
 
 
-Meetings = tuple[tuple[Meeting, ...], ...]  # with each block of keys, the own one first; () where none of it is met
+Meetings = tuple[
+    tuple[Meeting, ...], ...
+]  # with each block of keys, the own one first; () where none of it is met
 
 
 def lined(x: torch.Tensor, met: Meetings) -> torch.Tensor:
@@ -110,12 +124,20 @@ def put(x: torch.Tensor, places: Places, part: torch.Tensor, dim: int = 1) -> No
 class Host:
     """Makes the meetings of rank `here` of `ranks` over one micro-batch of sequences of `length`.
 
-    `runs` are those of its documents, None where they do not bound attention. `together`: how many ranks' keys are here
-    at one time, one block beside the other in each row. `window`: 0 where every earlier key is attended.
+    `runs` are those of its documents, None where they do not bound attention. `together`: how many
+    ranks' keys are here at one time, one block beside the other in each row. `window`: 0 where
+    every earlier key is attended.
     """
 
     def __init__(
-        self, *, length: int, ranks: int, here: int, together: int, runs: Runs | None, window: int = 0
+        self,
+        *,
+        length: int,
+        ranks: int,
+        here: int,
+        together: int,
+        runs: Runs | None,
+        window: int = 0,
     ) -> None:
         self._held = [held(length, ranks, rank) for rank in range(ranks)]
         self._here, self._together, self._length, self._runs = here, together, length, runs
@@ -152,13 +174,18 @@ class Host:
         return () if whole is None else (whole,)
 
     def _near(self, sources: range) -> Iterator[Meeting]:
-        """A chunk of queries with an earlier chunk of keys each, where the window reaches over, inside a document."""
+        """A chunk of queries with an earlier chunk of keys each, where the window reaches over,
+        inside a document."""
         for row in self._rows if self._runs is not None else range(1):
             for asking, first, mine in self._chunks(self._here, row * self._size):
                 place = bisect_right(self._bounds, row * self._length + first)
-                low, high = (bound - row * self._length for bound in self._bounds[place - 1 : place + 1])
+                low, high = (
+                    bound - row * self._length for bound in self._bounds[place - 1 : place + 1]
+                )
                 for block, source in enumerate(sources, sources.start if self._together > 1 else 0):
-                    for asked, start, theirs in self._chunks(source, (row * self._together + block) * self._size):
+                    for asked, start, theirs in self._chunks(
+                        source, (row * self._together + block) * self._size
+                    ):
                         end = start + len(theirs)
                         stop = min(first + len(mine), high, end - 1 + self._window)
                         begin = max(start, low, first - self._window + 1)
@@ -173,7 +200,8 @@ class Host:
                             )
 
     def _chunks(self, rank: int, place: int) -> Iterator[tuple[int, int, range]]:
-        """Of a rank's chunks, which lie from `place` on, the place, the first position and all positions."""
+        """Of a rank's chunks, which lie from `place` on, the place, the first position and all
+        positions."""
         for part in self._held[rank]:
             yield place, part.start, part
             place += len(part)
@@ -186,7 +214,9 @@ class Host:
                 place = bisect_right(self._bounds, start)
                 while start < stop:
                     end = min(self._bounds[place], stop)
-                    if place == last and not self._window:  # the late chunk goes on with the early one's document
+                    if (
+                        place == last and not self._window
+                    ):  # the late chunk goes on with the early one's document
                         lengths[-1] += end - start
                     else:
                         lengths.append(end - start)
@@ -209,7 +239,9 @@ class Host:
             mine = self._held[self._here]
             first = mine[sources[0] > self._here].start
             place = bisect_right(self._bounds, row * self._length + first)
-            start, stop = (bound - row * self._length for bound in self._bounds[place - 1 : place + 1])
+            start, stop = (
+                bound - row * self._length for bound in self._bounds[place - 1 : place + 1]
+            )
             seen = [
                 range(at.start + offset, at.stop + offset)
                 for block, source in enumerate(sources, sources[0] if self._together > 1 else 0)
@@ -218,19 +250,26 @@ class Host:
             ]
             if not seen:
                 continue
-            ours = [range(at.start + row * self._size, at.stop + row * self._size) for at in _within(mine, first, stop)]
+            ours = [
+                range(at.start + row * self._size, at.stop + row * self._size)
+                for at in _within(mine, first, stop)
+            ]
             queries, keys = queries + ours, keys + seen
             asking.append(sum(map(len, ours)))
             asked.append(sum(map(len, seen)))
         if not keys:
             return None
         runs, others = self._cut(asking), self._cut(asked)
-        return Meeting(queries=_joined(queries), keys=_joined(keys), runs=runs, others=others, causal=False)
+        return Meeting(
+            queries=_joined(queries), keys=_joined(keys), runs=runs, others=others, causal=False
+        )
 
     def _cut(self, lengths: Sequence[int]) -> Runs | None:
         if self._runs is None:
             return None
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._runs.starts.device)
+        starts = torch.tensor(
+            [0, *accumulate(lengths)], dtype=torch.int32, device=self._runs.starts.device
+        )
         return Runs(lengths=tuple(lengths), starts=starts)
 
 

@@ -1,9 +1,10 @@
 """Differentiable operations that keep for backward exactly what the memory model says.
 
-Each is an own autograd Function so that the saved tensors are the same on every device, and so that the FLOPs of
-backward are booked to the module whose forward made them.
+Each is an own autograd Function so that the saved tensors are the same on every device, and so that
+the FLOPs of backward are booked to the module whose forward made them.
 
-Shapes: T tokens, K width, R routed rows, F expert width, B batch, S sequence, H query heads, G key heads, D head dim.
+Shapes: T tokens, K width, R routed rows, F expert width, B batch, S sequence, H query heads, G key
+heads, D head dim.
 """
 
 from __future__ import annotations
@@ -37,22 +38,26 @@ class Booked(torch.autograd.Function):
     def weight_gradients(
         ctx: Any, inputs: slice, make: Callable[[], Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor | None]:
-        """make() now, or None for each of the weights, which are those `inputs` among the forward's tensors, if the
-        schedule wants their gradients later.
+        """make() now, or None for each of the weights, which are those `inputs` among the forward's
+        tensors, if the schedule wants their gradients later.
         """
 
         def booked() -> Sequence[torch.Tensor]:
             with ctx.books.within(ctx.where):
                 return make()
 
-        return ctx.books.later.gradients([GradientEdge(*edge) for edge in ctx.next_functions[inputs]], booked)
+        return ctx.books.later.gradients(
+            [GradientEdge(*edge) for edge in ctx.next_functions[inputs]], booked
+        )
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and, if asked, one fp32 number a row.
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and, if asked, one fp32
+    number a row.
 
-    With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is over all of it. With
-    `sharers`, which all have the same x, each makes the weight's gradient of its part of the rows.
+    With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is
+    over all of it. With `sharers`, which all have the same x, each makes the weight's gradient of
+    its part of the rows.
     """
 
     @staticmethod
@@ -81,7 +86,9 @@ class RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         count, mine = grad[..., 0].numel(), slice(None)
         if ctx.sharers is not None:
-            mine = slice(*(count * i // ctx.sharers.size for i in (ctx.sharers.index, ctx.sharers.index + 1)))
+            mine = slice(
+                *(count * i // ctx.sharers.size for i in (ctx.sharers.index, ctx.sharers.index + 1))
+            )
         if ctx.across is None:
             made = ctx.kernels.norm_backward(grad, x, weight, ctx.eps, scale, mine)
             return *made, None, None, None, None, None
@@ -103,13 +110,16 @@ def _mean(x: torch.Tensor, across: Group) -> torch.Tensor:
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary embedding of x [B,S,H,D], halves paired (i, i + D/2); cos and sin are [S, D/2] or [B, S, D/2] fp32.
+    """Rotary embedding of x [B,S,H,D], halves paired (i, i + D/2); cos and sin are [S, D/2] or [B,
+    S, D/2] fp32.
 
     The backward is the rotation back, so nothing is kept but the table.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: Kernels
+    ) -> torch.Tensor:
         ctx.angles, ctx.kernels = (cos, sin), kernels
         return kernels.rotate(x_BSHD, cos, sin)
 
@@ -120,8 +130,9 @@ class Rotary(torch.autograd.Function):
 
 
 class CausalAttention(Booked):
-    """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], inside each run of tokens where `runs`
-    are given, of the last `window` tokens each (0: all), beside sinks [H]; keeps q, k, v, the output and LSE.
+    """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], inside each run of
+    tokens where `runs` are given, of the last `window` tokens each (0: all), beside sinks [H];
+    keeps q, k, v, the output and LSE.
     """
 
     @staticmethod
@@ -153,15 +164,17 @@ class CausalAttention(Booked):
             if ctx.runs is None:
                 found = attention_backward(grad, q, k, v, out, tuple(rest), window=ctx.window)
             else:
-                found = attention_of_runs_backward(grad, q, k, v, out, tuple(rest), ctx.runs, window=ctx.window)
+                found = attention_of_runs_backward(
+                    grad, q, k, v, out, tuple(rest), ctx.runs, window=ctx.window
+                )
             return *found, of_sinks, None, None, None
 
 
 def beside_sinks(
     out: torch.Tensor, rest: tuple[torch.Tensor, ...], sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Attention [B,S,H,D] and its log-sum [B,H,S] (or [1,H,B*S]) when one more logit a head, with a value of zero,
-    stands in each softmax. `rest` begins with the log-sum.
+    """Attention [B,S,H,D] and its log-sum [B,H,S] (or [1,H,B*S]) when one more logit a head, with a
+    value of zero, stands in each softmax. `rest` begins with the log-sum.
     """
     if sinks is None:
         return out, rest
@@ -174,8 +187,8 @@ def beside_sinks(
 def sinks_gradient(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Of the sinks [H], given the output and log-sum that they are part of: minus their share of what each query gets
-    from its output's gradient.
+    """Of the sinks [H], given the output and log-sum that they are part of: minus their share of
+    what each query gets from its output's gradient.
     """
     if sinks is None:
         return None
@@ -184,11 +197,12 @@ def sinks_gradient(
 
 
 class JoinHeads(torch.autograd.Function):
-    """Keys and values [T,w] of a head cut over some ranks of a group -> of the whole head [T,D], for the queries here.
+    """Keys and values [T,w] of a head cut over some ranks of a group -> of the whole head [T,D],
+    for the queries here.
 
-    Where there are more ranks than key heads, neighbours' queries read the same head. Each rank projects a part of it,
-    and the parts are gathered, so that weights, their gradients and their products are cut like all others
-    (as in Megatron-LM); nothing is kept.
+    Where there are more ranks than key heads, neighbours' queries read the same head. Each rank
+    projects a part of it, and the parts are gathered, so that weights, their gradients and their
+    products are cut like all others (as in Megatron-LM); nothing is kept.
     """
 
     @staticmethod
@@ -203,7 +217,9 @@ class JoinHeads(torch.autograd.Function):
         return k, v
 
     @staticmethod
-    def backward(ctx: Any, *grads_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, *grads_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         parts = ctx.mine.stop - ctx.mine.start
         mine = torch.cat([grad.unflatten(1, (parts, -1)) for grad in grads_TD], -1).transpose(0, 1)
         both = mine.new_zeros((ctx.group.size, *mine.shape[1:]))
@@ -213,15 +229,21 @@ class JoinHeads(torch.autograd.Function):
 
 
 class Spread(torch.autograd.Function):
-    """Copy each token to its routed rows: x [T,K] -> [R,K]; the transpose of SumSlots. Keeps `rows`.
+    """Copy each token to its routed rows: x [T,K] -> [R,K]; the transpose of SumSlots. Keeps
+    `rows`.
 
-    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none, which is nowhere so
-    where `full`.
+    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none,
+    which is nowhere so where `full`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool, kernels: Kernels
+        ctx: Any,
+        x_TK: torch.Tensor,
+        tokens_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
+        full: bool,
+        kernels: Kernels,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows_Tk)
         ctx.full, ctx.kernels = full, kernels
@@ -238,7 +260,12 @@ class SumSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RK: torch.Tensor, tokens_R: torch.Tensor, rows_Tk: torch.Tensor, full: bool, kernels: Kernels
+        ctx: Any,
+        rows_RK: torch.Tensor,
+        tokens_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
+        full: bool,
+        kernels: Kernels,
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens_R)
         ctx.kernels = kernels
@@ -251,17 +278,21 @@ class SumSlots(torch.autograd.Function):
 
 
 def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:
-    """How often each of 0..extent-1 stands in `ids`: [extent] int64, without torch.bincount's wait for the device."""
+    """How often each of 0..extent-1 stands in `ids`: [extent] int64, without torch.bincount's wait
+    for the device."""
     flat = ids.flatten()
     counts = torch.zeros(extent, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
 
 
 class Reorder(torch.autograd.Function):
-    """x.index_select(0, order) for a permutation; backward selects by its inverse, which is kept."""
+    """x.index_select(0, order) for a permutation; backward selects by its inverse, which is
+    kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
@@ -272,8 +303,8 @@ class Reorder(torch.autograd.Function):
 
 
 class Select(torch.autograd.Function):
-    """x.index_select(0, places), each place at most once, or its gradient is that of one time; the transpose of Place.
-    Keeps `places`.
+    """x.index_select(0, places), each place at most once, or its gradient is that of one time; the
+    transpose of Place. Keeps `places`.
     """
 
     @staticmethod
@@ -289,7 +320,8 @@ class Select(torch.autograd.Function):
 
 
 class Place(torch.autograd.Function):
-    """Row i of x to row places[i] of `rows` rows, the others zero; the transpose of Select. Keeps `places`."""
+    """Row i of x to row places[i] of `rows` rows, the others zero; the transpose of Select. Keeps
+    `places`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:

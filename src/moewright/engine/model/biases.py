@@ -13,10 +13,13 @@ from moewright.engine.comm.collectives import Group
 
 
 class AddBias(torch.autograd.Function):
-    """y [T,N] + bias [N]; `sharers`, which all have the same y, each make the bias's gradient of a part of the rows."""
+    """y [T,N] + bias [N]; `sharers`, which all have the same y, each make the bias's gradient of a
+    part of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, y_TN: torch.Tensor, bias_N: torch.Tensor, sharers: Group | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, y_TN: torch.Tensor, bias_N: torch.Tensor, sharers: Group | None
+    ) -> torch.Tensor:
         ctx.sharers, ctx.dtype = sharers, bias_N.dtype
         return y_TN + bias_N
 
@@ -29,8 +32,9 @@ class AddBias(torch.autograd.Function):
 
 
 class AddExpertBias(torch.autograd.Function):
-    """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e; bias [E,n], weight [R]
-    fp32 or None, `ends` [E] int32 running ends of the experts' rows. Keeps bias, weight and ends.
+    """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e; bias
+    [E,n], weight [R] fp32 or None, `ends` [E] int32 running ends of the experts' rows. Keeps bias,
+    weight and ends.
     """
 
     @staticmethod
@@ -46,7 +50,9 @@ class AddExpertBias(torch.autograd.Function):
         ctx.columns = slice(first, first + bias_En.shape[1])
         out = y_RN.clone()
         added = _of_rows(bias_En, ends_E, len(y_RN))
-        out[:, ctx.columns] += (added if weight_R is None else added * weight_R[:, None]).to(out.dtype)
+        out[:, ctx.columns] += (added if weight_R is None else added * weight_R[:, None]).to(
+            out.dtype
+        )
         return out
 
     @staticmethod
@@ -57,7 +63,9 @@ class AddExpertBias(torch.autograd.Function):
             of_weight = (rows * _of_rows(bias_En, ends_E, len(rows))).sum(-1)
             rows = rows * weight_R[:, None]
         counts = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
-        of_bias = torch.segment_reduce(rows.contiguous(), "sum", lengths=counts, axis=0, initial=0, unsafe=True)
+        of_bias = torch.segment_reduce(
+            rows.contiguous(), "sum", lengths=counts, axis=0, initial=0, unsafe=True
+        )
         return grad_RN, of_bias.to(bias_En.dtype), of_weight, None, None
 
 

@@ -1,10 +1,12 @@
-"""Causal attention under context parallelism: queries stay, keys and values of other ranks come by (rules.context).
+"""Causal attention under context parallelism: queries stay, keys and values of other ranks come by
+(rules.context).
 
-What each block of keys gives a query is merged by its log-sum-exp, in fp32; backward hands every block the merged
-output and log-sum, so that its part of the gradients is exact without a second pass (Liu et al., arXiv 2310.01889).
+What each block of keys gives a query is merged by its log-sum-exp, in fp32; backward hands every
+block the merged output and log-sum, so that its part of the gradients is exact without a second
+pass (Liu et al., arXiv 2310.01889).
 
-Shapes: B batch, S sequence of this rank (an early and a late chunk), H query heads, G key heads, D head dim; a block of
-keys and values lies side by side, kv [B,S,G,D+V].
+Shapes: B batch, S sequence of this rank (an early and a late chunk), H query heads, G key heads, D
+head dim; a block of keys and values lies side by side, kv [B,S,G,D+V].
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import torch
 
 from moewright.engine.comm.collectives import Group, Shift, all_to_all, gather, scatter_sum
 from moewright.engine.kernels.attention import Runs
-from moewright.engine.model.attention_blocks import Host, Meeting, Meetings, Rest, add, lined, picked, put
+from moewright.engine.model.attention_blocks import (
+    Host,
+    Meeting,
+    Meetings,
+    Rest,
+    add,
+    lined,
+    picked,
+    put,
+)
 from moewright.engine.model.autograd import Booked, CausalAttention, beside_sinks, sinks_gradient
 from moewright.engine.observe.counters import Books
 from moewright.engine.runtime import Runtime
@@ -24,15 +35,22 @@ from moewright.spec.layout import CpComm
 
 
 def meetings(run: Runtime, runs: Runs | None, window: int = 0) -> Meetings:
-    """What the queries of a micro-batch that consists of `runs` meet on this rank: its own tokens, then those of the
-    other ranks in the order in which they come round the ring, or of all lower and of all higher ranks where keys are
-    gathered.
+    """What the queries of a micro-batch that consists of `runs` meet on this rank: its own tokens,
+    then those of the other ranks in the order in which they come round the ring, or of all lower
+    and of all higher ranks where keys are gathered.
     """
     group, gathers = run.mesh.group("cp_kv"), _gathers(run)
     here, size = group.index, group.size
     together = size if gathers else 1
     window = window if size > 1 else 0  # else CausalAttention's
-    host = Host(length=run.workload.seq_len, ranks=size, here=here, together=together, runs=runs, window=window)
+    host = Host(
+        length=run.workload.seq_len,
+        ranks=size,
+        here=here,
+        together=together,
+        runs=runs,
+        window=window,
+    )
     if gathers:
         return (host.own(), host.others(range(here)), host.others(range(here + 1, size)))
     coming = ((here - step) % size for step in range(1, size))
@@ -53,24 +71,29 @@ def attend(
     sinks: torch.Tensor | None = None,
     window: int = 0,
 ) -> torch.Tensor:
-    """Causal attention over whole sequences, of which each rank of a group holds its part: [B,S,H,D] -> [B,S,H,V].
+    """Causal attention over whole sequences, of which each rank of a group holds its part:
+    [B,S,H,D] -> [B,S,H,V].
 
-    `sinks`: of all heads of the ranks that exchange them. `met` knows of the `window` where keys travel.
+    `sinks`: of all heads of the ranks that exchange them. `met` knows of the `window` where keys
+    travel.
     """
     group, apart = run.mesh.group("cp_kv"), run.mesh.group("cp_a2a")
     if sinks is not None:
         sinks = sinks.unflatten(0, (apart.size, -1))[apart.index]
     if group.size == 1:
-        return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met[0][0].runs, window, run.books)
+        return CausalAttention.apply(
+            q_BSHD, k_BSGD, v_BSGD, sinks, met[0][0].runs, window, run.books
+        )
     kind = GatheredAttention if _gathers(run) else RingAttention
     return kind.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met, group, run.books)
 
 
 def to_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
-    """A part of the heads for the tokens of all ranks that exchange them: [B,S,H,D] -> [B,S*n,H/n,D].
+    """A part of the heads for the tokens of all ranks that exchange them: [B,S,H,D] ->
+    [B,S*n,H/n,D].
 
-    All tokens together have an early and a late chunk as those of one rank have (rules.context). Where n ranks share
-    fewer heads, each gets a copy of its one: H is then the next multiple of n.
+    All tokens together have an early and a late chunk as those of one rank have (rules.context).
+    Where n ranks share fewer heads, each gets a copy of its one: H is then the next multiple of n.
     """
     group = run.mesh.group("cp_a2a")
     n = group.size
@@ -91,11 +114,14 @@ def to_tokens(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
         return x_BSHD
     early, late = x_BSHD.unflatten(1, (2 * n, -1)).transpose(0, 1).chunk(2)
     parts = torch.cat((early, late.flip(0)), 2)
-    return all_to_all(parts, group, send=[1] * n, receive=[1] * n).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return (
+        all_to_all(parts, group, send=[1] * n, receive=[1] * n).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    )
 
 
 class _Forward:
-    """One rank's queries [B,S,H,D], and what the keys met so far give them. The own tokens come first."""
+    """One rank's queries [B,S,H,D], and what the keys met so far give them. The own tokens come
+    first."""
 
     def __init__(self, q_BSHD: torch.Tensor, met: Meetings) -> None:
         self._shape, self._met = q_BSHD.shape[:2], met
@@ -124,14 +150,23 @@ class _Forward:
 
     def result(self) -> tuple[torch.Tensor, Rest]:
         """The output [B,S,H,V]; its log-sum and the random state of the device."""
-        return self._out.to(self._q.dtype).view(*self._shape, *self._out.shape[2:]), (self._lse, *self._random)
+        return self._out.to(self._q.dtype).view(*self._shape, *self._out.shape[2:]), (
+            self._lse,
+            *self._random,
+        )
 
 
 class _Backward:
-    """Gradients of one rank's queries, in fp32 until all keys have been met, and of each block of keys."""
+    """Gradients of one rank's queries, in fp32 until all keys have been met, and of each block of
+    keys."""
 
     def __init__(
-        self, q_BSHD: torch.Tensor, out: torch.Tensor, rest: Rest, grad_BSHD: torch.Tensor, met: Meetings
+        self,
+        q_BSHD: torch.Tensor,
+        out: torch.Tensor,
+        rest: Rest,
+        grad_BSHD: torch.Tensor,
+        met: Meetings,
     ) -> None:
         self._met, self._whole = met, q_BSHD
         self._q, self._out, self._grad = (lined(x, self._met) for x in (q_BSHD, out, grad_BSHD))
@@ -142,12 +177,16 @@ class _Backward:
         """This rank's part of the gradient of the keys and values of a block, for each meeting."""
         kv, parts = lined(kv, self._met), []
         for meeting in block:
-            grad_q, part = meeting.backward(self._grad, self._q, kv, self._out, self._lse, tuple(self._random))
+            grad_q, part = meeting.backward(
+                self._grad, self._q, kv, self._out, self._lse, tuple(self._random)
+            )
             add(self._grad_q, meeting.queries, grad_q)
             parts.append(part)
         return parts
 
-    def add(self, sums: torch.Tensor, block: tuple[Meeting, ...], parts: list[torch.Tensor]) -> None:
+    def add(
+        self, sums: torch.Tensor, block: tuple[Meeting, ...], parts: list[torch.Tensor]
+    ) -> None:
         """Add what `meet` gave to the sums of all of a block."""
         for meeting, part in zip(block, parts, strict=True):
             add(lined(sums, self._met), meeting.keys, part)
@@ -159,10 +198,11 @@ class _Backward:
 
 
 class RingAttention(Booked):
-    """Blocks of keys and values go round the ranks of `group`, each under way while the one before is attended.
+    """Blocks of keys and values go round the ranks of `group`, each under way while the one before
+    is attended.
 
-    In backward the fp32 sums of a block's gradients follow it, a step behind, and go home last. Keeps q, k, v, the
-    output and LSE.
+    In backward the fp32 sums of a block's gradients follow it, a step behind, and go home last.
+    Keeps q, k, v, the output and LSE.
     """
 
     @staticmethod
@@ -204,8 +244,11 @@ class RingAttention(Booked):
             return *found.result(following.wait()), of_sinks, None, None, None
 
 
-def _round(kv: torch.Tensor, met: Meetings, group: Group) -> Iterator[tuple[tuple[Meeting, ...], torch.Tensor]]:
-    """The blocks of all ranks as they come by, the own one first, the next one asked for before this one is used."""
+def _round(
+    kv: torch.Tensor, met: Meetings, group: Group
+) -> Iterator[tuple[tuple[Meeting, ...], torch.Tensor]]:
+    """The blocks of all ranks as they come by, the own one first, the next one asked for before
+    this one is used."""
     for step, block in enumerate(met, 1):
         coming = Shift(kv, group) if step < group.size else None
         yield block, kv
@@ -214,8 +257,8 @@ def _round(kv: torch.Tensor, met: Meetings, group: Group) -> Iterator[tuple[tupl
 
 
 class GatheredAttention(Booked):
-    """Every rank gathers all blocks of keys and values, in backward once more; the gradients of all blocks are summed
-    and scattered in fp32. Keeps q, k, v, the output and LSE, not the gathered.
+    """Every rank gathers all blocks of keys and values, in backward once more; the gradients of all
+    blocks are summed and scattered in fp32. Keeps q, k, v, the output and LSE, not the gathered.
     """
 
     @staticmethod

@@ -22,9 +22,10 @@ from moewright.spec.ledger import Module
 
 
 class Experts(nn.Module):
-    """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by slot, weights [R] -> weighted
-    outputs [R,H], to be summed over ETP. `slots` has the expert of every slot of all ranks. Replicas, in the last slots
-    here, are no parameters: they are as the parameters of another rank.
+    """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by slot,
+    weights [R] -> weighted outputs [R,H], to be summed over ETP. `slots` has the expert of every
+    slot of all ranks. Replicas, in the last slots here, are no parameters: they are as the
+    parameters of another rank.
     """
 
     ledger_module = Module.EXPERTS
@@ -37,11 +38,15 @@ class Experts(nn.Module):
         contiguous = slots == tuple(range(experts))
         held = () if contiguous else tuple(of_rank(slots, ep.size, ep.index)[: self._own])
         hidden = run.model.expert_width
-        self.gate_up = Weight(run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held)
+        self.gate_up = Weight(
+            run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held
+        )
         self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
         self._activate = activation_of(run.model, run.kernels)
         if run.model.moe is not None and run.model.moe.expert_bias:
-            self.gate_up.bias = Vector(run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
+            self.gate_up.bias = Vector(
+                run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)), rows=held
+            )
             # Outputs are summed over ETP: each rank adds its part of the bias.
             self.down.bias = Vector(run, experts, hidden, cuts=(("ep", 0), ("etp", 1)), rows=held)
         self.replicas: Replicas | None = None
@@ -50,13 +55,19 @@ class Experts(nn.Module):
             parts = (*weights, *(part.bias for part in weights if part.bias is not None))
             self.replicas = Replicas(run, parts, copies_of(slots, ep.size, ep.index, spare), spare)
 
-    def forward(self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor
+    ) -> torch.Tensor:
         if self.replicas is None:
             return self._made(rows_RH, weights_R, ends_E, _weight)
-        last = int(ends_E[self._own - 1])  # the host waits: rows of replicas are products of their own
+        last = int(
+            ends_E[self._own - 1]
+        )  # the host waits: rows of replicas are products of their own
         made = (
             self._made(rows_RH[:last], weights_R[:last], ends_E[: self._own], _weight),
-            self._made(rows_RH[last:], weights_R[last:], ends_E[self._own :] - last, self.replicas.of),
+            self._made(
+                rows_RH[last:], weights_R[last:], ends_E[self._own :] - last, self.replicas.of
+            ),
         )
         return torch.cat(made)
 
@@ -69,12 +80,18 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         run, keeper, bias = self._run, self._run.keeper, self.down.bias
         with keeper.offload(rows_RH, asked=run.offloads(Offload.EXPERT_FC1)):
-            hidden = GroupedLinear.apply(rows_RH, take(self.gate_up).flatten(1, 2), ends_E, run.books)
+            hidden = GroupedLinear.apply(
+                rows_RH, take(self.gate_up).flatten(1, 2), ends_E, run.books
+            )
             if self.gate_up.bias is not None:
-                hidden = AddExpertBias.apply(hidden, take(self.gate_up.bias).flatten(1, 2), None, ends_E, 0)
+                hidden = AddExpertBias.apply(
+                    hidden, take(self.gate_up.bias).flatten(1, 2), None, ends_E, 0
+                )
         with keeper.offload(hidden, asked=run.offloads(Offload.MOE_ACT)):
             active = self._activate(hidden, weights_R)
-            with keeper.discard(active, self._activate, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)):
+            with keeper.discard(
+                active, self._activate, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)
+            ):
                 out = GroupedLinear.apply(active, take(self.down), ends_E, run.books)
         if bias is None:
             return out

@@ -1,7 +1,7 @@
 """The parts of a transformer layer, and the embedding and head around them.
 
-Parameter names follow rules.inventory, so that a state means the same in any layout. Each class that owns parameters
-says which module of the ledger they belong to.
+Parameter names follow rules.inventory, so that a state means the same in any layout. Each class
+that owns parameters says which module of the ledger they belong to.
 
 Shapes: T = B*S tokens, t = T / tp those of this rank between blocks, H hidden, D head dim.
 """
@@ -40,25 +40,31 @@ from moewright.spec.workload import Documents
 
 
 def sharers_of(run: Runtime) -> Group | None:
-    """The ranks that have the same hidden states: those of the TP group, without sequence parallelism."""
+    """The ranks that have the same hidden states: those of the TP group, without sequence
+    parallelism."""
     return None if run.mesh.layout.sp else run.mesh.group("tp")
 
 
 class Weight(nn.Module):
-    """This rank's part of a named tensor `weight` of `shape`, on the meta device until the flat buffers own it.
+    """This rank's part of a named tensor `weight` of `shape`, on the meta device until the flat
+    buffers own it.
 
-    Whoever takes `weight` calls `arrive` first: its values may still be on their way from other ranks. `rows` as in
-    Placement.
+    Whoever takes `weight` calls `arrive` first: its values may still be on their way from other
+    ranks. `rows` as in Placement.
     """
 
     own_name = "weight"
 
-    def __init__(self, run: Runtime, *shape: int, cuts: Cuts = (), rows: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, run: Runtime, *shape: int, cuts: Cuts = (), rows: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.arrive: Callable[[], object] | None = None
         self.bias: Vector | None = None
         self.placement = replace(place(run.mesh, shape, cuts), rows=rows)
-        self.weight = nn.Parameter(torch.empty(self.placement.local, dtype=run.dtype, device="meta"))
+        self.weight = nn.Parameter(
+            torch.empty(self.placement.local, dtype=run.dtype, device="meta")
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.arrive is not None:
@@ -77,16 +83,24 @@ class Vector(Weight):
 
 
 class Norm(Weight):
-    """RMSNorm over the last dim, which may be cut over TP. One that is `replayed` keeps its input alone.
+    """RMSNorm over the last dim, which may be cut over TP. One that is `replayed` keeps its input
+    alone.
 
-    Without sequence parallelism the ranks of a TP group norm the same hidden states (not queries and keys, whose heads
-    are cut): each then makes its part of the weight's gradient, which is summed over them as with it.
+    Without sequence parallelism the ranks of a TP group norm the same hidden states (not queries
+    and keys, whose heads are cut): each then makes its part of the weight's gradient, which is
+    summed over them as with it.
     """
 
     ledger_module = Module.NORM
 
     def __init__(
-        self, run: Runtime, width: int, cuts: Cuts = (), *, replayed: bool = False, of_hidden: bool = False
+        self,
+        run: Runtime,
+        width: int,
+        cuts: Cuts = (),
+        *,
+        replayed: bool = False,
+        of_hidden: bool = False,
     ) -> None:
         super().__init__(run, width, cuts=cuts)
         self._eps, self._keep_scale, self._kernels = run.model.norm_eps, not replayed, run.kernels
@@ -94,13 +108,16 @@ class Norm(Weight):
         self._sharers = sharers_of(run) if of_hidden else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return RmsNorm.apply(x, self.weight, self._eps, self._across, self._sharers, self._keep_scale, self._kernels)
+        return RmsNorm.apply(
+            x, self.weight, self._eps, self._across, self._sharers, self._keep_scale, self._kernels
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """How the tokens of a micro-batch lie: `count` sequences, one after the other; what each attends, and in layers
-    with a sliding window what is `near`; the rotation of each, cos and sin [S, D/2] or [count, S, D/2] fp32.
+    """How the tokens of a micro-batch lie: `count` sequences, one after the other; what each
+    attends, and in layers with a sliding window what is `near`; the rotation of each, cos and sin
+    [S, D/2] or [count, S, D/2] fp32.
 
     `first` is the number of the first sequence over all of training; None in evaluation.
     """
@@ -118,13 +135,14 @@ class Sequences:
 
 
 class RotaryTable:
-    """cos and sin [S, D/2] fp32 of the positions that this rank holds of a sequence, made once; of all positions where
-    documents restart them.
+    """cos and sin [S, D/2] fp32 of the positions that this rank holds of a sequence, made once; of
+    all positions where documents restart them.
     """
 
     def __init__(self, run: Runtime) -> None:
         spec = run.model.attention
-        # A head may be rotated in part (MLA). gpt-oss alone does not round the bounds of its yarn blend.
+        # A head may be rotated in part (MLA). gpt-oss alone does not round the bounds of its yarn
+        # blend.
         turning, factor = frequencies(
             spec.rope, spec.qk_rope_head_dim or spec.head_dim, rounded=run.model.family != "gpt_oss"
         )
@@ -144,7 +162,15 @@ class RotaryTable:
             places = torch.cat([torch.arange(length) for length in runs.lengths]).view(count, -1)
             places = places[:, self._run.positions].to(cos.device)
             cos, sin = cos[places], sin[places]
-        return Sequences(count=count, met=met, near=near, cos=cos, sin=sin, first=first, kernels=self._run.kernels)
+        return Sequences(
+            count=count,
+            met=met,
+            near=near,
+            cos=cos,
+            sin=sin,
+            first=first,
+            kernels=self._run.kernels,
+        )
 
     def _meetings(self, runs: Runs | None) -> tuple[Meetings, Meetings]:
         met = meetings(self._run, runs)
@@ -154,22 +180,29 @@ class RotaryTable:
 Core = Callable[..., tuple[torch.Tensor]]
 
 
-def core_and_output(run: Runtime, core: Core, inputs: tuple[torch.Tensor, ...], o: torch.Tensor) -> torch.Tensor:
-    """Attention of `inputs`, each [B,S,*,*] as `to_heads` gives them, and the projection `o` of its output: [t,H]."""
+def core_and_output(
+    run: Runtime, core: Core, inputs: tuple[torch.Tensor, ...], o: torch.Tensor
+) -> torch.Tensor:
+    """Attention of `inputs`, each [B,S,*,*] as `to_heads` gives them, and the projection `o` of its
+    output: [t,H]."""
     moved = run.offloads(Offload.ATTN_PROJ)
     with (
         run.keeper.offload(*inputs, asked=run.offloads(Offload.CORE_ATTN)),
         run.keeper.offload_made(dims=4, asked=moved),  # attention keeps its output too
     ):
-        (out,) = replayed(run.books, core, *inputs) if run.replays(Recompute.CORE_ATTN) else core(*inputs)
+        (out,) = (
+            replayed(run.books, core, *inputs)
+            if run.replays(Recompute.CORE_ATTN)
+            else core(*inputs)
+        )
         out = to_tokens(run, out)
         with run.keeper.offload(out, asked=moved):
             return RowLinear.apply(out.flatten(0, 1).flatten(1), o, run.mesh.tensor, run.books)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of layer `number`, with optional biases, q/k norm, sinks and window, and rotary
-    positions; heads cut over TP: [t,H] -> [t,H].
+    """Grouped-query attention of layer `number`, with optional biases, q/k norm, sinks and window,
+    and rotary positions; heads cut over TP: [t,H] -> [t,H].
     """
 
     ledger_module = Module.ATTENTION
@@ -184,7 +217,11 @@ class Attention(nn.Module):
         self.k = Weight(run, spec.kv_width, hidden, cuts=rows)
         self.v = Weight(run, spec.kv_width, hidden, cuts=rows)
         if spec.qkv_bias:
-            for part, width in ((self.q, spec.q_width), (self.k, spec.kv_width), (self.v, spec.kv_width)):
+            for part, width in (
+                (self.q, spec.q_width),
+                (self.k, spec.kv_width),
+                (self.v, spec.kv_width),
+            ):
                 part.bias = Vector(run, width, cuts=rows)
         # PER_HEAD norms each head over head_dim; FULL norms all heads together.
         if spec.qk_norm is QkNorm.PER_HEAD:
@@ -201,20 +238,28 @@ class Attention(nn.Module):
         size = tp.group.size
         with books.within(Module.ATTENTION):
             with run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
-                q, k, v = ColumnLinear.apply(x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight)
+                q, k, v = ColumnLinear.apply(
+                    x_tH, tp, books, self.q.weight, self.k.weight, self.v.weight
+                )
             q, k, v = self.q.biased(q), self.k.biased(k), self.v.biased(v)
             if spec.qk_norm is QkNorm.FULL:
                 q, k = self.q_norm(q), self.k_norm(k)
             if size > spec.kv_heads:
                 k, v = JoinHeads.apply(k, v, tp.group, spec.kv_heads)
             if spec.qk_norm is QkNorm.PER_HEAD:
-                q, k = (norm(y.unflatten(1, (-1, spec.head_dim))) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+                q, k = (
+                    norm(y.unflatten(1, (-1, spec.head_dim)))
+                    for norm, y in ((self.q_norm, q), (self.k_norm, k))
+                )
             q_BSHD = batch.rotated(q.reshape(batch.count, -1, spec.heads // size, spec.head_dim))
             k_BSGD = batch.rotated(k.reshape(batch.count, q_BSHD.shape[1], -1, spec.head_dim))
             v_BSGD = v.view(batch.count, q_BSHD.shape[1], -1, spec.v_head_dim)
             heads = tuple(to_heads(run, x) for x in (q_BSHD, k_BSGD, v_BSGD))
             out = core_and_output(
-                run, partial(self._core, batch.near if self._window else batch.met), heads, self.o.weight
+                run,
+                partial(self._core, batch.near if self._window else batch.met),
+                heads,
+                self.o.weight,
             )
             return self.o.biased(out, sharers_of(run))
 
@@ -235,7 +280,9 @@ class Mlp(nn.Module):
         if kind is Module.DENSE_MLP:
             self._replayed = run.replays(Recompute.MLP)
         else:  # a replayed MoE block makes it again as a part of itself
-            self._replayed = run.replays(Recompute.SHARED_EXPERTS) and not run.replays(Recompute.MOE)
+            self._replayed = run.replays(Recompute.SHARED_EXPERTS) and not run.replays(
+                Recompute.MOE
+            )
         self.gate_up = Weight(run, 2, width, run.model.hidden_size, cuts=(("tp", 1),))
         self.down = Weight(run, run.model.hidden_size, width, cuts=(("tp", 1),))
         if kind is Module.DENSE_MLP and run.model.mlp_bias:
@@ -244,7 +291,11 @@ class Mlp(nn.Module):
 
     def forward(self, x_tH: torch.Tensor) -> torch.Tensor:
         with self._run.books.within(self.ledger_module):
-            (out,) = replayed(self._run.books, self._block, x_tH) if self._replayed else self._block(x_tH)
+            (out,) = (
+                replayed(self._run.books, self._block, x_tH)
+                if self._replayed
+                else self._block(x_tH)
+            )
             return out
 
     def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
@@ -295,16 +346,20 @@ class Head(Table):
 def token_loss(
     run: Runtime, x_tH: torch.Tensor, table: Table, targets_T: torch.Tensor, whole: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under the projection; under
-    recompute=loss none, [0], unless they are asked for `whole`.
+    """Negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits [T,V] under
+    the projection; under recompute=loss none, [0], unless they are asked for `whole`.
     """
     with run.books.within(Module.HEAD):
         if run.replays(Recompute.LOSS) and not whole:
             most = loss_columns(run.model, run.mesh.layout)
-            nll = LinearLoss.apply(x_tH, table.weight, targets_T, table.part, most, run.books, run.kernels)
+            nll = LinearLoss.apply(
+                x_tH, table.weight, targets_T, table.part, most, run.books, run.kernels
+            )
             return nll, x_tH.new_zeros(0)
         (logits_TV,) = ColumnLinear.apply(x_tH, run.mesh.tensor, run.books, table.weight)
-        return vocab_parallel.CrossEntropy.apply(logits_TV, targets_T, table.part, run.kernels), logits_TV.detach()
+        return vocab_parallel.CrossEntropy.apply(
+            logits_TV, targets_T, table.part, run.kernels
+        ), logits_TV.detach()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,7 +390,9 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     def walk(module: nn.Module, prefix: str, inherited: Module) -> None:
         owner = _ledger_module(module, inherited)
         if isinstance(module, Weight):
-            found.append(Slot(name=(prefix + module.own_name).removesuffix("."), owner=module, module=owner))
+            found.append(
+                Slot(name=(prefix + module.own_name).removesuffix("."), owner=module, module=owner)
+            )
         for name, child in module.named_children():
             walk(child, f"{prefix}{name}.", owner)
 

@@ -1,9 +1,10 @@
-"""The head's product and its loss in one, for recompute=loss: logits are made a few columns at a time, twice.
+"""The head's product and its loss in one, for recompute=loss: logits are made a few columns at a
+time, twice.
 
-A piece is some rows of the projection, so some columns of the logits. Cut that way a piece's part of the weight's
-gradient is whole at once, and what is summed over pieces is as wide as the hidden state, not as the vocabulary.
-Shapes: t of the T tokens of the group are this rank's between blocks; K width, V this rank's rows of the projection, P
-those of a piece.
+A piece is some rows of the projection, so some columns of the logits. Cut that way a piece's part
+of the weight's gradient is whole at once, and what is summed over pieces is as wide as the hidden
+state, not as the vocabulary. Shapes: t of the T tokens of the group are this rank's between blocks;
+K width, V this rank's rows of the projection, P those of a piece.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from moewright.engine.observe.counters import Books
 
 
 def _pieces(part: Part, rows: int, most: int) -> Iterator[tuple[slice, Part]]:
-    """Of so many `rows` of the projection, padding among them, `most` at a time; and the ids of each piece."""
+    """Of so many `rows` of the projection, padding among them, `most` at a time; and the ids of
+    each piece."""
     for start in range(0, rows, most):
         stop = min(start + most, rows)
         inside = max(0, min(part.size, stop) - start)
@@ -31,12 +33,12 @@ def _pieces(part: Part, rows: int, most: int) -> Iterator[tuple[slice, Part]]:
 
 
 class LinearLoss(Booked):
-    """Negative log-likelihood [T] fp32 of targets [T] under logits x w^T, x [t,K] and w [V,K]; 0 where the target is
-    negative.
+    """Negative log-likelihood [T] fp32 of targets [T] under logits x w^T, x [t,K] and w [V,K]; 0
+    where the target is negative.
 
-    No more than `most` columns of the logits are there at once. Keeps x as it came, the targets and the log of the
-    partition sum [T]. The weight's gradient comes with that of x, also where a schedule would have it later: it would
-    need all logits a third time.
+    No more than `most` columns of the logits are there at once. Keeps x as it came, the targets and
+    the log of the partition sum [T]. The weight's gradient comes with that of x, also where a
+    schedule would have it later: it would need all logits a third time.
     """
 
     @staticmethod
@@ -54,9 +56,12 @@ class LinearLoss(Booked):
         ctx.part, ctx.most, ctx.kernels = part, most, kernels
         x_TK = part.tp.whole(x_tK)
         top = torch.full((len(targets_T),), -torch.inf, device=x_TK.device)
-        sums = torch.zeros(2, len(targets_T), device=x_TK.device)  # of exp(logit - top), and of the target's logit
+        sums = torch.zeros(
+            2, len(targets_T), device=x_TK.device
+        )  # of exp(logit - top), and of the target's logit
         for rows, piece in _pieces(part, len(w_VK), most):
-            # Padding is multiplied as in a product with all rows, so that every rank of the group does the same.
+            # Padding is multiplied as in a product with all rows, so that every rank of the group
+            # does the same.
             logits_TP = matmul(x_TK, w_VK[rows].T)[:, : piece.size]
             if not piece.size:
                 continue
@@ -82,7 +87,9 @@ class LinearLoss(Booked):
             for rows, piece in _pieces(ctx.part, len(w_VK), ctx.most):
                 w_PK = w_VK[rows]
                 logits_TP, columns = matmul(x_TK, w_PK.T), piece.columns(targets_T)
-                grad_TP = ctx.kernels.losses_backward(grad_T, logits_TP, columns, log_sum, piece.size)
+                grad_TP = ctx.kernels.losses_backward(
+                    grad_T, logits_TP, columns, log_sum, piece.size
+                )
                 add_product(grad_TK, grad_TP, w_PK)
                 grad_VK[rows] = matmul(grad_TP.T, x_TK)
             grad_tK = ctx.part.tp.summed(grad_TK.to(x_tK.dtype))

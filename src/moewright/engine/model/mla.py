@@ -1,7 +1,9 @@
-"""Multi-head latent attention: queries, keys and values expanded from narrow latents (DeepSeek-V2, arXiv 2405.04434).
+"""Multi-head latent attention: queries, keys and values expanded from narrow latents (DeepSeek-V2,
+arXiv 2405.04434).
 
-Shapes: t of the T tokens of the TP group are this rank's between blocks; H hidden, h heads of this rank, D = N + R the
-width of a query head (N without position, R rotated), V the width of a value head, Q and C the latents' widths.
+Shapes: t of the T tokens of the TP group are this rank's between blocks; H hidden, h heads of this
+rank, D = N + R the width of a query head (N without position, R rotated), V the width of a value
+head, Q and C the latents' widths.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from moewright.spec.ledger import Module
 
 
 class LatentAttention(nn.Module):
-    """[t,H] -> [t,H]. Latents are made on every rank for its own tokens, then gathered; heads are cut over TP. Without
-    sequence parallelism every rank makes those of all tokens.
+    """[t,H] -> [t,H]. Latents are made on every rank for its own tokens, then gathered; heads are
+    cut over TP. Without sequence parallelism every rank makes those of all tokens.
     """
 
     ledger_module = Module.ATTENTION
@@ -48,7 +50,10 @@ class LatentAttention(nn.Module):
     def forward(self, x_tH: torch.Tensor, batch: Sequences) -> torch.Tensor:
         run, books = self._run, self._run.books
         again, sharers = run.replays(Recompute.MLA_UP_PROJ), sharers_of(run)
-        with books.within(Module.ATTENTION), run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)):
+        with (
+            books.within(Module.ATTENTION),
+            run.keeper.offload(x_tH, asked=run.offloads(Offload.QKV_LINEAR)),
+        ):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
                 x_tQ = self.q_down_norm(GateLinear.apply(x_tH, self.q_down.weight, books, sharers))
@@ -67,10 +72,13 @@ class LatentAttention(nn.Module):
                 keeper.discard(q_BShD, queries, x_tQ, asked=again),
                 keeper.discard(kv_BShDV, keys_and_values, x_tC, down_tCR, asked=again),
             ):
-                return core_and_output(run, partial(self._core, batch.met), (q_BShD, kv_BShDV), self.o.weight)
+                return core_and_output(
+                    run, partial(self._core, batch.met), (q_BShD, kv_BShDV), self.o.weight
+                )
 
     def _queries(self, x_tQ: torch.Tensor, batch: Sequences) -> torch.Tensor:
-        """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks; heads exchanged where CP does so."""
+        """[t,Q] -> [B,S,h,D], their last R rotated, scaled as yarn asks; heads exchanged where CP
+        does so."""
         spec, tp = self._spec, self._run.mesh.tensor
         up = self.q_up if spec.q_lora_rank else self.q
         (q,) = ColumnLinear.apply(x_tQ, tp, self._run.books, up.weight)
@@ -80,26 +88,31 @@ class LatentAttention(nn.Module):
         factor = softmax_factor(spec.rope)
         return to_heads(self._run, q_BShD if factor == 1.0 else q_BShD * factor)
 
-    def _keys_and_values(self, x_tC: torch.Tensor, down_tCR: torch.Tensor, batch: Sequences) -> torch.Tensor:
-        """[t,C] and the down-projection [t,C+R] -> keys and values side by side, [B,S,h,D+V]; all heads share the
-        rotated part of the keys.
+    def _keys_and_values(
+        self, x_tC: torch.Tensor, down_tCR: torch.Tensor, batch: Sequences
+    ) -> torch.Tensor:
+        """[t,C] and the down-projection [t,C+R] -> keys and values side by side, [B,S,h,D+V]; all
+        heads share the rotated part of the keys.
         """
         spec, tp = self._spec, self._run.mesh.tensor
         heads = spec.heads // tp.group.size
         (kv,) = ColumnLinear.apply(x_tC, tp, self._run.books, self.kv_up.weight)
-        plain, values = kv.reshape(batch.count, -1, heads, spec.qk_nope_head_dim + spec.v_head_dim).split(
-            (spec.qk_nope_head_dim, spec.v_head_dim), -1
-        )
+        plain, values = kv.reshape(
+            batch.count, -1, heads, spec.qk_nope_head_dim + spec.v_head_dim
+        ).split((spec.qk_nope_head_dim, spec.v_head_dim), -1)
         turned_TR = Whole.apply(down_tCR[:, spec.kv_lora_rank :], tp)
         turned = self._turned(turned_TR.reshape(batch.count, -1, 1, spec.qk_rope_head_dim), batch)
         return to_heads(self._run, torch.cat((plain, turned.expand(-1, -1, heads, -1), values), -1))
 
     def _turned(self, x_BShR: torch.Tensor, batch: Sequences) -> torch.Tensor:
-        """Rotated by position. Interleaved pairs (2i, 2i + 1) are laid apart first, as queries and keys both are."""
+        """Rotated by position. Interleaved pairs (2i, 2i + 1) are laid apart first, as queries and
+        keys both are."""
         if self._spec.rope.interleaved:
             x_BShR = x_BShR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return batch.rotated(x_BShR)
 
-    def _core(self, met: Meetings, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor) -> tuple[torch.Tensor]:
+    def _core(
+        self, met: Meetings, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor
+    ) -> tuple[torch.Tensor]:
         k, v = kv_BShDV.split((self._spec.head_dim, self._spec.v_head_dim), -1)
         return (attend(self._run, met, q_BShD, k, v),)

@@ -40,7 +40,8 @@ from moewright.spec.workload import RouterForce
 
 
 class SharedExperts(Mlp):
-    """The experts that every token passes, as one MLP, scaled by a gate of its own where the model has one."""
+    """The experts that every token passes, as one MLP, scaled by a gate of its own where the model
+    has one."""
 
     def __init__(self, run: Runtime, spec: MoeSpec) -> None:
         super().__init__(run, spec.shared_ffn_size, Module.SHARED_EXPERTS)
@@ -60,10 +61,14 @@ class SharedExperts(Mlp):
 
 
 class Halves:
-    """What shared experts make of their input, by two calls: `first`, `second`; then `out` has it."""
+    """What shared experts make of their input, by two calls: `first`, `second`; then `out` has
+    it."""
 
     def __init__(
-        self, run: Runtime, first: Callable[[], torch.Tensor], second: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        run: Runtime,
+        first: Callable[[], torch.Tensor],
+        second: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._books, self._first, self._second = run.books, first, second
         self._made: list[torch.Tensor] = []
@@ -81,13 +86,18 @@ class Halves:
 
 
 class Slots:
-    """Where experts are, and where rows go: an expert in several slots has its rows dealt to them (rules.placement)."""
+    """Where experts are, and where rows go: an expert in several slots has its rows dealt to them
+    (rules.placement)."""
 
     def __init__(self, run: Runtime, slots: Sequence[int], experts: int) -> None:
-        places = [[slot for slot, one in enumerate(slots) if one == expert] for expert in range(experts)]
+        places = [
+            [slot for slot, one in enumerate(slots) if one == expert] for expert in range(experts)
+        ]
         most = max(map(len, places))
         # By expert, and of E, which stands for none.
-        self._places = torch.tensor([of + of[:1] * (most - len(of)) for of in places] + [[len(slots)] * most])
+        self._places = torch.tensor(
+            [of + of[:1] * (most - len(of)) for of in places] + [[len(slots)] * most]
+        )
         self._places = self._places.to(run.device)
         self._count = torch.tensor([*map(len, places), 1], device=run.device)
         self._expert = torch.tensor(slots, device=run.device)
@@ -101,18 +111,22 @@ class Slots:
         counts, order = count_rows(flat, self._experts + 1), flat.argsort(stable=True)
         starts = (counts.cumsum(0) - counts)[flat[order]]
         turn = torch.empty_like(order)
-        turn[order] = torch.arange(len(order), device=order.device) - starts  # of its expert's rows the how-manieth
+        turn[order] = (
+            torch.arange(len(order), device=order.device) - starts
+        )  # of its expert's rows the how-manieth
         return self._places[flat, (turn + self._first) % self._count[flat]].view_as(experts_Tk)
 
     def by_expert(self, sent: torch.Tensor) -> torch.Tensor:
         """Rows sent to each slot, and what follows them, with rows to each expert instead."""
         rows, copies = sent.split((len(self._expert), len(sent) - len(self._expert)))
-        return torch.cat((rows.new_zeros(self._experts).scatter_add_(0, self._expert, rows), copies))
+        return torch.cat(
+            (rows.new_zeros(self._experts).scatter_add_(0, self._expert, rows), copies)
+        )
 
 
 class Latent(torch.nn.Module):
-    """The projections into the space that the routed experts work in, and back: [T,H] -> [T,L] -> [T,H], each rank its
-    own tokens.
+    """The projections into the space that the routed experts work in, and back: [T,H] -> [T,L] ->
+    [T,H], each rank its own tokens.
     """
 
     ledger_module = Module.EXPERTS
@@ -131,7 +145,8 @@ class Latent(torch.nn.Module):
 
 
 class Moe(torch.nn.Module):
-    """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent (see the seam)."""
+    """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent
+    (see the seam)."""
 
     def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
@@ -141,17 +156,22 @@ class Moe(torch.nn.Module):
         self._run, self._spec = run, spec
         self.router = Router(run, spec.experts, number)
         slots = slots_of(run.model, run.workload, run.mesh.layout, number)
-        self._slots = None if slots == tuple(range(spec.experts)) else Slots(run, slots, spec.experts)
+        self._slots = (
+            None if slots == tuple(range(spec.experts)) else Slots(run, slots, spec.experts)
+        )
         self.latent = Latent(run, spec) if spec.latent_size else None
         self.experts = Experts(run, spec.experts, spec.ffn_size, slots)
         self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
         self._dispatcher = _dispatcher(run, spec, len(slots))
-        self._beside = Overlap.SHARED in run.mesh.layout.overlap  # shared experts run while rows travel
+        self._beside = (
+            Overlap.SHARED in run.mesh.layout.overlap
+        )  # shared experts run while rows travel
 
     def forward(
         self, x_TH: torch.Tensor, decided: Decided | None, first: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in Sequences."""
+        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in
+        Sequences."""
         if self._run.replays(Recompute.MOE):
             with self._run.books.within(Module.ROUTER):
                 return replayed(self._run.books, partial(self._block, Decided(), first), x_TH)
@@ -176,7 +196,8 @@ class Moe(torch.nn.Module):
 
     @torch.no_grad()
     def _kept(self, selected: Selected) -> torch.Tensor:
-        """The ids [T,k], E where capacity leaves no room. Dropped weights are not made up for by the others."""
+        """The ids [T,k], E where capacity leaves no room. Dropped weights are not made up for by
+        the others."""
         layout, (tokens, top_k) = self._run.mesh.layout, selected.experts.shape
         if not layout.capacity:
             return selected.experts
@@ -184,7 +205,11 @@ class Moe(torch.nn.Module):
         return selected.within(rows, self._run.workload.router.drop_policy)
 
     def _routed(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, beside: Halves | None
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        beside: Halves | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`beside` runs while rows go to their experts, and while they return."""
         there, back = (beside.first, beside.second) if beside else (None, None)
@@ -209,22 +234,40 @@ def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> interface.Dispatch
         return Fused(run.library, experts, run.kernels)
     if layout.dispatcher is Dispatcher.DEDUP:
         ways = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
-        return Dedup([mesh.group(way) for way in ways], mesh.group("etp"), experts, run.kernels, known=known)
+        return Dedup(
+            [mesh.group(way) for way in ways], mesh.group("etp"), experts, run.kernels, known=known
+        )
     if layout.capacity_fill is CapacityFill.PADDED:
-        room = capacity_rows(micro_batch_tokens(run.workload, layout), spec.router.top_k, experts, layout.capacity)
+        room = capacity_rows(
+            micro_batch_tokens(run.workload, layout), spec.router.top_k, experts, layout.capacity
+        )
         return PaddedAllToAll(mesh.group("ep"), mesh.group("etp"), experts, run.kernels, room=room)
-    return AllToAll(mesh.group("ep"), mesh.group("etp"), experts, run.kernels, known=known, drops=layout.capacity > 0)
+    return AllToAll(
+        mesh.group("ep"),
+        mesh.group("etp"),
+        experts,
+        run.kernels,
+        known=known,
+        drops=layout.capacity > 0,
+    )
 
 
 def _known(run: Runtime, spec: MoeSpec) -> interface.Known | None:
-    """What is sent where experts are taken in turn and lie so, unless it hangs on which rows a capacity drops."""
+    """What is sent where experts are taken in turn and lie so, unless it hangs on which rows a
+    capacity drops."""
     layout, training = run.mesh.layout, run.workload.router
     placed = layout.expert_placement is not ExpertPlacement.CONTIGUOUS
-    if training.force is not RouterForce.BALANCED or placed or drops_by_probability(layout, training):
+    if (
+        training.force is not RouterForce.BALANCED
+        or placed
+        or drops_by_probability(layout, training)
+    ):
         return None
 
     def known(tokens: int, top_k: int) -> InTurn:
         most = capacity_rows(tokens, top_k, spec.experts, layout.capacity)
-        return in_turn(tokens, top_k, spec.experts, most=most, ranks=layout.ep, nodes=nodes_of(layout))
+        return in_turn(
+            tokens, top_k, spec.experts, most=most, ranks=layout.ep, nodes=nodes_of(layout)
+        )
 
     return known

@@ -1,5 +1,5 @@
-"""Multi-token prediction: depths after the last layer, each of which predicts one token further ahead (DeepSeek-V3,
-arXiv 2412.19437, section 2.2). Embedding and head are those of the model.
+"""Multi-token prediction: depths after the last layer, each of which predicts one token further
+ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and head are those of the model.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; B sequences; H hidden.
 """
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class _JoinColumns(torch.autograd.Function):
-    """Each rank's columns [T,h] -> all of them [T,H], the same on every rank, as is the gradient that comes back."""
+    """Each rank's columns [T,h] -> all of them [T,H], the same on every rank, as is the gradient
+    that comes back."""
 
     @staticmethod
     def forward(ctx: Any, columns_Th: torch.Tensor, group: Group) -> torch.Tensor:
@@ -37,8 +38,8 @@ class _JoinColumns(torch.autograd.Function):
 
 
 class Depth(nn.Module):
-    """The embedding of the token ahead and the hidden state of the depth before, both [t,H] -> a hidden state [t,H],
-    and after a MoE layer the auxiliary losses and the expert counts.
+    """The embedding of the token ahead and the hidden state of the depth before, both [t,H] -> a
+    hidden state [t,H], and after a MoE layer the auxiliary losses and the expert counts.
     """
 
     ledger_module = Module.MTP
@@ -65,18 +66,24 @@ class Depth(nn.Module):
             return out
 
     def _block(
-        self, decided: Decided | None, batch: Sequences, embedded_tH: torch.Tensor, hidden_tH: torch.Tensor
+        self,
+        decided: Decided | None,
+        batch: Sequences,
+        embedded_tH: torch.Tensor,
+        hidden_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         joined = torch.cat((self.embed_norm(embedded_tH), self.hidden_norm(hidden_tH)), -1)
         out: tuple[torch.Tensor, ...] = self.layer(decided, batch, self._projected(joined))
         return out
 
     def _projected(self, joined_tH2: torch.Tensor) -> torch.Tensor:
-        """[t,2H] -> [t,H]. Each rank makes its columns for all tokens; the ranks then trade columns for tokens, or, as
-        all need all tokens without sequence parallelism, gather them.
+        """[t,2H] -> [t,H]. Each rank makes its columns for all tokens; the ranks then trade columns
+        for tokens, or, as all need all tokens without sequence parallelism, gather them.
         """
         tp = self._run.mesh.group("tp")
-        (columns,) = ColumnLinear.apply(joined_tH2, self._run.mesh.tensor, self._run.books, self.proj.weight)
+        (columns,) = ColumnLinear.apply(
+            joined_tH2, self._run.mesh.tensor, self._run.books, self.proj.weight
+        )
         if tp.size == 1:
             return columns
         if not self._run.mesh.tensor.sequence:

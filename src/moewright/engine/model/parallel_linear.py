@@ -1,8 +1,10 @@
-"""Matrix products of the model: cut by columns or rows over a tensor-parallel group, of the router, of the experts.
+"""Matrix products of the model: cut by columns or rows over a tensor-parallel group, of the router,
+of the experts.
 
-Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds t of the T tokens of
-its group. A column product gathers them, a row product sums over the ranks and leaves each its t again; backward does
-the transposed. Without sequence parallelism t is T, and the sums stay whole. In a group of one nothing moves.
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds
+t of the T tokens of its group. A column product gathers them, a row product sums over the ranks and
+leaves each its t again; backward does the transposed. Without sequence parallelism t is T, and the
+sums stay whole. In a group of one nothing moves.
 
 Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
 """
@@ -56,10 +58,13 @@ class ColumnLinear(Booked):
 
 
 class RowLinear(Booked):
-    """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input columns; keeps x."""
+    """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input
+    columns; keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Books) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Books
+    ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.tp = tp
         ctx.save_for_backward(x_TK, w_NK)
@@ -71,18 +76,29 @@ class RowLinear(Booked):
         with ctx.books.within(ctx.where):
             g_TN = ctx.tp.whole(g_tN)
             grad_TK = matmul(g_TN, w_NK)
-        return grad_TK, *Booked.weight_gradients(ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]), None, None
+        return (
+            grad_TK,
+            *Booked.weight_gradients(ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]),
+            None,
+            None,
+        )
 
 
 class RouterLinear(Booked):
-    """Router logits [T,E] in `dtype` from activations and weights of the compute dtype; keeps x as it came.
+    """Router logits [T,E] in `dtype` from activations and weights of the compute dtype; keeps x as
+    it came.
 
     `noise` makes factors [T,K] of x, or None for none; backward makes them again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, w_EK: torch.Tensor, books: Books, dtype: torch.dtype, noise: Noise | None
+        ctx: Any,
+        x_TK: torch.Tensor,
+        w_EK: torch.Tensor,
+        books: Books,
+        dtype: torch.dtype,
+        noise: Noise | None,
     ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.save_for_backward(x_TK, w_EK)
@@ -90,7 +106,9 @@ class RouterLinear(Booked):
         return matmul(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
 
     @staticmethod
-    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, g_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_TK, w_EK = ctx.saved_tensors
         with ctx.books.within(ctx.where):
             grad_x = _shaken(matmul(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
@@ -105,7 +123,8 @@ def _shaken(x_TK: torch.Tensor, noise: Noise | None) -> torch.Tensor:
 class GateLinear(Booked):
     """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
 
-    `sharers`, which all have the same x and the same gradient of y, each give an equal share of the weight's gradient.
+    `sharers`, which all have the same x and the same gradient of y, each give an equal share of the
+    weight's gradient.
     """
 
     @staticmethod
@@ -126,10 +145,13 @@ class GateLinear(Booked):
 
 
 class GroupedLinear(Booked):
-    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the groups; keeps x."""
+    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the
+    groups; keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Books) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Books
+    ) -> torch.Tensor:
         Booked.remember(ctx, books)
         ctx.save_for_backward(x_RK, w_ENK, ends_E)
         return grouped_matmul(x_RK, w_ENK.mT, ends_E)
@@ -140,5 +162,7 @@ class GroupedLinear(Booked):
         g_RN = g_RN.contiguous()
         with ctx.books.within(ctx.where):
             grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
-        of_weight = Booked.weight_gradients(ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)])
+        of_weight = Booked.weight_gradients(
+            ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)]
+        )
         return grad_RK, *of_weight, None, None

@@ -1,8 +1,10 @@
-"""Replicas of hot experts: weights of another rank's experts, equal to its own, and gradients that go home to them.
+"""Replicas of hot experts: weights of another rank's experts, equal to its own, and gradients that
+go home to them.
 
-They are no parameters. Once a step, before gradients are reduced, a replica's gradient is sent to the rank whose own
-the expert is and added to its gradient there; after the update that rank sends the new weights. So master weights,
-moments, gradient norm and checkpoints know every expert once, on the rank that holds it without replicas too.
+They are no parameters. Once a step, before gradients are reduced, a replica's gradient is sent to
+the rank whose own the expert is and added to its gradient there; after the update that rank sends
+the new weights. So master weights, moments, gradient norm and checkpoints know every expert once,
+on the rank that holds it without replicas too.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ class Replicas:
         self._group, self._copies, self.parts = run.mesh.group("ep"), copies, tuple(parts)
         shapes = [(spare, *part.placement.local[1:]) for part in parts]
         self._sends = torch.tensor(copies.sends, dtype=torch.int64, device=run.device)
-        self._weights = [nn.Parameter(torch.zeros(shape, dtype=run.dtype, device=run.device)) for shape in shapes]
-        self._grads = [torch.zeros(shape, dtype=torch.float32, device=run.device) for shape in shapes]
+        self._weights = [
+            nn.Parameter(torch.zeros(shape, dtype=run.dtype, device=run.device)) for shape in shapes
+        ]
+        self._grads = [
+            torch.zeros(shape, dtype=torch.float32, device=run.device) for shape in shapes
+        ]
         self._lacking: set[int] = set()
         for number, weight in enumerate(self._weights):
             weight.register_post_accumulate_grad_hook(self._accumulate(number))
@@ -55,13 +61,16 @@ class Replicas:
         self._lacking = set(range(len(self.parts)))
 
     def send_home(self, grads: Sequence[torch.Tensor]) -> None:
-        """Send what others own, and add what the replicas of this rank's own experts were given to `grads`."""
+        """Send what others own, and add what the replicas of this rank's own experts were given to
+        `grads`."""
         copies = self._copies
         for number, (grad, own) in enumerate(zip(self._grads, grads, strict=True)):
             if number in self._lacking:
                 grad.zero_()
             came = all_to_all(grad, self._group, send=copies.receive, receive=copies.send)
-            for row, slot in zip(came, copies.sends, strict=True):  # in their order: a scatter would not keep to it
+            for row, slot in zip(
+                came, copies.sends, strict=True
+            ):  # in their order: a scatter would not keep to it
                 own[slot].add_(row)
 
     @torch.no_grad()
@@ -69,13 +78,22 @@ class Replicas:
         """Take the weights of the ranks whose own these experts are."""
         for weight, part in zip(self._weights, self.parts, strict=True):
             going = part.weight.detach()[self._sends]
-            weight.copy_(all_to_all(going, self._group, send=self._copies.send, receive=self._copies.receive))
+            weight.copy_(
+                all_to_all(going, self._group, send=self._copies.send, receive=self._copies.receive)
+            )
 
     def memory(self) -> list[MemoryRow]:
         """Bytes held."""
         return [
-            MemoryRow(component=component, module=Module.EXPERTS, bytes=sum(tensor.nbytes for tensor in tensors))
-            for component, tensors in ((Component.WEIGHTS, self._weights), (Component.GRADIENTS, self._grads))
+            MemoryRow(
+                component=component,
+                module=Module.EXPERTS,
+                bytes=sum(tensor.nbytes for tensor in tensors),
+            )
+            for component, tensors in (
+                (Component.WEIGHTS, self._weights),
+                (Component.GRADIENTS, self._grads),
+            )
         ]
 
     def resident(self, tensor: torch.Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Rotary frequencies and their scaling for longer contexts, as Hugging Face configurations say them."""
+"""Rotary frequencies and their scaling for longer contexts, as Hugging Face configurations say
+them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from moewright.spec.model import RopeSpec
 def frequencies(spec: RopeSpec, dim: int, *, rounded: bool = True) -> tuple[torch.Tensor, float]:
     """Angles a position [dim/2] fp64, and the factor on cos and sin.
 
-    linear divides all by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those that turn less than `beta_slow`
-    times over the original context, keeps those above `beta_fast`, and blends between; `rounded` says whether the
-    blend's bounds are whole dims. llama3 does so by wavelength, between its low and high frequency factors.
+    linear divides all by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those that turn
+    less than `beta_slow` times over the original context, keeps those above `beta_fast`, and blends
+    between; `rounded` says whether the blend's bounds are whole dims. llama3 does so by wavelength,
+    between its low and high frequency factors.
     """
     plain = spec.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if spec.scaling == "linear":
@@ -24,13 +26,16 @@ def frequencies(spec: RopeSpec, dim: int, *, rounded: bool = True) -> tuple[torc
         return plain / spec.factor * (1 - keep) + plain * keep, _yarn_magnitude(spec)
     if spec.scaling == "llama3":
         turns = spec.original_max_position * plain / (2 * math.pi)  # over the original context
-        keep = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+        keep = (
+            (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+        ).clamp(0, 1)
         return plain / spec.factor * (1 - keep) + plain * keep, 1.0
     return plain, 1.0
 
 
 def softmax_factor(spec: RopeSpec) -> float:
-    """What latent attention multiplies 1 / sqrt(head dim) by under yarn (DeepSeek-V2's modeling code)."""
+    """What latent attention multiplies 1 / sqrt(head dim) by under yarn (DeepSeek-V2's modeling
+    code)."""
     if spec.scaling == "default" or not spec.mscale_all_dim:
         return 1.0
     return _magnitude(spec.factor, spec.mscale_all_dim) ** 2
@@ -40,7 +45,11 @@ def _yarn_keep(spec: RopeSpec, dim: int, *, rounded: bool) -> torch.Tensor:
     """1 where the plain frequency stays, 0 where it is divided, [dim/2]."""
 
     def dim_of(turns: float) -> float:
-        return dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        return (
+            dim
+            * math.log(spec.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(spec.theta))
+        )
 
     low, high = dim_of(spec.beta_fast), dim_of(spec.beta_slow)
     if rounded:

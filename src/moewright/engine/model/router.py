@@ -1,6 +1,8 @@
-"""The router: scores, the one selection that feeds dispatch, auxiliary losses, expert bias and statistics, and losses.
+"""The router: scores, the one selection that feeds dispatch, auxiliary losses, expert bias and
+statistics, and losses.
 
-Formulas: docs/formulas.md 4. Shapes: T tokens of this rank, E experts in all, k experts a token, B sequences.
+Formulas: docs/formulas.md 4. Shapes: T tokens of this rank, E experts in all, k experts a token, B
+sequences.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from moewright.spec.workload import Assignment, DropPolicy, LossSpec, RouterDtyp
 
 _NOBODY = 1e-290  # under a column sum of exponentials in fp64, all of which may have vanished
 _SETTLED = 1e-4  # Sinkhorn's scales move by less, on average (Megatron-LM)
-_MOST_ITERATIONS = 10_000  # beyond, an expert that nobody wants keeps the scales moving by less and less
+_MOST_ITERATIONS = (
+    10_000  # beyond, an expert that nobody wants keeps the scales moving by less and less
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selected:
-    """The experts of every token: ids [T,k] int64, weights [T,k] and scores [T,E] in the logits' dtype, counts [E]
-    int64.
+    """The experts of every token: ids [T,k] int64, weights [T,k] and scores [T,E] in the logits'
+    dtype, counts [E] int64.
     """
 
     experts: torch.Tensor
@@ -42,15 +46,20 @@ class Selected:
     counts: torch.Tensor
 
     def within(self, rows: int, policy: DropPolicy) -> torch.Tensor:
-        """The ids [T,k] with E where an expert already has `rows` rows; weights of the others stay as they are."""
+        """The ids [T,k] with E where an expert already has `rows` rows; weights of the others stay
+        as they are."""
         flat, extent = self.experts.flatten(), len(self.counts)
         first = torch.arange(len(flat), device=flat.device)
         if policy is DropPolicy.PROBS:
             first = self.weights.detach().flatten().argsort(descending=True, stable=True)
-        order = first[flat[first].argsort(stable=True)]  # by expert, then by what the policy prefers
+        order = first[
+            flat[first].argsort(stable=True)
+        ]  # by expert, then by what the policy prefers
         starts = self.counts.cumsum(0) - self.counts
         late = torch.arange(len(flat), device=flat.device) - starts[flat[order]] >= rows
-        dropped = torch.empty_like(late).scatter_(0, order, late)  # a mask: the host need not know how many
+        dropped = torch.empty_like(late).scatter_(
+            0, order, late
+        )  # a mask: the host need not know how many
         return flat.masked_fill(dropped, extent).view_as(self.experts)
 
 
@@ -63,8 +72,8 @@ def select(
 ) -> Selected:
     """Choose by score plus bias (or take the `forced` experts); weigh by the scores alone.
 
-    Softmax renormalised over the chosen is the softmax over the chosen alone. Gradients reach the logits through the
-    weights and the scores, never through the choice.
+    Softmax renormalised over the chosen is the softmax over the chosen alone. Gradients reach the
+    logits through the weights and the scores, never through the choice.
     """
     experts, weights, scores = kernels.weigh(logits_TE, spec, bias_E, forced_Tk)
     counts = count_rows(experts, logits_TE.shape[1])
@@ -73,10 +82,12 @@ def select(
 
 @torch.no_grad()
 def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
-    """exp(logits) [T,E] fp64 with rows and columns scaled so that each row sums to 1 and each column to T / E, by turns
-    `iterations` times, or until the scales settle where that is 0 (docs/formulas.md 4).
+    """exp(logits) [T,E] fp64 with rows and columns scaled so that each row sums to 1 and each
+    column to T / E, by turns `iterations` times, or until the scales settle where that is 0
+    (docs/formulas.md 4).
 
-    A row's maximum is taken off its logits first, which its scale makes up for, so that nothing overflows.
+    A row's maximum is taken off its logits first, which its scale makes up for, so that nothing
+    overflows.
     """
     wide = logits_TE.double()
     kernel = (wide - wide.amax(1, keepdim=True)).exp()
@@ -91,9 +102,11 @@ def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
 
 
 def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
-    """This rank's part of E * sum_i f_i P_i (docs/formulas.md 4), whose tokens the `sharers` hold in equal numbers.
+    """This rank's part of E * sum_i f_i P_i (docs/formulas.md 4), whose tokens the `sharers` hold
+    in equal numbers.
 
-    f is the `share` of routed rows, of all tokens together [E] or of each token's sequence [T,E]; P the mean score.
+    f is the `share` of routed rows, of all tokens together [E] or of each token's sequence [T,E]; P
+    the mean score.
     """
     tokens, experts = scores_TE.shape
     if share.dim() == 1:
@@ -102,20 +115,23 @@ def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, sharers: Group) -
 
 
 def z_loss(logits_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
-    """This rank's part of the mean squared log-sum-exp of the router logits (docs/formulas.md 4)."""
+    """This rank's part of the mean squared log-sum-exp of the router logits (docs/formulas.md
+    4)."""
     return torch.logsumexp(logits_TE, -1).square().mean() / sharers.size
 
 
 def coefficients_of(loss: LossSpec) -> tuple[float, float, float, float]:
-    """Of the auxiliary losses of a router, as it returns them: over micro-batch, sequences, global batch; z."""
+    """Of the auxiliary losses of a router, as it returns them: over micro-batch, sequences, global
+    batch; z."""
     return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
 
 
 class Router(Weight):
-    """Tokens [T,H] -> the selection, and this rank's part of each auxiliary loss, coefficients applied: [4] in the
-    order of `coefficients_of`.
+    """Tokens [T,H] -> the selection, and this rank's part of each auxiliary loss, coefficients
+    applied: [4] in the order of `coefficients_of`.
 
-    `number` is the layer's. The selection bias, where the model has one, is no parameter: no gradient reaches it.
+    `number` is the layer's. The selection bias, where the model has one, is no parameter: no
+    gradient reaches it.
     """
 
     ledger_module = Module.ROUTER
@@ -127,23 +143,36 @@ class Router(Weight):
         self._run, self._spec, self.number = run, run.model.moe.router, number
         self.bias = Vector(run, experts) if self._spec.logit_bias else None
         self._training = run.workload.router
-        self._dtype = torch.float64 if self._training.router_dtype is RouterDtype.FP64 else torch.float32
-        self._routed = torch.zeros(experts, dtype=torch.int64, device=run.device)  # in this step, on all ranks
+        self._dtype = (
+            torch.float64 if self._training.router_dtype is RouterDtype.FP64 else torch.float32
+        )
+        self._routed = torch.zeros(
+            experts, dtype=torch.int64, device=run.device
+        )  # in this step, on all ranks
         self._passes = 0
-        self.selection_bias = torch.zeros(experts, device=run.device) if self._spec.selection_bias else None
+        self.selection_bias = (
+            torch.zeros(experts, device=run.device) if self._spec.selection_bias else None
+        )
 
     def forward(
         self, x_TH: torch.Tensor, decided: Decided | None = None, first: int | None = None
     ) -> tuple[Selected, torch.Tensor]:
-        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in Sequences."""
+        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in
+        Sequences."""
         noise = None
         if first is not None and self._training.jitter_eps:
             noise = partial(self._noise, first, *x_TH.shape)
-        logits = self.biased(RouterLinear.apply(x_TH, self.weight, self._run.books, self._dtype, noise))
+        logits = self.biased(
+            RouterLinear.apply(x_TH, self.weight, self._run.books, self._dtype, noise)
+        )
         experts = decided.experts if decided else None
         if experts is None:
             experts = self._forced(*logits.shape)
-        if experts is None and first is not None and self._training.assignment is Assignment.SINKHORN:
+        if (
+            experts is None
+            and first is not None
+            and self._training.assignment is Assignment.SINKHORN
+        ):
             experts = self._evened(logits)
         selected = select(logits, self._spec, self._run.kernels, self.selection_bias, experts)
         shares = decided.shares if decided else None
@@ -155,23 +184,32 @@ class Router(Weight):
         return selected, self._losses(logits, selected, shares)
 
     def _noise(self, first: int, tokens: int, width: int) -> torch.Tensor:
-        """Factors [T,H] fp32 of the router's input in training, by the number of the token over all of training."""
+        """Factors [T,H] fp32 of the router's input in training, by the number of the token over all
+        of training."""
         run, eps = self._run, self._training.jitter_eps
         layout, places = run.mesh.layout, run.positions
         listed = tokens * (layout.tp if layout.sp else 1)  # a TP group shares a list of tokens
         start = run.mesh.coordinate("tp") * tokens if layout.sp else 0
-        numbers = (first + torch.arange(listed // len(places)))[:, None] * run.workload.seq_len + places
+        numbers = (first + torch.arange(listed // len(places)))[
+            :, None
+        ] * run.workload.seq_len + places
         here = numbers.flatten()[start : start + tokens].to(run.device)
-        return uniform(here, width, seed=run.workload.seed, stream=self.number).mul_(2 * eps).add_(1 - eps)
+        return (
+            uniform(here, width, seed=run.workload.seed, stream=self.number)
+            .mul_(2 * eps)
+            .add_(1 - eps)
+        )
 
     @torch.no_grad()
     def _evened(self, logits: torch.Tensor) -> torch.Tensor:
-        """The experts [t,k] that Sinkhorn gives this rank's tokens, over all of the micro-batch: every rank that shares
-        it finds the same scales.
+        """The experts [t,k] that Sinkhorn gives this rank's tokens, over all of the micro-batch:
+        every rank that shares it finds the same scales.
         """
         sharers, tokens = self._run.mesh.group("tp_cp"), len(logits)
         scaled = sinkhorn(gather(logits, sharers), self._training.sinkhorn_iterations)
-        return reference.choose(scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec)
+        return reference.choose(
+            scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec
+        )
 
     def begin_step(self) -> None:
         """Forget the counts of the last global batch."""
@@ -187,19 +225,25 @@ class Router(Weight):
             load = counts_E.to(self.selection_bias)
             self.selection_bias += self._training.bias_update_rate * (load.mean() - load).sign()
 
-    def _losses(self, logits: torch.Tensor, selected: Selected, shares: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _losses(
+        self, logits: torch.Tensor, selected: Selected, shares: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
         coefficients, known, scores = coefficients_of(loss), iter(shares), selected.scores
         if shares and self._spec.score is not ScoreFunction.SOFTMAX:
             scores = scores / (scores.sum(-1, keepdim=True) + reference.TINY)
-        parts = [c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]]
+        parts = [
+            c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]
+        ]
         parts.append(loss.z_coeff * z_loss(logits, sharers) if loss.z_coeff else None)
-        return torch.stack([logits.new_zeros(()) if part is None else part for part in parts]).float()
+        return torch.stack(
+            [logits.new_zeros(()) if part is None else part for part in parts]
+        ).float()
 
     @torch.no_grad()
     def _shares(self, selected: Selected) -> tuple[torch.Tensor, ...]:
-        """The share of routed rows that each expert got, for each balance loss that is on: of the micro-batch [E], of
-        each token's sequence [T,E], of the global batch so far [E].
+        """The share of routed rows that each expert got, for each balance loss that is on: of the
+        micro-batch [E], of each token's sequence [T,E], of the global batch so far [E].
         """
         loss, mesh, rows = self._run.workload.loss, self._run.mesh, selected.experts.numel()
         sharers, everyone, found = mesh.group("tp_cp"), mesh.group("tp_cp_dp"), []
@@ -214,7 +258,8 @@ class Router(Weight):
         return tuple(found)
 
     def _sequence_shares(self, selected: Selected, sharers: Group) -> torch.Tensor:
-        """A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of every sequence."""
+        """A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of
+        every sequence."""
         layout, (tokens, experts) = self._run.mesh.layout, selected.scores.shape
         here = self._run.workload.seq_len // layout.cp
         first = self._run.mesh.coordinate("tp") * tokens if layout.sp else 0
@@ -222,17 +267,22 @@ class Router(Weight):
         sequences = tokens * (layout.tp if layout.sp else 1) // here
         places = sequence[:, None] * experts + selected.experts
         counts = all_reduce(count_rows(places, sequences * experts), sharers)
-        return (counts.view(sequences, experts) / (here * layout.cp * selected.experts.shape[1]))[sequence]
+        return (counts.view(sequences, experts) / (here * layout.cp * selected.experts.shape[1]))[
+            sequence
+        ]
 
     @torch.no_grad()
     def _forced(self, tokens: int, experts: int) -> torch.Tensor | None:
-        """The experts that a benchmark gives its tokens, [T,k]: in turn, or by a noisy fixed preference."""
+        """The experts that a benchmark gives its tokens, [T,k]: in turn, or by a noisy fixed
+        preference."""
         training, top_k = self._training, self._spec.top_k
         if training.force is RouterForce.NONE:
             return None
         if training.force is RouterForce.BALANCED:
             # The dispatcher counts on this order where it does not look at the counts.
-            return (torch.arange(tokens * top_k, device=self._run.device) % experts).view(tokens, top_k)
+            return (torch.arange(tokens * top_k, device=self._run.device) % experts).view(
+                tokens, top_k
+            )
         dice = torch.Generator().manual_seed(self._run.workload.seed + self.number)
         liking = training.force_std * torch.randn(experts, generator=dice)
         noise = -torch.empty(tokens, experts).exponential_(generator=dice).log()
@@ -247,7 +297,12 @@ def routers_of(model: torch.nn.Module) -> tuple[Router, ...]:
 def biases_of(model: torch.nn.Module) -> list[Piece]:
     """The selection biases of a model, as what a checkpoint holds of them."""
     return [
-        Piece(name=selection_bias_name(router.number), global_shape=tuple(bias.shape), offsets=(0,), tensor=bias)
+        Piece(
+            name=selection_bias_name(router.number),
+            global_shape=tuple(bias.shape),
+            offsets=(0,),
+            tensor=bias,
+        )
         for router in routers_of(model)
         if (bias := router.selection_bias) is not None
     ]

@@ -1,10 +1,12 @@
-"""Noise that depends on what it is for, not on where or when it is made: the same in any layout and in any replay."""
+"""Noise that depends on what it is for, not on where or when it is made: the same in any layout and
+in any replay."""
 
 from __future__ import annotations
 
 import torch
 
-# Odd 64-bit constants of SplitMix64 (Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators), signed.
+# Odd 64-bit constants of SplitMix64 (Steele, Lea, Flood 2014, Fast splittable pseudorandom number
+# generators), signed.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)

@@ -1,4 +1,5 @@
-"""The decoder: the part of the model that one rank holds, from token ids to the loss of each token."""
+"""The decoder: the part of the model that one rank holds, from token ids to the loss of each
+token."""
 
 from __future__ import annotations
 
@@ -38,12 +39,13 @@ from moewright.spec.model import AttentionKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), the sum of the nll of
-    its MTP depths; of its MoE layers the auxiliary losses [layers, 4] as a Router returns them, counts [layers, E].
+    """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), the
+    sum of the nll of its MTP depths; of its MoE layers the auxiliary losses [layers, 4] as a Router
+    returns them, counts [layers, E].
 
-    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary; empty where none are
-    kept, unless they were asked for. Both are empty after a chunk without the loss. The TP group shares one nll; the
-    auxiliary losses and the counts of its ranks add up.
+    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary;
+    empty where none are kept, unless they were asked for. Both are empty after a chunk without the
+    loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks add up.
     """
 
     hidden_tH: torch.Tensor
@@ -60,21 +62,30 @@ class Layer(nn.Module):
     def __init__(self, run: Runtime, number: int) -> None:
         super().__init__()
         self._run = run
-        # Fused into the QKV projection for GQA in the stacks that the rules are held against: only MLA replays it.
+        # Fused into the QKV projection for GQA in the stacks that the rules are held against: only
+        # MLA replays it.
         latent = run.model.attention.kind is AttentionKind.MLA
         self._replays_input = latent and run.replays(Recompute.LAYERNORM)
-        self.input_norm = Norm(run, run.model.hidden_size, replayed=self._replays_input, of_hidden=True)
+        self.input_norm = Norm(
+            run, run.model.hidden_size, replayed=self._replays_input, of_hidden=True
+        )
         self.attention = LatentAttention(run) if latent else Attention(run, number)
-        self.post_norm = Norm(run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM), of_hidden=True)
-        self._is_moe = run.model.moe_layers[min(number, run.model.layers - 1)]  # MTP depths are like the last layer
+        self.post_norm = Norm(
+            run, run.model.hidden_size, replayed=run.replays(Recompute.LAYERNORM), of_hidden=True
+        )
+        self._is_moe = run.model.moe_layers[
+            min(number, run.model.layers - 1)
+        ]  # MTP depths are like the last layer
         if self._is_moe:
             self.moe = Moe(run, number)
         else:
             self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
 
-    def forward(self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The new hidden state; after a MoE layer, the auxiliary losses and the expert counts too. `decided` is of the
-        replayed block that this is part of, None outside of one.
+    def forward(
+        self, decided: Decided | None, batch: Sequences, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The new hidden state; after a MoE layer, the auxiliary losses and the expert counts too.
+        `decided` is of the replayed block that this is part of, None outside of one.
         """
         run, keeper = self._run, self._run.keeper
         with keeper.offload(x_tH, asked=run.offloads(Offload.ATTN_NORM)):
@@ -86,7 +97,9 @@ class Layer(nn.Module):
         with keeper.offload(x_tH, asked=run.offloads(Offload.MLP_NORM)):
             with run.books.within(Module.NORM):
                 normed = self.post_norm(x_tH)
-            with keeper.discard(normed, self.post_norm, x_tH, asked=run.replays(Recompute.LAYERNORM)):
+            with keeper.discard(
+                normed, self.post_norm, x_tH, asked=run.replays(Recompute.LAYERNORM)
+            ):
                 if not self._is_moe:
                     return (x_tH + self.mlp(normed),)
                 out, aux, counts = self.moe(normed, decided, batch.first)
@@ -94,8 +107,8 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The chunks of the model that one rank holds. Layers keep their global numbers; a table that is both embedding and
-    head is held once.
+    """The chunks of the model that one rank holds. Layers keep their global numbers; a table that
+    is both embedding and head is held once.
     """
 
     def __init__(self, run: Runtime, chunks: Sequence[Chunk]) -> None:
@@ -105,10 +118,16 @@ class Transformer(nn.Module):
         self._rotary = RotaryTable(run)
         embeds = (last and tied) or any(chunk.embedding or chunk.mtp for chunk in chunks)
         self.embedding = Embedding(run) if embeds else None
-        self.layers = nn.ModuleDict({str(i): Layer(run, i) for chunk in chunks for i in chunk.layers})
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(run, i) for chunk in chunks for i in chunk.layers}
+        )
         self.final_norm = Norm(run, run.model.hidden_size, of_hidden=True) if last else None
         self.head = Head(run) if (last or any(chunk.mtp for chunk in chunks)) and not tied else None
-        depths = [number for chunk in chunks for number in chunk_layers(run.model, chunk)[len(chunk.layers) :]]
+        depths = [
+            number
+            for chunk in chunks
+            for number in chunk_layers(run.model, chunk)[len(chunk.layers) :]
+        ]
         self._depths = tuple(Depth(run, Layer(run, number)) for number in depths)
         self.mtp = nn.ModuleDict({str(place): depth for place, depth in enumerate(self._depths)})
 
@@ -121,7 +140,8 @@ class Transformer(nn.Module):
         first: int | None = None,
         logits: bool = False,
     ) -> Output:
-        """One chunk, from the hidden state after the chunk before it, or from the ids where it holds the embedding.
+        """One chunk, from the hidden state after the chunk before it, or from the ids where it
+        holds the embedding.
 
         `first` as in Sequences; `logits`: whole ones are wanted, whatever the layout makes of them.
         """
@@ -149,13 +169,23 @@ class Transformer(nn.Module):
             hidden_tH, *routed = depth(embedded_tH, hidden_tH, lie, again)
             losses += routed[::2]
             counts += routed[1::2]
-            ahead_nll = ahead_nll + self._loss(depth.final_norm, hidden_tH, targets_BS, whole=False)[0].sum()
-        aux = torch.stack(losses) if losses else nll.new_zeros(0, len(coefficients_of(self._run.workload.loss)))
+            ahead_nll = (
+                ahead_nll
+                + self._loss(depth.final_norm, hidden_tH, targets_BS, whole=False)[0].sum()
+            )
+        aux = (
+            torch.stack(losses)
+            if losses
+            else nll.new_zeros(0, len(coefficients_of(self._run.workload.loss)))
+        )
         counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-        return Output(hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=seen, aux=aux, counts=counted)
+        return Output(
+            hidden_tH=x_tH, nll=nll, ahead_nll=ahead_nll, logits=seen, aux=aux, counts=counted
+        )
 
     def _checkpoints(self, numbers: Sequence[int]) -> Iterator[tuple[list[nn.Module], bool]]:
-        """The layers of a chunk, those that one checkpoint of full recompute covers together, and whether it does."""
+        """The layers of a chunk, those that one checkpoint of full recompute covers together, and
+        whether it does."""
         layout = self._run.mesh.layout
         for place in range(0, len(numbers), layout.recompute_span):
             together = numbers[place : place + layout.recompute_span]
@@ -165,12 +195,15 @@ class Transformer(nn.Module):
     def _through(
         self, layers: list[nn.Module], again: bool, batch: Sequences, x_tH: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What the layers make of `x_tH`, and the auxiliary losses and the counts of each MoE layer among them."""
+        """What the layers make of `x_tH`, and the auxiliary losses and the counts of each MoE layer
+        among them."""
         if not again:
             return _in_turn(layers, [None] * len(layers), batch, x_tH)
         with self._run.books.within(Module.NORM):
             decided = [Decided() for _ in layers]
-            out: tuple[torch.Tensor, ...] = replayed(self._run.books, partial(_in_turn, layers, decided, batch), x_tH)
+            out: tuple[torch.Tensor, ...] = replayed(
+                self._run.books, partial(_in_turn, layers, decided, batch), x_tH
+            )
             return out
 
     def _loss(
@@ -184,7 +217,10 @@ class Transformer(nn.Module):
 
 
 def _in_turn(
-    layers: Sequence[nn.Module], decided: Sequence[Decided | None], batch: Sequences, x_tH: torch.Tensor
+    layers: Sequence[nn.Module],
+    decided: Sequence[Decided | None],
+    batch: Sequences,
+    x_tH: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
     for layer, known in zip(layers, decided, strict=True):
@@ -194,10 +230,12 @@ def _in_turn(
 
 
 def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
-    """This rank's part of a fresh parameter, fp32, drawn by global name and global expert: the same in every layout.
+    """This rank's part of a fresh parameter, fp32, drawn by global name and global expert: the same
+    in every layout.
 
-    Matrices are normal with the model's initializer_range; those that write into the residual stream are scaled by
-    1 / sqrt(2 * layers) (GPT-2). Norm weights are 1, biases 0, attention sinks normal.
+    Matrices are normal with the model's initializer_range; those that write into the residual
+    stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are 1, biases 0, attention sinks
+    normal.
     """
     at = slot.placement
     if slot.name.endswith(".bias"):
@@ -208,12 +246,18 @@ def initial_value(slot: Slot, run: Runtime) -> torch.Tensor:
     if slot.name.endswith((".o.weight", ".down.weight")):
         std /= math.sqrt(2 * run.model.layers)
     value = torch.zeros(at.local)
-    mine = tuple(slice(offset, offset + size) for offset, size in zip(at.offsets, at.inside, strict=True))
+    mine = tuple(
+        slice(offset, offset + size) for offset, size in zip(at.offsets, at.inside, strict=True)
+    )
     if ".experts." not in slot.name:
-        value[tuple(map(slice, at.inside))] = normal(run.workload.seed, slot.name, at.whole, std)[mine]
+        value[tuple(map(slice, at.inside))] = normal(run.workload.seed, slot.name, at.whole, std)[
+            mine
+        ]
         return value
     for place, expert in enumerate(at.rows or range(mine[0].start, mine[0].stop)):
-        value[place] = normal(run.workload.seed, f"{slot.name}[{expert}]", at.whole[1:], std)[mine[1:]]
+        value[place] = normal(run.workload.seed, f"{slot.name}[{expert}]", at.whole[1:], std)[
+            mine[1:]
+        ]
     return value
 
 

@@ -1,8 +1,8 @@
 """Embedding and loss over a vocabulary that is cut over the tensor-parallel group.
 
-A rank holds V rows of the table, from `start` on; where the group does not divide the vocabulary the last V - size rows
-are padding, which no token names and no probability reaches.
-Shapes: t of the T tokens of the group are this rank's between blocks; K width.
+A rank holds V rows of the table, from `start` on; where the group does not divide the vocabulary
+the last V - size rows are padding, which no token names and no probability reaches. Shapes: t of
+the T tokens of the group are this rank's between blocks; K width.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class Embed(torch.autograd.Function):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is negative.
+    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is
+    negative.
 
-    Softmax is taken in fp32 over a few rows at a time. Keeps logits, targets and, when the vocabulary is cut, the log
-    of the partition sum [T].
+    Softmax is taken in fp32 over a few rows at a time. Keeps logits, targets and, when the
+    vocabulary is cut, the log of the partition sum [T].
     """
 
     @staticmethod
@@ -99,13 +100,19 @@ class CrossEntropy(torch.autograd.Function):
         grad_T = grad_T.masked_fill(columns_T < 0, 0.0)
         if rest:
             columns_T = ctx.part.columns(columns_T)
-        return ctx.kernels.losses_backward(grad_T, logits_TV, columns_T, log_sum, ctx.part.size), None, None, None
+        return (
+            ctx.kernels.losses_backward(grad_T, logits_TV, columns_T, log_sum, ctx.part.size),
+            None,
+            None,
+            None,
+        )
 
 
 def _partition(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two all-reduces."""
+    """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two
+    all-reduces."""
     top = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
     if part.size:
         top = logits_TV.amax(-1).float()

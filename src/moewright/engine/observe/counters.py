@@ -1,8 +1,8 @@
 """Books: what really ran on this rank, counted for the ledger.
 
-Bytes come from the tensors and buffers themselves, FLOPs from the shapes of the operations torch dispatched, saved
-activations from the tensors autograd kept. Nothing here knows a formula of the planner: otherwise the equality of
-prediction and count would prove nothing.
+Bytes come from the tensors and buffers themselves, FLOPs from the shapes of the operations torch
+dispatched, saved activations from the tensors autograd kept. Nothing here knows a formula of the
+planner: otherwise the equality of prediction and count would prove nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from moewright.engine.kernels.matmul import GROUP_BY_GROUP, ONEDNN_LINEAR
 from moewright.engine.memory.weight_gradients import Later
 from moewright.engine.observe.step_timing import Waits
 from moewright.spec.hardware import Collective
-from moewright.spec.ledger import CommRow, Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, TimeRow
+from moewright.spec.ledger import (
+    CommRow,
+    Component,
+    FlopOp,
+    FlopRow,
+    Ledger,
+    MemoryRow,
+    Module,
+    TimeRow,
+)
 
 _aten = torch.ops.aten
 
@@ -40,7 +49,8 @@ def _linear(args: _Args, named: _Named) -> int:
 
 
 def _grouped_mm(args: _Args, named: _Named) -> int:
-    """[R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over all rows once."""
+    """[R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over
+    all rows once."""
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
 
@@ -51,8 +61,8 @@ def _bmm(args: _Args, named: _Named) -> int:
 
 
 def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
-    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half of them, or those
-    that a mask leaves.
+    """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half
+    of them, or those that a mask leaves.
     """
     q, v = args[0], args[2]
     batch, heads, rows, dim = q.shape
@@ -64,7 +74,9 @@ def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
 
 
 def _attention_forward(args: _Args, named: _Named) -> int:
-    return _attention(args, named, causal=len(args) > 4 and args[4])  # torch leaves out arguments of their default
+    return _attention(
+        args, named, causal=len(args) > 4 and args[4]
+    )  # torch leaves out arguments of their default
 
 
 def _attention_backward_on_cpu(args: _Args, named: _Named) -> int:
@@ -76,9 +88,11 @@ def _attention_backward(args: _Args, named: _Named) -> int:
     return 2 * _attention(args[1:], named, causal=args[11])
 
 
-def _attention_of_runs(q: Any, v: Any, starts: Any, seen: Any, named: _Named, *, causal: bool) -> int:
-    """All pairs of each run of queries with its run of keys, the causal half of them, or of either a window's part:
-    q [T,heads,Dq], v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
+def _attention_of_runs(
+    q: Any, v: Any, starts: Any, seen: Any, named: _Named, *, causal: bool
+) -> int:
+    """All pairs of each run of queries with its run of keys, the causal half of them, or of either
+    a window's part: q [T,heads,Dq], v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
     """
     columns = getattr(v, "true_width", v.shape[2])
     lengths, others = starts.diff().long(), seen.diff().long()
@@ -104,7 +118,11 @@ _FLOPS: tuple[tuple[str, FlopOp, Callable[[_Args, _Named], int]], ...] = (
     ("bmm", FlopOp.GEMM, _bmm),
     ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm),
     ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention_forward),
-    ("_scaled_dot_product_flash_attention_for_cpu_backward", FlopOp.ATTENTION, _attention_backward_on_cpu),
+    (
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        FlopOp.ATTENTION,
+        _attention_backward_on_cpu,
+    ),
     ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention_forward),
     ("_scaled_dot_product_flash_attention_backward", FlopOp.ATTENTION, _attention_backward),
     ("_flash_attention_forward", FlopOp.ATTENTION, _attention_of_runs_forward),
@@ -121,12 +139,18 @@ class _FlopMode(TorchDispatchMode):
     def __init__(self, books: Books) -> None:
         super().__init__()
         self._books = books
-        self._rules = {getattr(_aten, name): (op, rule) for name, op, rule in _FLOPS if hasattr(_aten, name)}
-        self._rules |= {GROUP_BY_GROUP: (FlopOp.GROUPED_GEMM, _grouped_mm), ONEDNN_LINEAR: (FlopOp.GEMM, _linear)}
+        self._rules = {
+            getattr(_aten, name): (op, rule) for name, op, rule in _FLOPS if hasattr(_aten, name)
+        }
+        self._rules |= {
+            GROUP_BY_GROUP: (FlopOp.GROUPED_GEMM, _grouped_mm),
+            ONEDNN_LINEAR: (FlopOp.GEMM, _linear),
+        }
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: wrapping the rule below against a compiler imports the compiler, two seconds in every rank."""
+        """No: wrapping the rule below against a compiler imports the compiler, two seconds in every
+        rank."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,10 +176,14 @@ class Books:
         self.waits = Waits(blocking=blocking)  # kept whether counting or not
         self.comm: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
-        self._alive: dict[tuple[int, int], dict[Module, int]] = {}  # kept by each (micro-batch, chunk) in flight
+        self._alive: dict[
+            tuple[int, int], dict[Module, int]
+        ] = {}  # kept by each (micro-batch, chunk) in flight
         self._peak_saved: dict[Module, int] = {}
         self._peak_alive = 0
-        self.later = Later()  # not counted: whoever is handed the books, for what runs inside a step, needs it too
+        self.later = (
+            Later()
+        )  # not counted: whoever is handed the books, for what runs inside a step, needs it too
         self._places = [Where(module=Module.OTHER, depth=False)]
         self._counting = False
         self.making_on_host = False
@@ -172,10 +200,13 @@ class Books:
 
     @contextmanager
     def within(self, place: Module | Where) -> Iterator[None]:
-        """Attribute what runs inside to a module; all of an MTP depth but its router is the depth's."""
+        """Attribute what runs inside to a module; all of an MTP depth but its router is the
+        depth's."""
         if isinstance(place, Module):
             depth = self.where.depth or place is Module.MTP
-            place = Where(module=Module.MTP if depth and place is not Module.ROUTER else place, depth=depth)
+            place = Where(
+                module=Module.MTP if depth and place is not Module.ROUTER else place, depth=depth
+            )
         self._places.append(place)
         try:
             yield
@@ -184,7 +215,8 @@ class Books:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What is made inside lies in host memory, even where the device stands for one with memory of its own."""
+        """What is made inside lies in host memory, even where the device stands for one with memory
+        of its own."""
         self.making_on_host = True
         try:
             yield
@@ -216,11 +248,12 @@ class Books:
     def saving(
         self, key: tuple[int, int], resident: Callable[[torch.Tensor], bool]
     ) -> Iterator[Callable[[torch.Tensor], None] | None]:
-        """Count the storages that the forward of `key` (micro-batch, chunk) keeps for backward until `released`, each
-        once, by the module that kept it first.
+        """Count the storages that the forward of `key` (micro-batch, chunk) keeps for backward
+        until `released`, each once, by the module that kept it first.
 
-        Gives what to call with every tensor that is kept, or None when nothing is counted. `resident` tells tensors
-        that live anyway (weights, caches). The count of the fullest moment is kept.
+        Gives what to call with every tensor that is kept, or None when nothing is counted.
+        `resident` tells tensors that live anyway (weights, caches). The count of the fullest moment
+        is kept.
         """
         if not self._counting:
             yield None
@@ -266,7 +299,9 @@ class Books:
         return Ledger(
             rank=rank,
             pp_rank=pp_rank,
-            memory=tuple(sorted((r for r in held if r.bytes), key=lambda r: (r.component, r.module))),
+            memory=tuple(
+                sorted((r for r in held if r.bytes), key=lambda r: (r.component, r.module))
+            ),
             comm=tuple(
                 CommRow(op=op, group=group, bytes=nbytes, calls=calls)
                 for (op, group), (nbytes, calls) in sorted(self.comm.items())

@@ -1,4 +1,5 @@
-"""The profiler's window: kernels, operations and module ranges of some steps, as Chrome traces that Perfetto opens."""
+"""The profiler's window: kernels, operations and module ranges of some steps, as Chrome traces that
+Perfetto opens."""
 
 from __future__ import annotations
 
@@ -23,9 +24,21 @@ class Window:
     """Watches the steps of one rank; `module` gives the ranges their names."""
 
     def __init__(
-        self, spec: ProfileSpec, run_dir: Path, *, rank: int, device: torch.device, module: torch.nn.Module
+        self,
+        spec: ProfileSpec,
+        run_dir: Path,
+        *,
+        rank: int,
+        device: torch.device,
+        module: torch.nn.Module,
     ) -> None:
-        self._spec, self._run_dir, self._rank, self._device, self._module = spec, run_dir, rank, device, module
+        self._spec, self._run_dir, self._rank, self._device, self._module = (
+            spec,
+            run_dir,
+            rank,
+            device,
+            module,
+        )
         self._watches = spec.end > 0 and rank in spec.ranks
         self._profiler: profile | None = None
         self._hooks: list[Any] = []
@@ -89,7 +102,8 @@ def _ranges(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
 
 
 def _of_rank(data: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The trace with its processes numbered and named by rank, so that ranks stand beside each other in one file."""
+    """The trace with its processes numbered and named by rank, so that ranks stand beside each
+    other in one file."""
     numbers: dict[Any, int] = {}
     for event in data["traceEvents"]:
         if "pid" not in event:
@@ -101,7 +115,8 @@ def _of_rank(data: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def merge(run_dir: Path) -> None:
-    """One file of all ranks' traces, a track for each rank and stream; nothing where there are none."""
+    """One file of all ranks' traces, a track for each rank and stream; nothing where there are
+    none."""
     paths = sorted((run_dir / FOLDER).glob("rank*.json"))
     if paths:
         events = [event for path in paths for event in json_data(path)["traceEvents"]]

@@ -1,4 +1,5 @@
-"""What a run leaves behind: one JSON line a step, TensorBoard where installed, the ledger, and a line on the screen."""
+"""What a run leaves behind: one JSON line a step, TensorBoard where installed, the ledger, and a
+line on the screen."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moewright.codec import PACES_FILE, Numbers, parse_json, read_text, to_data, write_json, write_text
+from moewright.codec import (
+    PACES_FILE,
+    Numbers,
+    parse_json,
+    read_text,
+    to_data,
+    write_json,
+    write_text,
+)
 from moewright.rules.expert_placement import rank_loads
 from moewright.rules.routing import load_of_counts, slot_rows
 from moewright.spec.errors import BadInput, Reason
@@ -40,7 +49,8 @@ class Sink(Protocol):
 class JsonLines:
     """steps.jsonl: the truth that every other view of a run is made from.
 
-    Steps at or past `first_step` were done after the last checkpoint and are about to be done again: they are dropped.
+    Steps at or past `first_step` were done after the last checkpoint and are about to be done
+    again: they are dropped.
     """
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
@@ -75,9 +85,12 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _step_of(line: str, where: str) -> int:
-    """The step that a line is about; sessions have none and are kept. Raises BadInput for what no run has written."""
+    """The step that a line is about; sessions have none and are kept. Raises BadInput for what no
+    run has written."""
     record = parse_json(line, where=where, numbers=Numbers.MEASURED)
-    step = record.get("step", 0) if isinstance(record, dict) and record.get("kind") in _KINDS else None
+    step = (
+        record.get("step", 0) if isinstance(record, dict) and record.get("kind") in _KINDS else None
+    )
     if not isinstance(step, int):
         rule = f"is not a record of one of {', '.join(_KINDS)}"
         raise BadInput(Reason(field=where, rule=rule, nearest="delete the line"))
@@ -85,7 +98,8 @@ def _step_of(line: str, where: str) -> int:
 
 
 class _Quiet:
-    """A text stream that falls silent when its reader leaves or its disk is full: a display must not end a run."""
+    """A text stream that falls silent when its reader leaves or its disk is full: a display must
+    not end a run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
@@ -131,11 +145,15 @@ class Screen:
             self._bar.start()
 
     def session(self, record: Session) -> None:
-        self._line("MFU: model FLOPs, causal attention counted half, over the peak; HFU: replays counted too")
+        self._line(
+            "MFU: model FLOPs, causal attention counted half, over the peak; HFU: replays counted too"
+        )
         if record.first_step > 1:
             self._line(f"continuing from step {record.first_step - 1}")
         if record.routing is not RouterForce.NONE:
-            self._line(f"experts are given, not chosen ({record.routing}): this measures speed, it does not train")
+            self._line(
+                f"experts are given, not chosen ({record.routing}): this measures speed, it does not train"
+            )
 
     def step(self, record: StepRecord) -> None:
         norm = "-" if record.skipped else f"{record.grad_norm:.3f}"
@@ -164,7 +182,8 @@ class Screen:
 
 
 def _beside(record: StepRecord) -> str:
-    """HFU where replays make it another figure, and the share of the step that this rank waited for others."""
+    """HFU where replays make it another figure, and the share of the step that this rank waited for
+    others."""
     hfu = f"  HFU {record.hfu:.1%}" if record.hfu > record.mfu else ""
     waited = sum(wait.seconds for wait in record.waits) / record.step_s if record.step_s else 0.0
     return f"{hfu}  waits {waited:.0%}" if record.waits else hfu
@@ -190,7 +209,11 @@ class TensorBoard:
             "train/grad_norm": record.grad_norm,
             "speed/tokens_per_s_per_rank": record.tokens_per_s_per_rank,
             "speed/mfu": record.mfu,
-            **{f"moe/{name}_layer_{load.layer}": value for load in record.loads for name, value in _scalars(load)},
+            **{
+                f"moe/{name}_layer_{load.layer}": value
+                for load in record.loads
+                for name, value in _scalars(load)
+            },
         }
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, record.step)
@@ -218,7 +241,10 @@ def _scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
         ("z_loss", load.z_loss),
     )
     of_rank = sum(load.counts) / len(load.rank_counts) or 1.0
-    yield from ((f"load_over_mean_rank_{rank}", count / of_rank) for rank, count in enumerate(load.rank_counts))
+    yield from (
+        (f"load_over_mean_rank_{rank}", count / of_rank)
+        for rank, count in enumerate(load.rank_counts)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,13 +271,21 @@ class Recorder:
 
 
 def loads_of(
-    loads: torch.Tensor, losses: torch.Tensor, slots: Mapping[int, Sequence[int]], *, ep: int, chosen: int
+    loads: torch.Tensor,
+    losses: torch.Tensor,
+    slots: Mapping[int, Sequence[int]],
+    *,
+    ep: int,
+    chosen: int,
 ) -> tuple[LayerLoad, ...]:
-    """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the expert of every slot
-    by layer, in order, an expert's rows dealt evenly to its slots, `chosen` the rows that all tokens chose in each.
+    """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the
+    expert of every slot by layer, in order, an expert's rows dealt evenly to its slots, `chosen`
+    the rows that all tokens chose in each.
     """
     found = []
-    for (layer, held), counts, parts in zip(slots.items(), loads.tolist(), losses.tolist(), strict=True):
+    for (layer, held), counts, parts in zip(
+        slots.items(), loads.tolist(), losses.tolist(), strict=True
+    ):
         load = load_of_counts(counts)
         aux, seq_aux, global_aux, z = map(finite, parts)
         found.append(
@@ -280,7 +314,10 @@ def finite(value: float) -> float:
 
 def write_paces(run_dir: Path, paces: Sequence[RankPace]) -> None:
     """paces.json: the paces of all ranks."""
-    write_text(run_dir / PACES_FILE, json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n")
+    write_text(
+        run_dir / PACES_FILE,
+        json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n",
+    )
 
 
 def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:

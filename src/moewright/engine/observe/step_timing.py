@@ -1,4 +1,5 @@
-"""What a step costs this rank beside its phases: waits for peers, time without a core, garbage collection."""
+"""What a step costs this rank beside its phases: waits for peers, time without a core, garbage
+collection."""
 
 from __future__ import annotations
 
@@ -22,17 +23,21 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Phase, TimeRow
 from moewright.spec.run import WAIT_RANGE, DeviceSample, GroupWait, HostTime, RankPace
 
-Calls = Mapping[str, Sequence[int]]  # microseconds of every wait of a step, by group, in the order of the calls
+Calls = Mapping[
+    str, Sequence[int]
+]  # microseconds of every wait of a step, by group, in the order of the calls
 STEPS_KEPT = 8  # newest settled steps whose single calls are kept
 CALLS_KEPT = 4096  # of a group; of steps with more, none are
 _PAIRWISE = ("pp",)  # neighbours send to each other; the group never meets
 
-_SCHEDULER = Path("/proc/thread-self/schedstat")  # ns on a core, ns ready without one, slices (Linux: sched-stats.rst)
+_SCHEDULER = Path(
+    "/proc/thread-self/schedstat"
+)  # ns on a core, ns ready without one, slices (Linux: sched-stats.rst)
 
 
 class _Scheduler:
-    """Of the thread that makes it: seconds on a core, and ready without one; the second is 0 where the kernel does not
-    tell."""
+    """Of the thread that makes it: seconds on a core, and ready without one; the second is 0 where
+    the kernel does not tell."""
 
     def __init__(self) -> None:
         self._file = _SCHEDULER.open("rb", buffering=0) if os.access(_SCHEDULER, os.R_OK) else None
@@ -45,9 +50,9 @@ class _Scheduler:
 
 
 class Waits:
-    """Seconds blocked on the collectives of each group since the last `take`, less those in which this rank was ready
-    and had no core. Where a device runs collectives, the host does not block and a wait of it says nothing: `blocking`
-    False keeps none.
+    """Seconds blocked on the collectives of each group since the last `take`, less those in which
+    this rank was ready and had no core. Where a device runs collectives, the host does not block
+    and a wait of it says nothing: `blocking` False keeps none.
     """
 
     def __init__(self, *, blocking: bool) -> None:
@@ -62,15 +67,27 @@ class Waits:
             return
         started, (_, queued) = time.perf_counter(), self._scheduler.read()
         try:
-            with record_function(WAIT_RANGE + group) if profiler._is_profiler_enabled else nullcontext():
+            with (
+                record_function(WAIT_RANGE + group)
+                if profiler._is_profiler_enabled
+                else nullcontext()
+            ):
                 yield
         finally:
-            self._spent[group].append(time.perf_counter() - started - (self._scheduler.read()[1] - queued))
+            self._spent[group].append(
+                time.perf_counter() - started - (self._scheduler.read()[1] - queued)
+            )
 
     def take(self) -> tuple[tuple[GroupWait, ...], Calls]:
         """Sums by group, and the calls they are made of."""
-        calls = {group: [round(1e6 * seconds) for seconds in spent] for group, spent in self._spent.items()}
-        found = tuple(GroupWait(group=group, seconds=sum(spent)) for group, spent in sorted(self._spent.items()))
+        calls = {
+            group: [round(1e6 * seconds) for seconds in spent]
+            for group, spent in self._spent.items()
+        }
+        found = tuple(
+            GroupWait(group=group, seconds=sum(spent))
+            for group, spent in sorted(self._spent.items())
+        )
         self._spent.clear()
         return found, calls
 
@@ -98,14 +115,17 @@ class Pace:
             self._collecting_s += time.thread_time() - self._collection_began
 
     def begin(self, waits: Waits) -> None:
-        """A step starts; what was waited for since the last one, in an evaluation say, is not of it."""
+        """A step starts; what was waited for since the last one, in an evaluation say, is not of
+        it."""
         waits.take()
         self._collecting_s = 0.0
         self._started = self._scheduler.read()
 
     def end(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...]) -> HostTime:
         """It is over."""
-        running, queued = (now - then for now, then in zip(self._scheduler.read(), self._started, strict=True))
+        running, queued = (
+            now - then for now, then in zip(self._scheduler.read(), self._started, strict=True)
+        )
         spent = running + queued + sum(wait.seconds for wait in waits)
         return HostTime(
             running_s=running,
@@ -114,9 +134,17 @@ class Pace:
             asleep_s=max(0.0, sum(row.seconds for row in phases) - spent),
         )
 
-    def settled(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...], calls: Calls, host: HostTime) -> None:
+    def settled(
+        self,
+        phases: tuple[TimeRow, ...],
+        waits: tuple[GroupWait, ...],
+        calls: Calls,
+        host: HostTime,
+    ) -> None:
         """Take a step into the medians."""
-        self._calls.append({group: spent for group, spent in calls.items() if len(spent) <= CALLS_KEPT})
+        self._calls.append(
+            {group: spent for group, spent in calls.items() if len(spent) <= CALLS_KEPT}
+        )
         for row in phases:
             self._phases[row.phase].append(row.seconds)
         for wait in waits:
@@ -134,8 +162,12 @@ class Pace:
         return RankPace(
             rank=self._rank,
             steps=len(self._hosts),
-            phases=tuple(TimeRow(phase=phase, seconds=median(seen)) for phase, seen in self._phases.items()),
-            waits=tuple(GroupWait(group=group, seconds=median(seen)) for group, seen in self._waits.items()),
+            phases=tuple(
+                TimeRow(phase=phase, seconds=median(seen)) for phase, seen in self._phases.items()
+            ),
+            waits=tuple(
+                GroupWait(group=group, seconds=median(seen)) for group, seen in self._waits.items()
+            ),
             host=HostTime(
                 running_s=median(host.running_s for host in hosts),
                 queued_s=median(host.queued_s for host in hosts),
@@ -145,22 +177,31 @@ class Pace:
         )
 
 
-def with_links(layout: Layout, paces: Sequence[RankPace], calls: Sequence[Sequence[Calls]]) -> tuple[RankPace, ...]:
-    """The paces of all ranks in order, with their links, from the calls of the same steps on every rank.
+def with_links(
+    layout: Layout, paces: Sequence[RankPace], calls: Sequence[Sequence[Calls]]
+) -> tuple[RankPace, ...]:
+    """The paces of all ranks in order, with their links, from the calls of the same steps on every
+    rank.
 
-    A collective ends for all when the last rank has come and the bytes are through. The rank that waits least for it
-    came last, and what it waits is the call; its peers wait as long, and for it before. Medians over steps.
+    A collective ends for all when the last rank has come and the bytes are through. The rank that
+    waits least for it came last, and what it waits is the call; its peers wait as long, and for it
+    before. Medians over steps.
     """
     return tuple(replace(pace, links=_links_of(layout, pace, calls)) for pace in paces)
 
 
-def _links_of(layout: Layout, pace: RankPace, calls: Sequence[Sequence[Calls]]) -> tuple[GroupWait, ...]:
+def _links_of(
+    layout: Layout, pace: RankPace, calls: Sequence[Sequence[Calls]]
+) -> tuple[GroupWait, ...]:
     found = []
     for wait in pace.waits:
         if wait.group in _PAIRWISE:
             continue
         members = [calls[rank] for rank in group_ranks(layout, wait.group, pace.rank)]
-        steps = [[step.get(wait.group, ()) for step in together] for together in zip(*members, strict=True)]
+        steps = [
+            [step.get(wait.group, ()) for step in together]
+            for together in zip(*members, strict=True)
+        ]
         shortest = [
             sum(min(call) for call in zip(*each, strict=True)) * 1e-6
             for each in steps
@@ -178,7 +219,10 @@ def sample(device: torch.device) -> DeviceSample | None:
     free, total = torch.cuda.mem_get_info(device)
     try:
         share = torch.cuda.utilization(device) / 100
-    except (ModuleNotFoundError, RuntimeError):  # nvidia-ml-py is not here, or the driver does not answer
+    except (
+        ModuleNotFoundError,
+        RuntimeError,
+    ):  # nvidia-ml-py is not here, or the driver does not answer
         return None
     peak = torch.cuda.max_memory_allocated(device)
     return DeviceSample(resident_share=share, used_bytes=total - free, peak_allocated_bytes=peak)

@@ -1,8 +1,9 @@
-"""Flat buffers: weights, gradients and optimizer state of a bucket of parameters, each one long tensor.
+"""Flat buffers: weights, gradients and optimizer state of a bucket of parameters, each one long
+tensor.
 
-Weights live in a buffer of the compute dtype and the model's parameters are views into it; gradients accumulate in
-fp32; the fp32 master copy and the two moments (fp32 or bf16) cover only the shard that this rank owns (docs/formulas.md
-2), and live in host memory with offload=optimizer.
+Weights live in a buffer of the compute dtype and the model's parameters are views into it;
+gradients accumulate in fp32; the fp32 master copy and the two moments (fp32 or bf16) cover only the
+shard that this rank owns (docs/formulas.md 2), and live in host memory with offload=optimizer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch
 from torch import nn
 
 from moewright.engine.checkpoint import Piece, flat_pieces
-from moewright.engine.comm.collectives import Flight, Group, start_all_gather, start_all_reduce, start_reduce_scatter
+from moewright.engine.comm.collectives import (
+    Flight,
+    Group,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from moewright.engine.model.layers import Slot
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.buckets import Entry, plan_buckets, shard_range
@@ -25,7 +32,8 @@ from moewright.spec.ledger import Component, MemoryRow, Module
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What this rank owns of one parameter: elements [first, last) of it, from `start` on in the shard."""
+    """What this rank owns of one parameter: elements [first, last) of it, from `start` on in the
+    shard."""
 
     slot: Slot
     first: int
@@ -39,7 +47,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatBucket:
-    """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it shares the state.
+    """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it
+    shares the state.
 
     `holders`: the pipeline ranks that hold the bucket, where there are several (rules.shards).
     """
@@ -69,7 +78,8 @@ class FlatBucket:
         return start_reduce_scatter(shard, self.grads, self.group)
 
     def publish(self) -> Flight:
-        """Round the master copy to the compute dtype; start to give every rank of the group the whole of it."""
+        """Round the master copy to the compute dtype; start to give every rank of the group the
+        whole of it."""
         if self.sharded and self.group.size > 1:
             return start_all_gather(self.weights, self.master.to(self.weights), self.group)
         self.weights.copy_(self.master)
@@ -82,19 +92,31 @@ class FlatBucket:
         rows = by_module(Component.WEIGHTS, self.weights, whole, self.weights.nbytes) + by_module(
             Component.GRADIENTS, self.grads, whole, self.grads.nbytes
         )
-        rows += by_module(Component.HOST if self.on_host else Component.MASTER, self.master, owned, self.master.nbytes)
+        rows += by_module(
+            Component.HOST if self.on_host else Component.MASTER,
+            self.master,
+            owned,
+            self.master.nbytes,
+        )
         for moment in (self.exp_avg, self.exp_avg_sq):
-            rows += by_module(Component.HOST if self.on_host else Component.MOMENTS, moment, owned, moment.nbytes)
+            rows += by_module(
+                Component.HOST if self.on_host else Component.MOMENTS, moment, owned, moment.nbytes
+            )
         return rows
 
     def pieces(self) -> list[Piece]:
         """Master and moments as boxes of the global tensors."""
-        states = (("", self.master), ("optim/exp_avg/", self.exp_avg), ("optim/exp_avg_sq/", self.exp_avg_sq))
+        states = (
+            ("", self.master),
+            ("optim/exp_avg/", self.exp_avg),
+            ("optim/exp_avg_sq/", self.exp_avg_sq),
+        )
         return [piece for prefix, flat in states for piece in boxes_of(self.parts, prefix, flat)]
 
 
 def boxes_of(parts: Sequence[Part], prefix: str, flat: torch.Tensor) -> list[Piece]:
-    """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in none."""
+    """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in
+    none."""
     found: list[Piece] = []
     for part in parts:
         passed = 0  # elements of the parameter before those of `at`
@@ -122,7 +144,8 @@ def build_buckets(
     holders: Group | None,
     initial: Callable[[Slot], torch.Tensor],
 ) -> list[FlatBucket]:
-    """Lay parameters out in reverse registration order, about the order in which backward finishes them."""
+    """Lay parameters out in reverse registration order, about the order in which backward finishes
+    them."""
     by_name = {slot.name: slot for slot in slots}
     sharded, on_host = run.mesh.layout.zero > 0, Offload.OPTIMIZER in run.mesh.layout.offload
     home = torch.device("cpu") if on_host else run.device
@@ -139,7 +162,9 @@ def build_buckets(
         weights = torch.zeros(bucket.numel, dtype=run.dtype, device=run.device)
         grads = torch.zeros(bucket.numel, dtype=torch.float32, device=run.device)
         master = torch.zeros(stop - start, dtype=torch.float32, device=home)
-        exp_avg, exp_avg_sq = (torch.zeros(stop - start, dtype=moment_dtype, device=home) for _ in range(2))
+        exp_avg, exp_avg_sq = (
+            torch.zeros(stop - start, dtype=moment_dtype, device=home) for _ in range(2)
+        )
         views, parts = [], []
         for entry in bucket.entries:
             slot = by_name[entry.name]
@@ -182,6 +207,8 @@ def by_module(
 ) -> list[MemoryRow]:
     """Rows of elements like the buffer's, in all `nbytes`; what belongs to no module is OTHER."""
     size = buffer.element_size()
-    rows = [MemoryRow(component=component, module=module, bytes=count * size) for module, count in spans]
+    rows = [
+        MemoryRow(component=component, module=module, bytes=count * size) for module, count in spans
+    ]
     padding = nbytes - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(component=component, module=Module.OTHER, bytes=padding)]

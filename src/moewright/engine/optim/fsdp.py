@@ -1,8 +1,10 @@
-"""ZeRO-3: weights, gradients and optimizer state cut over the ranks by torch's fully_shard (docs/adr/0008).
+"""ZeRO-3: weights, gradients and optimizer state cut over the ranks by torch's fully_shard
+(docs/adr/0008).
 
-The cut weights are the fp32 master; a unit is gathered in the compute dtype for its forward and again for its backward,
-and its gradients are summed and cut in fp32 after every micro-batch. Ranks that hold the same part sum its gradient at
-the end of the step. Every byte goes through engine.collectives.
+The cut weights are the fp32 master; a unit is gathered in the compute dtype for its forward and
+again for its backward, and its gradients are summed and cut in fp32 after every micro-batch. Ranks
+that hold the same part sum its gradient at the end of the step. Every byte goes through
+engine.collectives.
 """
 
 from __future__ import annotations
@@ -14,13 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moewright.engine.checkpoint import Piece
-from moewright.engine.comm.collectives import Group, all_reduce, start_all_gather, start_reduce_scatter
+from moewright.engine.comm.collectives import (
+    Group,
+    all_reduce,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from moewright.engine.model.experts import Experts
 from moewright.engine.model.layers import Slot
 from moewright.engine.model.transformer import Layer
@@ -35,7 +48,8 @@ from moewright.spec.ledger import Component, MemoryRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameter:
-    """This rank's rows of one parameter and their optimizer state, flat; the ranks of `copies` hold the same."""
+    """This rank's rows of one parameter and their optimizer state, flat; the ranks of `copies` hold
+    the same."""
 
     slot: Slot
     parameter: nn.Parameter  # a DTensor
@@ -52,13 +66,18 @@ class ShardedParameter:
 
     def pieces(self) -> list[Piece]:
         """Master and moments as boxes of the global tensors."""
-        states = (("", self.master), ("optim/exp_avg/", self.exp_avg), ("optim/exp_avg_sq/", self.exp_avg_sq))
+        states = (
+            ("", self.master),
+            ("optim/exp_avg/", self.exp_avg),
+            ("optim/exp_avg_sq/", self.exp_avg_sq),
+        )
         return [piece for prefix, flat in states for piece in boxes_of(self.parts, prefix, flat)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullySharded:
-    """All parameters of this rank that fully_shard cuts, by the unit that moves them, and the module at the root."""
+    """All parameters of this rank that fully_shard cuts, by the unit that moves them, and the
+    module at the root."""
 
     root: FSDPModule
     units: tuple[tuple[ShardedParameter, ...], ...]
@@ -76,15 +95,22 @@ class FullySharded:
             each.parameter.grad = None
 
     def reduce(self) -> list[torch.Tensor]:
-        """The gradients of `parameters`, summed over the ranks that hold the same parts: a call a unit and group."""
+        """The gradients of `parameters`, summed over the ranks that hold the same parts: a call a
+        unit and group."""
         found = []
         for unit in self.units:
             gradients = [each.gradient() for each in unit]
             for copies in {each.copies.name: each.copies for each in unit}.values():
-                parts = [grad for each, grad in zip(unit, gradients, strict=True) if each.copies is copies]
+                parts = [
+                    grad
+                    for each, grad in zip(unit, gradients, strict=True)
+                    if each.copies is copies
+                ]
                 if copies.size > 1 and any(len(part) for part in parts):
                     summed = all_reduce(torch.cat(parts).to(self.device), copies)
-                    for part, total in zip(parts, summed.split([len(part) for part in parts]), strict=True):
+                    for part, total in zip(
+                        parts, summed.split([len(part) for part in parts]), strict=True
+                    ):
                         part.copy_(total)
             found += gradients
         return found
@@ -104,12 +130,16 @@ class FullySharded:
             for moment in (each.exp_avg, each.exp_avg_sq):
                 rows += by_module(self._kind(Component.MOMENTS), moment, owned, moment.nbytes)
         grads = [
-            (each.slot.module, _local(grad)) for each in self.parameters if (grad := each.parameter.grad) is not None
+            (each.slot.module, _local(grad))
+            for each in self.parameters
+            if (grad := each.parameter.grad) is not None
         ]
         storages = {identity(grad): grad.untyped_storage().nbytes() for _, grad in grads}
         if grads:
             spans = [(module, grad.numel()) for module, grad in grads]
-            rows += by_module(self._kind(Component.GRADIENTS), grads[0][1], spans, sum(storages.values()))
+            rows += by_module(
+                self._kind(Component.GRADIENTS), grads[0][1], spans, sum(storages.values())
+            )
         return rows
 
     def _kind(self, component: Component) -> Component:
@@ -120,11 +150,17 @@ class _Gather(AllGather):
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         flight = start_all_gather(output_tensor, input_tensor, self._group)
         if async_op:
@@ -137,11 +173,18 @@ class _Scatter(ReduceScatter):
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> Any:
         flight = start_reduce_scatter(output_tensor, input_tensor, self._group)
         if async_op:
@@ -158,7 +201,9 @@ def shard_fully(
     for slot in slots:
         slot.owner.weight = nn.Parameter(initial(slot).to(run.device, torch.float32))
     places = {slot.parameter: slot for slot in slots}
-    policy = MixedPrecisionPolicy(param_dtype=run.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=run.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     on_host = Offload.OPTIMIZER in layout.offload
     offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda") if on_host else OffloadPolicy()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -168,7 +213,8 @@ def shard_fully(
         mine = [places.pop(parameter) for parameter in module.parameters() if parameter in places]
         if not mine and module is not model:
             continue
-        # A root without parameters of its own moves nothing, but sees the units below it through a step.
+        # A root without parameters of its own moves nothing, but sees the units below it through a
+        # step.
         group = run.mesh.group(_spread(layout, (mine or slots)[0]).cut)
         if group.name not in meshes:
             meshes[group.name] = _mesh(group, run.device)
@@ -192,7 +238,8 @@ def shard_fully(
 
 
 def _mesh(group: Group, device: torch.device) -> DeviceMesh:
-    """torch's view of a group. It computes with rank numbers, which a dry run must not take for tensors of the job."""
+    """torch's view of a group. It computes with rank numbers, which a dry run must not take for
+    tensors of the job."""
     assert group.handle is not None  # something is cut over it
     with _disable_current_modes():
         return DeviceMesh.from_group(group.handle, device.type)
@@ -205,7 +252,10 @@ def _spread(layout: Layout, slot: Slot) -> Spread:
 def _sharded(run: Runtime, slot: Slot, group: Group) -> ShardedParameter:
     local = _local(slot.parameter)
     moment_dtype = torch_dtype(run.workload.optimizer.moment_dtype)
-    rows, width = slot.parameter.shape[0], slot.parameter[0].numel() if slot.parameter.dim() > 1 else 1
+    rows, width = (
+        slot.parameter.shape[0],
+        slot.parameter[0].numel() if slot.parameter.dim() > 1 else 1,
+    )
     first = min(rows, group.index * -(-rows // group.size)) * width
     return ShardedParameter(
         slot=slot,

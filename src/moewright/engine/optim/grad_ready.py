@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 
 
 class Arrivals:
-    """Calls `full` with the number of each bucket, in the order given, once every gradient of it has come.
+    """Calls `full` with the number of each bucket, in the order given, once every gradient of it
+    has come.
 
-    How often a gradient comes in a step depends on the timetable (micro-batches, chunks that share a table) and not on
-    the data, so it is taken from the step before, as DDP does with a static graph; the first step therefore overlaps
-    nothing. The order is the same on all ranks, because they have to meet in the collectives: a bucket that is full
-    waits for those before it.
+    How often a gradient comes in a step depends on the timetable (micro-batches, chunks that share
+    a table) and not on the data, so it is taken from the step before, as DDP does with a static
+    graph; the first step therefore overlaps nothing. The order is the same on all ranks, because
+    they have to meet in the collectives: a bucket that is full waits for those before it.
     """
 
-    def __init__(self, buckets: Sequence[tuple[int, Sequence[str]]], full: Callable[[int], None]) -> None:
+    def __init__(
+        self, buckets: Sequence[tuple[int, Sequence[str]]], full: Callable[[int], None]
+    ) -> None:
         self._buckets, self._full = tuple(buckets), full
         self._place = {name: place for place, (_, names) in enumerate(buckets) for name in names}
         self._micro_batches = 1
@@ -37,10 +40,13 @@ class Arrivals:
         self._next = 0
 
     def came(self, name: str) -> None:
-        """One gradient of the parameter was added. Raises RuntimeError if its bucket is gone already."""
+        """One gradient of the parameter was added. Raises RuntimeError if its bucket is gone
+        already."""
         place = self._place[name]
         if place < self._next:
-            raise RuntimeError(f"a gradient of {name} came after its bucket was reduced: run without overlap=grad")
+            raise RuntimeError(
+                f"a gradient of {name} came after its bucket was reduced: run without overlap=grad"
+            )
         self._came[name] += 1
         if self._came[name] == self._expected.get(name):
             self._lacking[place] -= 1

@@ -9,7 +9,8 @@ from moewright.spec.workload import Dtype, Workload
 
 
 class LossScale:
-    """A dynamic scale, the same on every rank because all judge by the same global norm; 1 unless in fp16."""
+    """A dynamic scale, the same on every rank because all judge by the same global norm; 1 unless
+    in fp16."""
 
     def __init__(self, workload: Workload) -> None:
         self._spec, self._active = workload.scaling, workload.precision is Dtype.FP16
@@ -35,6 +36,6 @@ class LossScale:
 
     def pieces(self) -> list[Piece]:
         """What a checkpoint must hold of it."""
-        return [Piece(name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state)][
-            : int(self._active)
-        ]
+        return [
+            Piece(name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state)
+        ][: int(self._active)]

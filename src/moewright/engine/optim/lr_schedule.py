@@ -8,7 +8,8 @@ from moewright.spec.workload import OptimizerSpec
 
 
 def learning_rate(spec: OptimizerSpec, *, steps: int, step: int) -> float:
-    """Rate of update `step` (from 1): linear warm-up, cosine down to the floor at `decay_steps`, the floor after."""
+    """Rate of update `step` (from 1): linear warm-up, cosine down to the floor at `decay_steps`,
+    the floor after."""
     if step <= spec.warmup_steps:
         return spec.lr * step / spec.warmup_steps
     floor = spec.lr * spec.min_lr_fraction

@@ -14,7 +14,8 @@ _PIECE = 1 << 20
 
 
 class States(Protocol):
-    """Master weights and moments of a rank's part of a bucket, or of one parameter: flat, of one length."""
+    """Master weights and moments of a rank's part of a bucket, or of one parameter: flat, of one
+    length."""
 
     @property
     def master(self) -> torch.Tensor: ...
@@ -25,7 +26,8 @@ class States(Protocol):
 
 
 class Update(Protocol):
-    """One update of the elements at `places` of a bucket's shard; `done` updates were made before it."""
+    """One update of the elements at `places` of a bucket's shard; `done` updates were made before
+    it."""
 
     def __call__(
         self,
@@ -50,10 +52,15 @@ def adamw_update(
     weight_decay: float,
     done: int,
 ) -> None:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), in fp32 whatever the moments are stored in."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), in fp32 whatever the moments
+    are stored in."""
     narrow = bucket.exp_avg.dtype != torch.float32
     if narrow:  # a piece at a time, so that their fp32 copies stay small
-        places = [slice(at, min(at + _PIECE, p.stop)) for p in places for at in range(p.start, p.stop, _PIECE)]
+        places = [
+            slice(at, min(at + _PIECE, p.stop))
+            for p in places
+            for at in range(p.start, p.stop, _PIECE)
+        ]
     for some in [[p] for p in places] if narrow else [list(places)]:
         stored = [moment[p] for moment in (bucket.exp_avg, bucket.exp_avg_sq) for p in some]
         moments = [moment.float() for moment in stored]
@@ -103,6 +110,7 @@ def sgd_update(
     weight_decay: float,
     done: int,
 ) -> None:
-    """w -= lr * (gradient + weight_decay * w). Its curve shows a wrong gradient scale, which AdamW's hides."""
+    """w -= lr * (gradient + weight_decay * w). Its curve shows a wrong gradient scale, which
+    AdamW's hides."""
     for place in places:
         bucket.master[place].mul_(1 - lr * weight_decay).sub_(grads[place], alpha=lr)

@@ -18,8 +18,8 @@ Key = tuple[int, int]  # micro-batch, chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What the forward of a chunk gives: the hidden state for the next stage (None on the last), and its scalar share
-    of the loss (None where it has none that depends on a weight).
+    """What the forward of a chunk gives: the hidden state for the next stage (None on the last),
+    and its scalar share of the loss (None where it has none that depends on a weight).
     """
 
     hidden: torch.Tensor | None
@@ -33,8 +33,9 @@ Weights = Callable[[Key], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Live:
-    """A chunk between its forward and its backward. The tensors that it handed on are not held, only their place in the
-    graph; `loss` comes last among the roots. A chunk that does nothing has no roots: gradients pass through it.
+    """A chunk between its forward and its backward. The tensors that it handed on are not held,
+    only their place in the graph; `loss` comes last among the roots. A chunk that does nothing has
+    no roots: gradients pass through it.
     """
 
     entry: torch.Tensor | None
@@ -42,11 +43,15 @@ class _Live:
     roots: tuple[GradientEdge, ...]
 
 
-def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: Backward, weights: Weights) -> None:
-    """Run the rows in order. Activations live exactly as long as the timetable says; under no_grad none do.
+def execute(
+    stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: Backward, weights: Weights
+) -> None:
+    """Run the rows in order. Activations live exactly as long as the timetable says; under no_grad
+    none do.
 
-    `forward` gets the hidden state that the stage before made (None on the first); `backward` the roots of a chunk's
-    graph, the gradient of each (None for the loss), and whether its weight gradients are left to `weights`.
+    `forward` gets the hidden state that the stage before made (None on the first); `backward` the
+    roots of a chunk's graph, the gradient of each (None for the loss), and whether its weight
+    gradients are left to `weights`.
     """
     split = split_backwards([stop.row for stop in stops])
     live: dict[Key, _Live] = {}
@@ -54,7 +59,9 @@ def execute(stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: 
         key = stop.row.micro_batch, stop.row.chunk
         given = wires.take(place)
         if stop.row.kind is Kind.F:
-            entry = given.requires_grad_() if given is not None and torch.is_grad_enabled() else given
+            entry = (
+                given.requires_grad_() if given is not None and torch.is_grad_enabled() else given
+            )
             made = forward(key, entry)
             if torch.is_grad_enabled():
                 live[key] = _live(entry, made)

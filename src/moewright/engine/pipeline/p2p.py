@@ -1,4 +1,5 @@
-"""The messages between pipeline ranks, sent and asked for as the itinerary says (rules.transfers)."""
+"""The messages between pipeline ranks, sent and asked for as the itinerary says
+(rules.transfers)."""
 
 from __future__ import annotations
 
@@ -20,21 +21,31 @@ class Work(Protocol):
 
 
 class Wires:
-    """Messages of one rank over one itinerary. Nothing blocks but the wait for the input of the row that runs next.
+    """Messages of one rank over one itinerary. Nothing blocks but the wait for the input of the row
+    that runs next.
 
-    `group` carries what goes to higher pipeline ranks, `upstream` what goes to lower ones; `like(micro_batch)` is an
-    empty tensor of the shape of a micro-batch's messages.
+    `group` carries what goes to higher pipeline ranks, `upstream` what goes to lower ones;
+    `like(micro_batch)` is an empty tensor of the shape of a micro-batch's messages.
     """
 
-    def __init__(self, layout: Layout, stops: Sequence[Stop], group: Group, upstream: Group, like: Like) -> None:
+    def __init__(
+        self, layout: Layout, stops: Sequence[Stop], group: Group, upstream: Group, like: Like
+    ) -> None:
         self._layout, self._stops = layout, stops
         self._group, self._upstream, self._like = group, upstream, like
-        self._coming: dict[int, tuple[torch.Tensor, Work]] = {}  # by the place of the row that needs it
-        self._going: dict[int, tuple[torch.Tensor, Work]] = {}  # by the place of the row that made it
-        self._here: dict[tuple[Kind, int, int], torch.Tensor] = {}  # what the next stage, on this rank, will take
+        self._coming: dict[
+            int, tuple[torch.Tensor, Work]
+        ] = {}  # by the place of the row that needs it
+        self._going: dict[
+            int, tuple[torch.Tensor, Work]
+        ] = {}  # by the place of the row that made it
+        self._here: dict[
+            tuple[Kind, int, int], torch.Tensor
+        ] = {}  # what the next stage, on this rank, will take
 
     def take(self, place: int) -> torch.Tensor | None:
-        """The input of the row at `place`, None where it has none; lets go of what others have taken by now."""
+        """The input of the row at `place`, None where it has none; lets go of what others have
+        taken by now."""
         stop = self._stops[place]
         for asked in stop.asked:
             self._ask(asked)

@@ -1,4 +1,5 @@
-"""A global batch through the pipeline: forwards and backwards as the timetable says, or its forwards alone."""
+"""A global batch through the pipeline: forwards and backwards as the timetable says, or its
+forwards alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from moewright.rules.timetable_rows import Kind
 from moewright.spec.layout import Layout
 
 
-def train(run: Runtime, batches: Sequence[Batch], *, forward: Forward, backward: Backward, weights: Weights) -> None:
+def train(
+    run: Runtime,
+    batches: Sequence[Batch],
+    *,
+    forward: Forward,
+    backward: Backward,
+    weights: Weights,
+) -> None:
     """Every forward and backward of `batches`, which are all micro-batches of the step."""
     stops = _stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
     execute(stops, _wires(run, stops, batches), forward=forward, backward=backward, weights=weights)
@@ -33,8 +41,8 @@ def evaluate(
     *,
     logits: bool = False,
 ) -> None:
-    """Every forward of `batches`; `see` gets what each chunk on this rank made of each of them, with whole logits where
-    they are asked for.
+    """Every forward of `batches`; `see` gets what each chunk on this rank made of each of them,
+    with whole logits where they are asked for.
     """
     stops = _forward_stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
 
@@ -67,5 +75,7 @@ def _stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[Stop, ...]
 
 @lru_cache(maxsize=4)
 def _forward_stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[Stop, ...]:
-    table = [[row for row in rows if row.kind is Kind.F] for rows in timetable(layout, micro_batches)]
+    table = [
+        [row for row in rows if row.kind is Kind.F] for rows in timetable(layout, micro_batches)
+    ]
     return itinerary(layout, table, pp_rank)

@@ -1,4 +1,5 @@
-"""The shape of a batch file, read from its header alone and without torch, for refusals that should not wait for it."""
+"""The shape of a batch file, read from its header alone and without torch, for refusals that should
+not wait for it."""
 
 from __future__ import annotations
 
@@ -25,15 +26,25 @@ def workload_of(batch: Path, *, steps: int, optimizer: OptimizerSpec) -> Workloa
             for name in NAMES:
                 if name not in stored:
                     raise BadInput(Reason(field=f"{batch}: {name}", rule="is missing"))
-            shapes = [(file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape())) for name in NAMES]
+            shapes = [
+                (file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape()))
+                for name in NAMES
+            ]
     except SafetensorError as error:
         raise BadInput(Reason(field=str(batch), rule=f"is no safetensors file: {error}")) from None
     ids = shapes[0][1]
     for name, (dtype, shape) in zip(NAMES, shapes, strict=True):
         if not dtype.startswith(("I", "U")) or len(shape) != 3 or shape != ids or 0 in shape:
             rule = "must be integers [N, B, T], the same shape for input_ids and labels"
-            raise BadInput(Reason(field=f"{batch}: {name}", value=f"{dtype} {list(shape)}", rule=rule))
+            raise BadInput(
+                Reason(field=f"{batch}: {name}", value=f"{dtype} {list(shape)}", rule=rule)
+            )
     _, rows, length = ids
     return Workload(
-        seq_len=length, global_batch=rows, steps=steps, precision=Dtype.FP32, optimizer=optimizer, loss=LossSpec()
+        seq_len=length,
+        global_batch=rows,
+        steps=steps,
+        precision=Dtype.FP32,
+        optimizer=optimizer,
+        loss=LossSpec(),
     )

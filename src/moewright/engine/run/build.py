@@ -1,4 +1,5 @@
-"""What every job does on a rank before its first step: meet the others, and build its part of the model."""
+"""What every job does on a rank before its first step: meet the others, and build its part of the
+model."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def trainee(
     rule: Update = adamw_update,
     kernels: Kernels | None = None,
 ) -> Trainee:
-    """This rank's mesh, part of the model with its `initial` weights, and optimizer; `kernels` other than those that
-    the workload asks for.
+    """This rank's mesh, part of the model with its `initial` weights, and optimizer; `kernels`
+    other than those that the workload asks for.
     """
     books = Books(blocking=device.type == "cpu")
     mesh = build_mesh(layout, rank, books, shared_tables(model, layout).values())
@@ -89,9 +90,15 @@ def trainee(
 
 
 def _library(model: ModelSpec, workload: Workload, mesh: Mesh, device: torch.device) -> Library:
-    """The library that the layout names, set up and proven. Raises BadInput when it is not fit for use here."""
+    """The library that the layout names, set up and proven. Raises BadInput when it is not fit for
+    use here."""
     assert model.moe is not None  # rules.exclusions
-    layout, group, experts, hidden = mesh.layout, mesh.group("ep"), model.moe.experts, model.expert_width
+    layout, group, experts, hidden = (
+        mesh.layout,
+        mesh.group("ep"),
+        model.moe.experts,
+        model.expert_width,
+    )
     library = opened(
         layout.dispatcher,
         group,

@@ -1,8 +1,9 @@
-"""Dry run: become one rank of a job of any size in this process, and count what a step of it would hold and send.
+"""Dry run: become one rank of a job of any size in this process, and count what a step of it would
+hold and send.
 
-It is the trainer's model, step and optimizer on tensors without data, among ranks that are not there. Routing is even,
-and every number that the host reads from the device is 1, so losses and norms mean nothing; shapes, and so bytes, calls
-and FLOPs, are those of the real rank.
+It is the trainer's model, step and optimizer on tensors without data, among ranks that are not
+there. Routing is even, and every number that the host reads from the device is 1, so losses and
+norms mean nothing; shapes, and so bytes, calls and FLOPs, are those of the real rank.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _aten = torch.ops.aten
 class DryRun:
     """What one rank held, sent and computed in a step.
 
-    `states_bytes` of weights, gradients and optimizer state live all through it; `beside` are the bytes of the tensors
-    that lived beside them at the fullest moment, by the module that made them: with zero=3 also gathered weights, and
-    the gradients, which are made in the step.
+    `states_bytes` of weights, gradients and optimizer state live all through it; `beside` are the
+    bytes of the tensors that lived beside them at the fullest moment, by the module that made them:
+    with zero=3 also gathered weights, and the gradients, which are made in the step.
     """
 
     ledger: Ledger
@@ -53,20 +54,32 @@ class DryRun:
 
 
 def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) -> DryRun:
-    """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine would refuse."""
+    """One step of `rank`. Raises BadInput for a rank outside the world and for what the engine
+    would refuse."""
     pp_rank = grid.coordinate(layout, rank, "pp")
     refuse_unrunnable(model, workload, layout)
     if model.moe is not None and drops_by_probability(layout, workload.router):
         rule = "a dry run knows no probabilities, by which capacity drops rows and dedup finds none to copy"
         near = DropPolicy.POSITION
-        raise BadInput(Reason(field="train.drop_policy", value=DropPolicy.PROBS, rule=rule, nearest=near))
+        raise BadInput(
+            Reason(field="train.drop_policy", value=DropPolicy.PROBS, rule=rule, nearest=near)
+        )
     if layout.dispatcher in LIBRARIES:
         rule = "a dry run has no devices for a library to move rows between"
-        raise BadInput(Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=Dispatcher.DEDUP))
+        raise BadInput(
+            Reason(
+                field="layout.dispatcher",
+                value=layout.dispatcher,
+                rule=rule,
+                nearest=Dispatcher.DEDUP,
+            )
+        )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "a dry run takes experts in turn, whose load no placement evens"
         field, value = "layout.expert_placement", layout.expert_placement
-        raise BadInput(Reason(field=field, value=value, rule=rule, nearest=ExpertPlacement.CONTIGUOUS))
+        raise BadInput(
+            Reason(field=field, value=value, rule=rule, nearest=ExpertPlacement.CONTIGUOUS)
+        )
     if layout.world_size > 1:
         collectives.pretend(rank=rank, world_size=layout.world_size)
     try:
@@ -81,13 +94,21 @@ def dry_run(model: ModelSpec, workload: Workload, layout: Layout, *, rank: int) 
                 initial=lambda slot, run: _no_value(slot),
                 kernels=Plain(),  # they keep the same, and run without data
             )
-            states = here.optimizer.memory()  # of zero=3 without gradients, which end with the step before
+            states = (
+                here.optimizer.memory()
+            )  # of zero=3 without gradients, which end with the step before
             meter.start(here.run.books)
             train_step(here, step=1, lr=0.0, stop_asked=False, counted=True)
             ledger = here.run.books.ledger(
-                rank=rank, pp_rank=pp_rank, state=here.optimizer.memory(), time=(), notes=_differences(workload)
+                rank=rank,
+                pp_rank=pp_rank,
+                state=here.optimizer.memory(),
+                time=(),
+                notes=_differences(workload),
             )
-        beside = tuple(sorted((module, nbytes) for module, nbytes in meter.fullest.items() if nbytes))
+        beside = tuple(
+            sorted((module, nbytes) for module, nbytes in meter.fullest.items() if nbytes)
+        )
         held = sum(row.bytes for row in states if row.component is not Component.HOST)
         return DryRun(ledger=ledger, states_bytes=held, beside=beside)
     finally:
@@ -133,7 +154,8 @@ class Meter(TorchDispatchMode):
         self._total = self._most = 0
 
     def start(self, books: Books) -> None:
-        """Weigh what is made from here on, for the module that `books` say runs; what lives already stays unweighed."""
+        """Weigh what is made from here on, for the module that `books` say runs; what lives already
+        stays unweighed."""
         self._books = books
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,13 +176,16 @@ class Meter(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         weighed = self._books is not None and not self._books.making_on_host
-        module, nbytes = (self._books.module, storage.nbytes()) if self._books and weighed else (Module.OTHER, 0)
+        module, nbytes = (
+            (self._books.module, storage.nbytes()) if self._books and weighed else (Module.OTHER, 0)
+        )
         weakref.finalize(storage, self._forget, key)
         self._known[key] = module, 0
         self._weigh(key, nbytes)
 
     def _follow(self, filled: Any) -> None:
-        """fully_shard empties the storage of a gathered weight and fills it again: look at its size from here on."""
+        """fully_shard empties the storage of a gathered weight and fills it again: look at its size
+        from here on."""
         for tensor in tree_iter(filled):
             if isinstance(tensor, torch.Tensor) and identity(tensor) in self._known:
                 self._resizable[identity(tensor)] = weakref.ref(tensor.untyped_storage())

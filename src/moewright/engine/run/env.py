@@ -9,8 +9,10 @@ from moewright.spec.errors import BadInput, Reason
 
 MAX_WORLD, MAX_PORT = 1_000_000, 65535
 _KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What decides how a product or a sum is rounded, or how NCCL cuts a message, by the manuals of CUDA, cuBLAS, oneDNN,
-# MKL, NCCL, PyTorch and Triton. Ranks that differ in one compute copies that differ, or wait for each other for ever.
+# What decides how a product or a sum is rounded, or how NCCL cuts a message, by the manuals of
+# CUDA, cuBLAS, oneDNN,
+# MKL, NCCL, PyTorch and Triton. Ranks that differ in one compute copies that differ, or wait for
+# each other for ever.
 _SHARED = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -33,9 +35,9 @@ _SHARED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchrunEnv:
-    """This process as torchrun, or whoever sets its variables, started it. The ranks meet at `host`:`port`, where rank
-    0 opens a store unless torchrun has one there (`store_open`); `attempt` counts its restarts. `local_world` is 0
-    where nobody said.
+    """This process as torchrun, or whoever sets its variables, started it. The ranks meet at
+    `host`:`port`, where rank 0 opens a store unless torchrun has one there (`store_open`);
+    `attempt` counts its restarts. `local_world` is 0 where nobody said.
     """
 
     rank: int
@@ -49,7 +51,8 @@ class TorchrunEnv:
 
 
 def torchrun() -> TorchrunEnv | None:
-    """The rank that torchrun made of this process, or None. Raises BadInput when only some variables are there."""
+    """The rank that torchrun made of this process, or None. Raises BadInput when only some
+    variables are there."""
     given = {key: os.environ[key] for key in _KEYS if key in os.environ}
     if "RANK" not in given or "WORLD_SIZE" not in given:
         _refuse_bare_srun()
@@ -57,15 +60,28 @@ def torchrun() -> TorchrunEnv | None:
     for key in _KEYS:
         if key not in given:
             raise BadInput(
-                Reason(field=key, rule="is not set, but RANK and WORLD_SIZE are", nearest="start by torchrun")
+                Reason(
+                    field=key,
+                    rule="is not set, but RANK and WORLD_SIZE are",
+                    nearest="start by torchrun",
+                )
             )
-    numbers = {key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    numbers = {
+        key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     local_world = _whole("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0"))
     # Port 0 lets the system choose, which a world of one may.
     for key, low, high in (("WORLD_SIZE", 1, MAX_WORLD), ("MASTER_PORT", 0, MAX_PORT)):
         if not low <= numbers[key] <= high:
             close = str(min(max(numbers[key], low), high))
-            raise BadInput(Reason(field=key, value=given[key][:60], rule=f"must be in {low}..{high}", nearest=close))
+            raise BadInput(
+                Reason(
+                    field=key,
+                    value=given[key][:60],
+                    rule=f"must be in {low}..{high}",
+                    nearest=close,
+                )
+            )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise BadInput(
             Reason(
@@ -98,13 +114,17 @@ def _refuse_bare_srun() -> None:
     if tasks.isdecimal() and int(tasks) > 1:
         rule = "srun started so many tasks, none of which is told its RANK"
         nearest = "srun --ntasks-per-node=1 torchrun (moewright export --to slurm writes it)"
-        raise BadInput(Reason(field="SLURM_STEP_NUM_TASKS", value=tasks, rule=rule, nearest=nearest))
+        raise BadInput(
+            Reason(field="SLURM_STEP_NUM_TASKS", value=tasks, rule=rule, nearest=nearest)
+        )
 
 
 def _whole(key: str, text: str) -> int:
     if not text.isdecimal():
         close = "29500" if key == "MASTER_PORT" else "0"
-        raise BadInput(Reason(field=key, value=text[:60], rule="must be a whole number", nearest=close))
+        raise BadInput(
+            Reason(field=key, value=text[:60], rule="must be a whole number", nearest=close)
+        )
     return int(text)
 
 

@@ -43,7 +43,9 @@ from moewright.spec.hardware import DeviceKind
 _POLL_S = 0.2
 _SETTLE_S = 0.7  # after the first failure: time for its cause to show, when that was a consequence
 _GRACE_S = 1.0  # between SIGTERM and SIGKILL for the ranks that are left
-_HANG_MARGIN_S = 3.0  # past the collective timeout, so that a rank that times out by itself is heard first
+_HANG_MARGIN_S = (
+    3.0  # past the collective timeout, so that a rank that times out by itself is heard first
+)
 
 
 def launch(
@@ -55,26 +57,39 @@ def launch(
     timeouts: Timeouts | None = None,
     first: Callable[[], None] = lambda: None,
 ) -> Exit:
-    """Run `worker` on `nproc` ranks and return the job's exit code; holds `run_dir` locked meanwhile.
+    """Run `worker` on `nproc` ranks and return the job's exit code; holds `run_dir` locked
+    meanwhile.
 
     `first` is called once a job, when the lock is held and no rank has started.
 
-    Ranks are forked for CPU (one thread each; the caller has not initialised CUDA) and spawned for CUDA, where
-    `worker` must be importable. Under torchrun the worker runs in this process. Main thread only, Linux only.
-    A rank that fails ends all: its own error comes first on stderr, RANK_FAILED is returned; a BadInput of a rank is
-    raised here. SIGTERM and SIGINT are handed to every rank; STOPPED means that they agreed and saved.
+    Ranks are forked for CPU (one thread each; the caller has not initialised CUDA) and spawned for
+    CUDA, where `worker` must be importable. Under torchrun the worker runs in this process. Main
+    thread only, Linux only. A rank that fails ends all: its own error comes first on stderr,
+    RANK_FAILED is returned; a BadInput of a rank is raised here. SIGTERM and SIGINT are handed to
+    every rank; STOPPED means that they agreed and saved.
     """
     timeouts = timeouts or Timeouts()
     env = torchrun()
     if env is not None:
-        return _run_here(worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts, first=first)
+        return _run_here(
+            worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts, first=first
+        )
     refuse_crowd(nproc)
     if sys.platform != "linux":
-        raise BadInput(Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun"))
+        raise BadInput(
+            Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun")
+        )
     with run_lock(run_dir), _folder(run_dir) as folder:
         first()
         seats = [
-            Seat(rank=rank, local_rank=rank, world=nproc, timeouts=timeouts, device=device, meeting=folder / "store")
+            Seat(
+                rank=rank,
+                local_rank=rank,
+                world=nproc,
+                timeouts=timeouts,
+                device=device,
+                meeting=folder / "store",
+            )
             for rank in range(nproc)
         ]
         failure_or_exit = _run_ranks(worker, seats, folder)
@@ -96,11 +111,26 @@ def _run_here(
     """This process is a rank already: torchrun watches it."""
     if nproc != env.world:
         raise BadInput(
-            Reason(field="nproc", value=str(nproc), rule=f"torchrun started {env.world} ranks", nearest=str(env.world))
+            Reason(
+                field="nproc",
+                value=str(nproc),
+                rule=f"torchrun started {env.world} ranks",
+                nearest=str(env.world),
+            )
         )
-    door = Door(host=env.host, port=env.port, opens=env.rank == 0 and not env.store_open, attempt=env.attempt)
+    door = Door(
+        host=env.host,
+        port=env.port,
+        opens=env.rank == 0 and not env.store_open,
+        attempt=env.attempt,
+    )
     seat = Seat(
-        rank=env.rank, local_rank=env.local_rank, world=env.world, timeouts=timeouts, device=device, meeting=door
+        rank=env.rank,
+        local_rank=env.local_rank,
+        world=env.world,
+        timeouts=timeouts,
+        device=device,
+        meeting=door,
     )
     heart = Heart(None)
     with run_lock(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
@@ -112,7 +142,8 @@ def _run_here(
         except BadInput as error:
             if env.local_rank == 0:
                 raise
-            # The command line speaks for the first rank of a machine alone; this may be found by one rank only.
+            # The command line speaks for the first rank of a machine alone; this may be found by
+            # one rank only.
             print(f"rank {env.rank}: {error}", file=sys.stderr, flush=True)
             return Exit.BAD_INPUT
         except Exception as error:
@@ -122,7 +153,8 @@ def _run_here(
 
 @contextmanager
 def _folder(run_dir: Path) -> Iterator[Path]:
-    """A fresh folder for store, heartbeats and failure notes; one left by a killed launcher is removed."""
+    """A fresh folder for store, heartbeats and failure notes; one left by a killed launcher is
+    removed."""
     folder = run_dir.absolute() / ".launch"
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -157,7 +189,9 @@ def _run_ranks(worker: Worker, seats: Sequence[Seat], folder: Path) -> Exit | Fa
     with _stop_flag() as stop:
         try:
             for seat in seats:
-                process = context.Process(target=child_main, args=(worker, seat, folder, os.getpid()))
+                process = context.Process(
+                    target=child_main, args=(worker, seat, folder, os.getpid())
+                )
                 process.start()
                 ranks.append(_Rank(seat=seat, process=process, folder=folder))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -166,12 +200,15 @@ def _run_ranks(worker: Worker, seats: Sequence[Seat], folder: Path) -> Exit | Fa
             _end(ranks)
     if failure is not None:
         return failure
-    return Exit.STOPPED if any(rank.process.exitcode == Exit.STOPPED for rank in ranks) else Exit.DONE
+    return (
+        Exit.STOPPED if any(rank.process.exitcode == Exit.STOPPED for rank in ranks) else Exit.DONE
+    )
 
 
 @contextmanager
 def _stop_flag() -> Iterator[StopFlag]:
-    """This process's own flag. Stop signals start blocked: ranks inherit that and unblock when theirs is in place."""
+    """This process's own flag. Stop signals start blocked: ranks inherit that and unblock when
+    theirs is in place."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     stop = StopFlag()
@@ -201,7 +238,8 @@ def _watch(ranks: Sequence[_Rank], stop: StopFlag) -> Failure | None:
 
 
 def _first_failure(ranks: Sequence[_Rank], started_s: float) -> Failure | None:
-    """The failure to blame, once the ranks have had time to settle; None when no rank has failed."""
+    """The failure to blame, once the ranks have had time to settle; None when no rank has
+    failed."""
     settled_s = time.monotonic() + _SETTLE_S
     while True:
         failures = [_death(rank) for rank in ranks if rank.failed]
@@ -232,10 +270,17 @@ def _death(rank: _Rank) -> Failure:
 
 
 def _hang(live: Sequence[_Rank], started_s: float) -> Failure:
-    """Blame one of the ranks that still live: a suspended one, one that never came to meet the others, else the one
-    silent for longest.
+    """Blame one of the ranks that still live: a suspended one, one that never came to meet the
+    others, else the one silent for longest.
     """
-    rank = max(live, key=lambda each: (_is_suspended(each), not each.file("met").exists(), _silence_s(each, started_s)))
+    rank = max(
+        live,
+        key=lambda each: (
+            _is_suspended(each),
+            not each.file("met").exists(),
+            _silence_s(each, started_s),
+        ),
+    )
     beat = last_beat(rank.file("beat"))
     how = "it is suspended (SIGSTOP)" if _is_suspended(rank) else "the others wait for it"
     return Failure(

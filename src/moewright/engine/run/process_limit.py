@@ -1,4 +1,5 @@
-"""How many processes this machine takes. No torch: what asks for more is refused before that is imported."""
+"""How many processes this machine takes. No torch: what asks for more is refused before that is
+imported."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ def cores() -> int:
 
 
 def refuse_crowd(nproc: int, *, field: str = "nproc") -> None:
-    """Raise BadInput for more processes than a machine survives: each holds a torch and takes a share of a core."""
+    """Raise BadInput for more processes than a machine survives: each holds a torch and takes a
+    share of a core."""
     most = _RANKS_A_CORE * cores()
     if not 1 <= nproc <= most:
         rule = f"must be in 1..{most} on a machine of {cores()} cores"
-        raise BadInput(Reason(field=field, value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most))))
+        raise BadInput(
+            Reason(field=field, value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most)))
+        )

@@ -1,4 +1,5 @@
-"""How ranks that another program started come together: a roll call, so that who is missing or too many is named."""
+"""How ranks that another program started come together: a roll call, so that who is missing or too
+many is named."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed re-exports them, unseen
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    Store,
+    TCPStore,
+)  # torch.distributed re-exports them, unseen
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from moewright.spec.errors import BadInput, Reason
@@ -30,8 +35,9 @@ class Door:
 def meet(door: Door, *, rank: int, world: int, patience_s: float) -> Store:
     """The store that all ranks share, once each of them has come.
 
-    All ranks raise the same BadInput where two came as one rank or with different world sizes, and the same
-    TimeoutError, which names those that are missing, `patience_s` after the first of them came.
+    All ranks raise the same BadInput where two came as one rank or with different world sizes, and
+    the same TimeoutError, which names those that are missing, `patience_s` after the first of them
+    came.
     """
     deadline_s = time.monotonic() + patience_s
     store = PrefixStore(f"moewright/{door.attempt}", _store(door, patience_s))
@@ -43,7 +49,9 @@ def meet(door: Door, *, rank: int, world: int, patience_s: float) -> Store:
     except DistStoreError:
         store.set(_END, json.dumps({"missing": _missing(store, door, world, patience_s)}))
     except DistError as error:
-        raise TimeoutError(f"rank 0 left {door.host}:{door.port} before all ranks had come") from error
+        raise TimeoutError(
+            f"rank 0 left {door.host}:{door.port} before all ranks had come"
+        ) from error
     end = store.get(_END)
     if not end:
         return store
@@ -69,15 +77,20 @@ def _store(door: Door, patience_s: float) -> TCPStore:
         if "EADDRINUSE" in str(error):
             rule = "is in use, by another job or by another process that was started as rank 0"
             field, value = "MASTER_PORT", str(door.port)
-            raise BadInput(Reason(field=field, value=value, rule=rule, nearest="a free port")) from error
+            raise BadInput(
+                Reason(field=field, value=value, rule=rule, nearest="a free port")
+            ) from error
         if door.opens:
             raise
         where = f"{door.host}:{door.port}"
-        raise TimeoutError(f"rank 0 could not be reached at {where} within {patience_s:.0f} s") from error
+        raise TimeoutError(
+            f"rank 0 could not be reached at {where} within {patience_s:.0f} s"
+        ) from error
 
 
 def _sign(store: Store, rank: int, world: int) -> Reason | None:
-    """Say that this rank is here; the last one ends the roll call. A Reason where it must not be."""
+    """Say that this rank is here; the last one ends the roll call. A Reason where it must not
+    be."""
     mine = f"{world} {rank}"
     first = store.compare_set("world", "", mine).decode()
     theirs, other = first.split()
@@ -86,7 +99,9 @@ def _sign(store: Store, rank: int, world: int) -> Reason | None:
         return Reason(field="WORLD_SIZE", value=str(world), rule=rule, nearest=theirs)
     if store.add(_name(rank), 1) > 1:
         rule = "two processes were started with it"
-        return Reason(field="RANK", value=str(rank), rule=rule, nearest=f"each of 0..{world - 1} once")
+        return Reason(
+            field="RANK", value=str(rank), rule=rule, nearest=f"each of 0..{world - 1} once"
+        )
     if store.add("count", 1) == world:
         store.set(_END, "")
     return None

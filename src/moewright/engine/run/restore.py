@@ -28,7 +28,8 @@ from moewright.spec.workload import Documents, Dtype, Workload
 
 
 def identity_of(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
-    """What a checkpoint and the job that continues it must share: everything that decides the next update.
+    """What a checkpoint and the job that continues it must share: everything that decides the next
+    update.
 
     The layout is not part of it: any layout continues any other.
     """
@@ -42,7 +43,9 @@ def identity_of(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
             "precision": to_data(work.precision),
             "decay_steps": work.optimizer.decay_steps or work.steps,
             "optimizer": {
-                k: v for k, v in to_data(work.optimizer).items() if k not in ("decay_steps", "bucket_elements")
+                k: v
+                for k, v in to_data(work.optimizer).items()
+                if k not in ("decay_steps", "bucket_elements")
             },
             "loss": to_data(work.loss),
             "router": to_data(work.router),
@@ -51,7 +54,11 @@ def identity_of(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
         },
         "data": {
             "fingerprint": data_fingerprint,
-            **({} if work.data.documents is Documents.JOINED else {"documents": to_data(work.data.documents)}),
+            **(
+                {}
+                if work.data.documents is Documents.JOINED
+                else {"documents": to_data(work.data.documents)}
+            ),
         },
     }
 
@@ -80,7 +87,10 @@ def steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
     index = read_index(checkpoint)
     refuse_mismatch(index.extra, identity, unsaid=_unsaid(plan.model, plan.workload))
     for path in passed_over:
-        print(f"{path} is not a committed checkpoint: going on from {checkpoint.name}", file=sys.stderr)
+        print(
+            f"{path} is not a committed checkpoint: going on from {checkpoint.name}",
+            file=sys.stderr,
+        )
     return index.step
 
 
@@ -90,12 +100,17 @@ def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
         table_of(model, open_folder(weights))
         return
     found = read_index(checkpoint_at(weights)).extra.get("model", {})
-    theirs, ours = ({k: v for k, v in data.items() if k != "name"} for data in (found, to_data(model)))
-    refuse_mismatch({"model": theirs}, {"model": ours}, field="model.weights", unsaid={"model": unsaid(model)})
+    theirs, ours = (
+        {k: v for k, v in data.items() if k != "name"} for data in (found, to_data(model))
+    )
+    refuse_mismatch(
+        {"model": theirs}, {"model": ours}, field="model.weights", unsaid={"model": unsaid(model)}
+    )
 
 
 def restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
-    """Load the last checkpoint, or the weights to start from, if any; returns the number of updates made so far."""
+    """Load the last checkpoint, or the weights to start from, if any; returns the number of updates
+    made so far."""
     checkpoint, weights = latest(run_dir / "checkpoints"), job.run.workload.weights
     if checkpoint is None:
         if weights:
@@ -109,7 +124,8 @@ def restore(job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coor
 
 
 def _begin(job: Trainee, weights: Path, comm: Coordinator) -> None:
-    """Take up weights: of a Hugging Face folder, of which each rank reads its part, or of a checkpoint of ours."""
+    """Take up weights: of a Hugging Face folder, of which each rank reads its part, or of a
+    checkpoint of ours."""
     if is_folder(weights):
         agree(comm, lambda: _fill(job.weights(), weights, job.run.model))
     else:

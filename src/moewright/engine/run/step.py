@@ -1,4 +1,5 @@
-"""One training step: micro-batches through the timetable, gradients reduced, one update; and the held-out loss."""
+"""One training step: micro-batches through the timetable, gradients reduced, one update; and the
+held-out loss."""
 
 from __future__ import annotations
 
@@ -51,9 +52,12 @@ class Clock:
             self._spent[phase] += time.perf_counter() - started
 
     def rows(self) -> tuple[TimeRow, ...]:
-        """Seconds a phase; what no phase claimed is OTHER, so the rows sum to the time since the start."""
+        """Seconds a phase; what no phase claimed is OTHER, so the rows sum to the time since the
+        start."""
         self._spent[Phase.OTHER] = time.perf_counter() - self._started - sum(self._spent.values())
-        return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in self._spent.items())
+        return tuple(
+            TimeRow(phase=phase, seconds=seconds) for phase, seconds in self._spent.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +80,10 @@ class Trainee:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did. counts [micro-batches, MoE layers, E] are this rank's (followed by its copies to each EP rank
-    and node, where those are counted), 0 in layers of other ranks; loads [MoE layers, E] everyone's. router_losses
-    [MoE layers, 4] fp64 are the auxiliary losses of each layer, as a Router returns them; `aux_loss` is their sum and
-    that of MTP depths.
+    """What one step did. counts [micro-batches, MoE layers, E] are this rank's (followed by its
+    copies to each EP rank and node, where those are counted), 0 in layers of other ranks; loads
+    [MoE layers, E] everyone's. router_losses [MoE layers, 4] fp64 are the auxiliary losses of each
+    layer, as a Router returns them; `aux_loss` is their sum and that of MTP depths.
     """
 
     loss: float
@@ -88,7 +92,9 @@ class StepResult:
     skipped: bool
     stop: bool  # some rank was asked to stop
     own_nll: float  # of this rank's own targets, summed
-    attended: int  # of this rank as in Selection, and `near`; 0 where documents do not bound attention
+    attended: (
+        int  # of this rank as in Selection, and `near`; 0 where documents do not bound attention
+    )
     near: int
     counts: torch.Tensor
     loads: torch.Tensor
@@ -98,7 +104,8 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """What is known once a step's gradients are reduced and before they are used; losses as in StepResult."""
+    """What is known once a step's gradients are reduced and before they are used; losses as in
+    StepResult."""
 
     loss: float
     aux_loss: float
@@ -122,11 +129,14 @@ class _Sums:
     ahead: float = 0.0  # of MTP depths, weighted
 
 
-def train_step(job: Trainee, *, step: int, lr: float, stop_asked: bool, counted: bool) -> StepResult:
+def train_step(
+    job: Trainee, *, step: int, lr: float, stop_asked: bool, counted: bool
+) -> StepResult:
     """Update number `step` (from 1). `counted`: keep full books of this step.
 
-    The loss is the sum of token losses over the number of valid targets of the global batch, so gradients are summed,
-    never averaged. A gradient that is not finite anywhere skips the update on every rank alike.
+    The loss is the sum of token losses over the number of valid targets of the global batch, so
+    gradients are summed, never averaged. A gradient that is not finite anywhere skips the update on
+    every rank alike.
     """
     with job.run.books.counting() if counted else nullcontext():
         return _train_step(job, step, lr, stop_asked)
@@ -164,12 +174,15 @@ def _train_step(job: Trainee, step: int, lr: float, stop_asked: bool) -> StepRes
 
 
 def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = False) -> Gradients:
-    """Forward and backward of every micro-batch of step `step` (from 1); gradients reduced, weights untouched."""
+    """Forward and backward of every micro-batch of step `step` (from 1); gradients reduced, weights
+    untouched."""
     run, mesh = job.run, job.run.mesh
     count = micro_batches(workload_of(run.workload, step - 1), mesh.layout)
     with clock.phase(Phase.DATA):
         batches = [job.train_data.micro_batch(run, step - 1, m) for m in range(count)]
-        valid = torch.tensor([sum(int((one.targets >= 0).sum()) for one in batches)], device=run.device)
+        valid = torch.tensor(
+            [sum(int((one.targets >= 0).sum()) for one in batches)], device=run.device
+        )
         valid_targets = int(all_reduce(valid, mesh.group("dp_cp")))
     sums = _no_sums(run, count)
     job.optimizer.begin(count)
@@ -179,8 +192,14 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
     with clock.phase(Phase.GRAD_REDUCE):
         squared = job.optimizer.reduce()
         own_nll = sums.nll if mesh.coordinate("tp") == 0 else 0.0  # a TP group shares one
-        own = torch.tensor([squared, float(stop_asked), own_nll, sums.ahead], dtype=torch.float64, device=run.device)
-        shared = all_reduce(torch.cat((own, sums.router_losses.flatten())), mesh.group("world")).cpu()
+        own = torch.tensor(
+            [squared, float(stop_asked), own_nll, sums.ahead],
+            dtype=torch.float64,
+            device=run.device,
+        )
+        shared = all_reduce(
+            torch.cat((own, sums.router_losses.flatten())), mesh.group("world")
+        ).cpu()
         squared, stops, nll, ahead = shared[:4].tolist()
         router_losses = shared[4:].view_as(sums.router_losses)
     norm = squared**0.5 / job.optimizer.loss_scale
@@ -192,23 +211,39 @@ def accumulate(job: Trainee, clock: Clock, *, step: int, stop_asked: bool = Fals
         stop=stops > 0,
         own_nll=sums.nll,
         attended=sum(_attended(run, one.runs) for one in batches if one.runs),
-        near=sum(_attended(run, one.runs, run.model.window) for one in batches if one.runs and run.model.window),
+        near=sum(
+            _attended(run, one.runs, run.model.window)
+            for one in batches
+            if one.runs and run.model.window
+        ),
         counts=sums.counts,
         router_losses=router_losses,
     )
 
 
-def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, *, step: int, valid_targets: int) -> None:
+def _pass(
+    job: Trainee,
+    clock: Clock,
+    batches: Sequence[Batch],
+    sums: _Sums,
+    *,
+    step: int,
+    valid_targets: int,
+) -> None:
     """All micro-batches through this rank's chunks and back, as the timetable says."""
     run = job.run
-    aux_share = len(batches) * run.mesh.layout.dp  # the auxiliary losses of the ranks that share tokens add up
+    aux_share = (
+        len(batches) * run.mesh.layout.dp
+    )  # the auxiliary losses of the ranks that share tokens add up
 
     def forward(key: Key, hidden: torch.Tensor | None) -> Made:
         micro_batch, number = key
         chunk = job.model.chunks[number]
         with clock.phase(Phase.FORWARD), run.keeper.forward(key, job.optimizer.resident):
             first = _first_sequence(run, step, micro_batch)
-            out: Output = job.model(batches[micro_batch], chunk=number, hidden_tH=hidden, first=first)
+            out: Output = job.model(
+                batches[micro_batch], chunk=number, hidden_tH=hidden, first=first
+            )
             loss = out.aux.sum() / aux_share
             if chunk.loss:
                 nll = out.nll.sum()
@@ -225,10 +260,17 @@ def _pass(job: Trainee, clock: Clock, batches: Sequence[Batch], sums: _Sums, *, 
                 places = _places(run, chunk)
                 sums.counts[micro_batch, places] = out.counts
                 sums.router_losses[places] += out.aux.detach() / aux_share
-        return Made(hidden=None if chunk.loss else out.hidden_tH, loss=loss if loss.requires_grad else None)
+        return Made(
+            hidden=None if chunk.loss else out.hidden_tH, loss=loss if loss.requires_grad else None
+        )
 
-    def backward(key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], split: bool) -> None:
-        with clock.phase(Phase.BACKWARD), run.books.later.collecting(key) if split else nullcontext():
+    def backward(
+        key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], split: bool
+    ) -> None:
+        with (
+            clock.phase(Phase.BACKWARD),
+            run.books.later.collecting(key) if split else nullcontext(),
+        ):
             torch.autograd.backward(roots, grads)
         if not split:
             run.books.released(key)
@@ -248,10 +290,17 @@ def _attended(run: Runtime, runs: Runs, window: int = 0) -> int:
 
 
 def _first_sequence(run: Runtime, step: int, micro_batch: int) -> int:
-    """Number, over all of training, of the first sequence of a micro-batch of step `step` (from 1) on this rank."""
+    """Number, over all of training, of the first sequence of a micro-batch of step `step` (from 1)
+    on this rank."""
     batch, layout = batch_of(run.workload, step - 1), run.mesh.layout
     dp_rank = run.mesh.coordinate("dp")
-    rows = rows_of(global_batch=batch.size, dp=layout.dp, dp_rank=dp_rank, mbs=layout.mbs, micro_batch=micro_batch)
+    rows = rows_of(
+        global_batch=batch.size,
+        dp=layout.dp,
+        dp_rank=dp_rank,
+        mbs=layout.mbs,
+        micro_batch=micro_batch,
+    )
     return batch.first + rows.start
 
 
@@ -269,13 +318,15 @@ def _no_sums(run: Runtime, count: int) -> _Sums:
 
 
 def _places(run: Runtime, chunk: Chunk) -> list[int]:
-    """Places of the layers with experts of a chunk, its MTP depths last, among those of the model."""
+    """Places of the layers with experts of a chunk, its MTP depths last, among those of the
+    model."""
     here = chunk_layers(run.model, chunk)
     return [place for place, number in enumerate(run.model.routed_layers) if number in here]
 
 
 def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:
-    """Clip, update, and bring the new weights to every rank; nothing is updated when a gradient is not finite."""
+    """Clip, update, and bring the new weights to every rank; nothing is updated when a gradient is
+    not finite."""
     if found.finite:
         with clock.phase(Phase.OPTIMIZER):
             clip = job.run.workload.optimizer.clip_norm
@@ -286,8 +337,11 @@ def apply(job: Trainee, clock: Clock, found: Gradients, *, lr: float) -> None:
         job.optimizer.publish()
 
 
-def heldout_loss(job: Trainee, data: Batches, batches: int, beat: Callable[[], None]) -> tuple[float, int]:
-    """Mean nats per target over the first `batches` global batches of `data`, and the number of targets.
+def heldout_loss(
+    job: Trainee, data: Batches, batches: int, beat: Callable[[], None]
+) -> tuple[float, int]:
+    """Mean nats per target over the first `batches` global batches of `data`, and the number of
+    targets.
 
     `beat` is called once a batch, so that a long evaluation is not taken for a hang.
     """
@@ -295,14 +349,20 @@ def heldout_loss(job: Trainee, data: Batches, batches: int, beat: Callable[[], N
     here = {"nll": 0.0, "targets": 0}
     for step in range(batches):
         beat()
-        parts = [data.micro_batch(run, step, m) for m in range(micro_batches(run.workload, mesh.layout))]
+        parts = [
+            data.micro_batch(run, step, m) for m in range(micro_batches(run.workload, mesh.layout))
+        ]
 
         def see(key: Key, out: Output, parts: Sequence[Batch] = parts) -> None:
-            if job.model.chunks[key[1]].loss and mesh.coordinate("tp") == 0:  # a TP group shares one
+            if (
+                job.model.chunks[key[1]].loss and mesh.coordinate("tp") == 0
+            ):  # a TP group shares one
                 here["nll"] += float(out.nll.sum())
                 here["targets"] += int((parts[key[0]].targets >= 0).sum())
 
         evaluate(run, job.model, parts, see)
-    shared = torch.tensor([here["nll"], float(here["targets"])], dtype=torch.float64, device=run.device)
+    shared = torch.tensor(
+        [here["nll"], float(here["targets"])], dtype=torch.float64, device=run.device
+    )
     total, count = all_reduce(shared, mesh.group("world")).tolist()
     return total / count, int(count)

@@ -1,7 +1,8 @@
 """Training, top to bottom: a Plan comes in, a run directory comes out.
 
-`run` is called once a job. It refuses what the engine cannot do, then starts one process a rank (or joins those of
-torchrun); each calls `_train_rank`, which builds its part of the model, restores the last checkpoint, and steps.
+`run` is called once a job. It refuses what the engine cannot do, then starts one process a rank (or
+joins those of torchrun); each calls `_train_rank`, which builds its part of the model, restores the
+last checkpoint, and steps.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ PLAN_FILE = "plan.json"
 
 
 def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
-    """Train `plan` in `run_dir`, continuing from its last checkpoint; returns the exit code of the job.
+    """Train `plan` in `run_dir`, continuing from its last checkpoint; returns the exit code of the
+    job.
 
-    A run that has reached its steps is done at once, unless `extend` asks for as many again. Raises BadInput, before
-    anything is written or started, when the plan is not legal, asks for what the engine or this machine cannot run,
-    or the data or the checkpoint are not those of this job. plan.json is written once the folder is this job's.
+    A run that has reached its steps is done at once, unless `extend` asks for as many again. Raises
+    BadInput, before anything is written or started, when the plan is not legal, asks for what the
+    engine or this machine cannot run, or the data or the checkpoint are not those of this job.
+    plan.json is written once the folder is this job's.
     """
     refuse_unrunnable(plan.model, plan.workload, plan.layout)
     kind = plan.hardware.device.kind
@@ -88,7 +91,9 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
     if done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return Exit.DONE
-    state_bytes = 4 + 2 * plan.workload.optimizer.moment_dtype.nbytes  # of a checkpoint, a parameter: master, moments
+    state_bytes = (
+        4 + 2 * plan.workload.optimizer.moment_dtype.nbytes
+    )  # of a checkpoint, a parameter: master, moments
     require_space(run_dir, state_bytes * count(plan.model).total)
     return launch(
         partial(_train_rank, plan, run_dir, last_step),
@@ -100,7 +105,8 @@ def run(plan: Plan, run_dir: Path, *, extend: bool = False) -> Exit:
 
 
 def _keep_plan(plan: Plan, run_dir: Path) -> None:
-    """Write plan.json; ledgers that were counted under another plan go, for they are predicted from this file."""
+    """Write plan.json; ledgers that were counted under another plan go, for they are predicted from
+    this file."""
     path = run_dir / PLAN_FILE
     if path.exists() and read_json(Plan, path) == plan:
         return
@@ -120,14 +126,22 @@ def _missing_devices(plan: Plan) -> tuple[Reason, ...]:
     rule = f"needs {wanted} CUDA devices on this machine, which has {found}"
     near = str(found) if found else "the .toml of `moewright bench machine`"
     return (
-        Reason(field="train.nproc" if found else "train.hardware", value=plan.hardware.name, rule=rule, nearest=near),
+        Reason(
+            field="train.nproc" if found else "train.hardware",
+            value=plan.hardware.name,
+            rule=rule,
+            nearest=near,
+        ),
     )
 
 
 def _last_step(workload: Workload, done: int, extend: bool) -> int:
-    """The step to stop at. A run whose last recipe is finished goes on by another one when asked to."""
+    """The step to stop at. A run whose last recipe is finished goes on by another one when asked
+    to."""
     recipes = -(-done // workload.steps)
-    return workload.steps * max(1, recipes + (1 if extend and done == recipes * workload.steps and done else 0))
+    return workload.steps * max(
+        1, recipes + (1 if extend and done == recipes * workload.steps and done else 0)
+    )
 
 
 def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) -> Outcome:
@@ -137,10 +151,18 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
     _agree_on_plan(plan, comm)
     train, heldout = _data(plan)
-    job = trainee(plan.model, work, plan.layout, train, rank=seat.rank, device=device, initial=initial_value)
+    job = trainee(
+        plan.model, work, plan.layout, train, rank=seat.rank, device=device, initial=initial_value
+    )
     identity = identity_of(plan, train.dataset.fingerprint)
     first_step = restore(job, run_dir, identity, comm) + 1
-    saver = Saver(run_dir / "checkpoints", spec=work.checkpoint, extra=identity, comm=comm, aside=partial(_aside, seat))
+    saver = Saver(
+        run_dir / "checkpoints",
+        spec=work.checkpoint,
+        extra=identity,
+        comm=comm,
+        aside=partial(_aside, seat),
+    )
     recorder = _recorder(run_dir, seat, first_step, last_step)
     recorder.session(_session(plan, first_step, device))
     pace = Pace(rank=seat.rank)
@@ -157,7 +179,9 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
         lr = learning_rate(work.optimizer, steps=work.steps, step=step)
         pace.begin(job.run.books.waits)
         with window.step(step):
-            result = train_step(job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step)
+            result = train_step(
+                job, step=step, lr=lr, stop_asked=seat.stop.requested, counted=step == counted_step
+            )
         waits, calls = job.run.books.waits.take()
         host = pace.end(result.phases, waits)
         if step >= first_step + WARM_STEPS and step != counted_step:
@@ -182,7 +206,10 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
     pace.close()
     everyone = collectives.gather_json({"pace": to_data(pace.typical()), "calls": pace.calls})
     if seat.rank == 0:
-        paces = [from_data(RankPace, each["pace"], where=f"pace of rank {rank}") for rank, each in enumerate(everyone)]
+        paces = [
+            from_data(RankPace, each["pace"], where=f"pace of rank {rank}")
+            for rank, each in enumerate(everyone)
+        ]
         write_paces(run_dir, with_links(plan.layout, paces, [each["calls"] for each in everyone]))
         merge(run_dir)
     job.optimizer.settle()
@@ -192,7 +219,9 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, seat: RankContext) ->
 
 def _aside(seat: RankContext) -> Coordinator:
     group = collectives.aside()
-    return Coordinator(rank=seat.rank, world=seat.world, gather=lambda value: collectives.gather_json(value, group))
+    return Coordinator(
+        rank=seat.rank, world=seat.world, gather=lambda value: collectives.gather_json(value, group)
+    )
 
 
 def _due(step: int, every: int) -> bool:
@@ -201,7 +230,9 @@ def _due(step: int, every: int) -> bool:
 
 def _evaluate(job: Trainee, heldout: Data, step: int, seat: RankContext) -> EvalRecord:
     work = job.run.workload
-    batches = whole_batches(heldout.sampler, global_batch=work.global_batch, wanted=work.eval_batches)
+    batches = whole_batches(
+        heldout.sampler, global_batch=work.global_batch, wanted=work.eval_batches
+    )
     loss, targets = heldout_loss(job, heldout, batches, partial(seat.beat, step))
     entropy = read_corpus(Path(work.data.heldout).parent).unigram_entropy
     return EvalRecord(step=step, heldout_loss=finite(loss), unigram_entropy=entropy, tokens=targets)
@@ -230,15 +261,22 @@ def _data(plan: Plan) -> tuple[Data, Data]:
 
 
 def _agree_on_plan(plan: Plan, comm: Coordinator) -> None:
-    """Refuse a job whose ranks have different plans, code or settings: they would train different models."""
-    code = {"plan": plan.fingerprint, "moewright": moewright.__version__, "torch": torch.__version__}
+    """Refuse a job whose ranks have different plans, code or settings: they would train different
+    models."""
+    code = {
+        "plan": plan.fingerprint,
+        "moewright": moewright.__version__,
+        "torch": torch.__version__,
+    }
     kernels = implementation(plan.workload.fused_kernels, plan.hardware.device.kind)
     mine = {**code, "fused_kernels": kernels, **shared_settings()}
     for rank, theirs in enumerate(comm.gather(mine)):
         for field in sorted({*mine, *theirs}, key=[*mine, *theirs].index):
             here, there = (each.get(field, "none") for each in (mine, theirs))
             if here != there:
-                rule = f"rank {rank} has {there}, rank {comm.rank} has {here}; all ranks need the same"
+                rule = (
+                    f"rank {rank} has {there}, rank {comm.rank} has {here}; all ranks need the same"
+                )
                 raise BadInput(Reason(field=field, rule=rule))
 
 
@@ -260,7 +298,9 @@ def _session(plan: Plan, first_step: int, device: torch.device) -> Session:
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         world_size=plan.layout.world_size,
         torch_version=torch.__version__,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else plan.hardware.device.name,
+        device_name=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else plan.hardware.device.name,
         threads_per_rank=torch.get_num_threads(),
         routing=plan.workload.router.force,
     )
@@ -273,7 +313,10 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
     share = plan.workload.data.attended_share
     per_token = model_flops_per_token(plan.model, plan.workload.seq_len, attended_share=share)
     flops_per_s = rank_tokens_per_s * per_token
-    peak = next((p.rate.value for p in plan.hardware.device.peaks if p.dtype is plan.workload.precision), 0.0)
+    peak = next(
+        (p.rate.value for p in plan.hardware.device.peaks if p.dtype is plan.workload.precision),
+        0.0,
+    )
     return StepRecord(
         step=step,
         loss=finite(result.loss),
@@ -289,7 +332,9 @@ def _step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRe
         hfu=flops_per_s / peak * _replays(plan) if peak else 0.0,
         skipped=result.skipped,
         phases=result.phases,
-        loads=_loads(plan, result, tokens=tokens) if _due(step, plan.workload.router_log_every_steps) else (),
+        loads=_loads(plan, result, tokens=tokens)
+        if _due(step, plan.workload.router_log_every_steps)
+        else (),
     )
 
 
@@ -303,7 +348,9 @@ def _loads(plan: Plan, result: StepResult, *, tokens: int) -> tuple[LayerLoad, .
     if moe is None:
         return ()
     chosen = tokens * moe.router.top_k
-    slots = {n: slots_of(plan.model, plan.workload, plan.layout, n) for n in plan.model.routed_layers}
+    slots = {
+        n: slots_of(plan.model, plan.workload, plan.layout, n) for n in plan.model.routed_layers
+    }
     return loads_of(result.loads, result.router_losses, slots, ep=plan.layout.ep, chosen=chosen)
 
 
@@ -312,10 +359,14 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, seat: RankContext) -> None:
-    """Write what this rank counted on this step, and (rank 0) the selection that explains its routed rows."""
+def _close_books(
+    job: Trainee, run_dir: Path, step: int, result: StepResult, seat: RankContext
+) -> None:
+    """Write what this rank counted on this step, and (rank 0) the selection that explains its
+    routed rows."""
     run = job.run
-    # [pipeline rank, rank of its stage, micro-batch, layer, expert]; a layer's counts are 0 on all stages but its own.
+    # [pipeline rank, rank of its stage, micro-batch, layer, expert]; a layer's counts are 0 on all
+    # stages but its own.
     shape = run.mesh.layout.pp, seat.world // run.mesh.layout.pp, *result.counts.shape
     every = torch.tensor(collectives.gather_json(result.counts.tolist())).view(shape)
     of_source = every.sum(0).permute(1, 2, 0, 3)
@@ -326,7 +377,9 @@ def _close_books(job: Trainee, run_dir: Path, step: int, result: StepResult, sea
         step=step,
         counts=_tuples(of_source[..., :experts].tolist()),
         copies=_tuples(of_source[..., experts : experts + ranks].tolist()) if copied else (),
-        nodes=_tuples(of_source[..., experts + ranks :].tolist()) if nodes_of(run.mesh.layout) else (),
+        nodes=_tuples(of_source[..., experts + ranks :].tolist())
+        if nodes_of(run.mesh.layout)
+        else (),
         attended=tuple(collectives.gather_json(result.attended)) if bounded else (),
         near=tuple(collectives.gather_json(result.near)) if bounded and run.model.window else (),
     )

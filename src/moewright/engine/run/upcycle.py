@@ -1,9 +1,11 @@
-"""Upcycling: the tensors of a dense model as those of one with experts, layer by layer (rules.upcycling says which).
+"""Upcycling: the tensors of a dense model as those of one with experts, layer by layer
+(rules.upcycling says which).
 
-Why the default changes nothing (docs/adr/0014): the hidden units of a gated MLP do not mix, so the sum over slices of
-down_g(silu(gate_g x) * up_g x) is the MLP. All slices of a copy have one logit, hence all or none are among the top k,
-with one weight; the weights of the chosen sum to 1, so those of the slices with number g sum to 1 / G, whichever
-copies were chosen. Down times G makes that the MLP again: for every token and every router.
+Why the default changes nothing (docs/adr/0014): the hidden units of a gated MLP do not mix, so the
+sum over slices of down_g(silu(gate_g x) * up_g x) is the MLP. All slices of a copy have one logit,
+hence all or none are among the top k, with one weight; the weights of the chosen sum to 1, so those
+of the slices with number g sum to 1 / G, whichever copies were chosen. Down times G makes that the
+MLP again: for every token and every router.
 """
 
 from __future__ import annotations
@@ -53,26 +55,34 @@ def stored_model(path: Path) -> ModelSpec:
 
 @contextmanager
 def of_checkpoint(path: Path) -> Iterator[Read]:
-    """Parameters of our newest checkpoint at `path`, once the checksum of every file holds. Raises BadInput."""
+    """Parameters of our newest checkpoint at `path`, once the checksum of every file holds. Raises
+    BadInput."""
     checkpoint = checkpoint_at(path)
     index = read_index(checkpoint)
     for file in index.files:
         verify_file(checkpoint, file)
     tensors = {tensor.name: tensor for tensor in index.tensors}
     with PayloadReader(checkpoint) as reader:
-        yield lambda param: read_box(reader, tensors[param.name], (0,) * len(param.shape), param.shape)
+        yield lambda param: read_box(
+            reader, tensors[param.name], (0,) * len(param.shape), param.shape
+        )
 
 
 @contextmanager
 def of_hugging_face(model: ModelSpec, path: Path) -> Iterator[Read]:
-    """Parameters of a Hugging Face folder, once it is known to be of this model. Raises BadInput."""
+    """Parameters of a Hugging Face folder, once it is known to be of this model. Raises
+    BadInput."""
     folder = open_folder(path)
     table = names.table_of(model, folder)
     with HfReader(folder) as reader:
-        yield lambda param: names.read_box(reader, table[param.name], (0,) * len(param.shape), param.shape)
+        yield lambda param: names.read_box(
+            reader, table[param.name], (0,) * len(param.shape), param.shape
+        )
 
 
-def upcycle(read: Read, dense: ModelSpec, model: ModelSpec, choice: Upcycling, *, seed: int, out: Path) -> Path:
+def upcycle(
+    read: Read, dense: ModelSpec, model: ModelSpec, choice: Upcycling, *, seed: int, out: Path
+) -> Path:
     """Write `model`, which `choice` makes of `dense`, as a checkpoint in `out`; its path.
 
     A file a layer; what is in memory at a time is one tensor of the dense model and one copy of it.
@@ -88,7 +98,9 @@ def upcycle(read: Read, dense: ModelSpec, model: ModelSpec, choice: Upcycling, *
         if not param.expert:
             return _router(model, param, choice, seed)
         whole = read(ours[param.name.replace(_EXPERTS, _MLP)])  # [2,F,H] or [H,F]
-        return whole.unflatten(1, (choice.granularity, -1)).transpose(0, 1) * (down if whole.dim() == 2 else up)
+        return whole.unflatten(1, (choice.granularity, -1)).transpose(0, 1) * (
+            down if whole.dim() == 2 else up
+        )
 
     order = Order(
         final=checkpoint_path(out, 0),

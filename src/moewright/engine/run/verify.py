@@ -1,7 +1,9 @@
-"""Verify: run a Hugging Face checkpoint on given batches in a layout, and write what came out in its own names.
+"""Verify: run a Hugging Face checkpoint on given batches in a layout, and write what came out in
+its own names.
 
-It is the trainer's model, step and optimizer, in fp32, without auxiliary losses; its own are only the data, the first
-weights and, if asked, a plain SGD update. Whoever has another implementation can hold the two against each other.
+It is the trainer's model, step and optimizer, in fp32, without auxiliary losses; its own are only
+the data, the first weights and, if asked, a plain SGD update. Whoever has another implementation
+can hold the two against each other.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from moewright.engine.comm import collectives
 from moewright.engine.data.batch import Batch, batch_here
 from moewright.engine.data.sampler import rows_of
 from moewright.engine.hf.folder import HfFolder, HfReader, open_folder, open_weights
-from moewright.engine.hf.names import in_their_names, read_box, read_part, table_of, without_absent_mtp
+from moewright.engine.hf.names import (
+    in_their_names,
+    read_box,
+    read_part,
+    table_of,
+    without_absent_mtp,
+)
 from moewright.engine.model.layers import Slot
 from moewright.engine.model.router import routers_of
 from moewright.engine.model.transformer import Output
@@ -57,7 +65,8 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is the folder."""
+    """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is the
+    folder."""
 
     model: ModelSpec
     weights: Path
@@ -71,7 +80,8 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedBatches:
-    """Batches [N,B,T] in order, the first again after the last; targets are the labels one to the left."""
+    """Batches [N,B,T] in order, the first again after the last; targets are the labels one to the
+    left."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -96,9 +106,11 @@ def rows_here(run: Runtime, micro_batch: int) -> range:
 
 
 def verify(job: Verification, out: Path) -> Exit:
-    """Write `out`/tensors.safetensors (logits, nll, grad/<their name> of the first batch) and `out`/curve.json.
+    """Write `out`/tensors.safetensors (logits, nll, grad/<their name> of the first batch) and
+    `out`/curve.json.
 
-    Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not run by the engine.
+    Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not
+    run by the engine.
     """
     work = workload_of(job.batch, steps=job.steps, optimizer=job.optimizer)
     batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
@@ -106,7 +118,9 @@ def verify(job: Verification, out: Path) -> Exit:
     job = _without_absent_mtp(job, folder)
     refuse_unrunnable(job.model, work, job.layout)
     table_of(job.model, folder)
-    return launch(partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out)
+    return launch(
+        partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out
+    )
 
 
 def _without_absent_mtp(job: Verification, folder: HfFolder) -> Verification:
@@ -117,7 +131,8 @@ def _without_absent_mtp(job: Verification, folder: HfFolder) -> Verification:
 
 
 def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
-    """input_ids and labels of a file whose header `workload_of` has read; -100 in labels is no target.
+    """input_ids and labels of a file whose header `workload_of` has read; -100 in labels is no
+    target.
 
     Raises BadInput for an id that is not of the vocabulary.
     """
@@ -127,13 +142,19 @@ def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
         wrong = (tensor >= vocab_size) | ((tensor < 0) & (tensor != low))
         if wrong.any():
             value = str(int(tensor[wrong][0]))
-            raise BadInput(Reason(field=f"{path}: {name}", value=value, rule=f"ids must be in 0..{vocab_size - 1}"))
+            raise BadInput(
+                Reason(
+                    field=f"{path}: {name}", value=value, rule=f"ids must be in 0..{vocab_size - 1}"
+                )
+            )
     targets = torch.full_like(ids, _IGNORED, dtype=torch.int64)
     targets[:, :, :-1] = labels[:, :, 1:]
     return FixedBatches(inputs=ids.long(), targets=targets)
 
 
-def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: Path, seat: RankContext) -> Outcome:
+def _verify_rank(
+    job: Verification, work: Workload, batches: FixedBatches, out: Path, seat: RankContext
+) -> Outcome:
     device = join(seat)
     folder = open_folder(job.weights)
     table = table_of(job.model, folder)
@@ -143,11 +164,22 @@ def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: 
             return read_part(reader, table[slot.name], slot.placement)
 
         rule = sgd_update if job.rule is Rule.SGD else adamw_update
-        here = trainee(job.model, work, job.layout, batches, rank=seat.rank, device=device, initial=stored, rule=rule)
+        here = trainee(
+            job.model,
+            work,
+            job.layout,
+            batches,
+            rank=seat.rank,
+            device=device,
+            initial=stored,
+            rule=rule,
+        )
         for router in routers_of(here.model):
             if router.selection_bias is not None:
                 bias = table[selection_bias_name(router.number)]
-                router.selection_bias.copy_(read_box(reader, bias, (0,), router.selection_bias.shape))
+                router.selection_bias.copy_(
+                    read_box(reader, bias, (0,), router.selection_bias.shape)
+                )
     pieces = _outputs(here, batches)
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):
@@ -157,7 +189,12 @@ def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: 
         if step == 1:
             comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
             whole = save(
-                out / _GATHERED, step=1, pieces=[*pieces, *here.optimizer.gradients()], extra={}, keep=1, comm=comm
+                out / _GATHERED,
+                step=1,
+                pieces=[*pieces, *here.optimizer.gradients()],
+                extra={},
+                keep=1,
+                comm=comm,
             )
         apply(here, clock, found, lr=job.lr)
         curve.append((finite(found.loss), finite(found.norm)))
@@ -169,7 +206,8 @@ def _verify_rank(job: Verification, work: Workload, batches: FixedBatches, out: 
 
 
 def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
-    """Logits and token losses of the first batch: this rank's rows and part of the vocabulary, if it has the head."""
+    """Logits and token losses of the first batch: this rank's rows and part of the vocabulary, if
+    it has the head."""
     run = here.run
     rows, length, vocab = run.workload.global_batch, run.workload.seq_len, run.model.vocab_size
     cp = run.mesh.layout.cp
@@ -204,7 +242,13 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
             )
 
     count = micro_batches(run.workload, run.mesh.layout)
-    evaluate(run, here.model, [batches.micro_batch(run, 0, number) for number in range(count)], see, logits=True)
+    evaluate(
+        run,
+        here.model,
+        [batches.micro_batch(run, 0, number) for number in range(count)],
+        see,
+        logits=True,
+    )
     return found
 
 
@@ -228,5 +272,7 @@ def _write(job: Verification, whole: Path, curve: Sequence[tuple[float, float]],
     save_file(given, str(part))
     part.rename(out / "tensors.safetensors")
     losses, norms = zip(*curve, strict=True)
-    (out / "curve.json").write_text(json.dumps({"loss": losses, "grad_norm": norms}) + "\n", "utf-8")
+    (out / "curve.json").write_text(
+        json.dumps({"loss": losses, "grad_norm": norms}) + "\n", "utf-8"
+    )
     shutil.rmtree(whole.parent)

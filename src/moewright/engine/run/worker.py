@@ -1,4 +1,5 @@
-"""What a rank has besides its model: a stop flag, a heartbeat, a store to meet the others, a note when it fails."""
+"""What a rank has besides its model: a stop flag, a heartbeat, a store to meet the others, a note
+when it fails."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch._C._distributed_c10d import FileStore, Store  # torch.distributed re-exports them, unseen by type checkers
+from torch._C._distributed_c10d import (
+    FileStore,
+    Store,
+)  # torch.distributed re-exports them, unseen by type checkers
 
 from moewright.engine.run.rendezvous import Door, meet
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_BEAT = struct.Struct("<qd")  # step, seconds of the monotonic clock (one clock for all processes of a machine)
+_BEAT = struct.Struct(
+    "<qd"
+)  # step, seconds of the monotonic clock (one clock for all processes of a machine)
 _PEER_LOST = (
     "closed by peer",
     "reset by peer",
@@ -60,8 +66,9 @@ class Outcome(StrEnum):
 class Timeouts:
     """How long ranks wait for each other; the only place that says so.
 
-    `collective_s` is the timeout of every process group, and a rank that has not beaten for so long and a margin is
-    taken to hang: a worker calls `beat` at least that often, in evaluation and start-up too.
+    `collective_s` is the timeout of every process group, and a rank that has not beaten for so long
+    and a margin is taken to hang: a worker calls `beat` at least that often, in evaluation and
+    start-up too.
     """
 
     rendezvous_s: float = 60.0
@@ -69,7 +76,8 @@ class Timeouts:
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT, polled by the trainer; more signals change nothing, so a save is not interrupted."""
+    """Set by SIGTERM or SIGINT, polled by the trainer; more signals change nothing, so a save is
+    not interrupted."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -91,7 +99,9 @@ class Heart:
     """Writes the step that a rank is on, and when, for the launcher to read."""
 
     def __init__(self, path: Path | None) -> None:
-        self._handle = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._handle = (
+            None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        )
         self._step = 0
 
     @property
@@ -114,7 +124,8 @@ def last_beat(path: Path) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """What a rank is told before it starts. Ranks meet over a file of the launcher, or at the door of torchrun."""
+    """What a rank is told before it starts. Ranks meet over a file of the launcher, or at the door
+    of torchrun."""
 
     rank: int
     local_rank: int
@@ -131,7 +142,8 @@ def rank_file(folder: Path, kind: str, rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Handed to the worker. `beat(step)` at the start of every step; `stop.requested` is this rank's own flag."""
+    """Handed to the worker. `beat(step)` at the start of every step; `stop.requested` is this
+    rank's own flag."""
 
     seat: Seat
     stop: StopFlag
@@ -177,7 +189,8 @@ class Blame(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How a rank ended: `what` it did ("was killed by SIGKILL"), the `error` in one line, `detail` for the log."""
+    """How a rank ended: `what` it did ("was killed by SIGKILL"), the `error` in one line, `detail`
+    for the log."""
 
     rank: int
     step: int
@@ -205,7 +218,11 @@ def read_failure(path: Path) -> Failure | None:
         return None
     data = json.loads(path.read_text("utf-8"))
     return Failure(
-        **{**data, "blame": Blame(data["blame"]), "reasons": tuple(Reason(**reason) for reason in data["reasons"])}
+        **{
+            **data,
+            "blame": Blame(data["blame"]),
+            "reasons": tuple(Reason(**reason) for reason in data["reasons"]),
+        }
     )
 
 
@@ -233,7 +250,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def child_main(worker: Worker, seat: Seat, folder: Path, parent: int) -> None:
-    """The life of a launched rank; never returns. Stop signals arrive blocked and open once the flag is in place."""
+    """The life of a launched rank; never returns. Stop signals arrive blocked and open once the
+    flag is in place."""
     die_with_parent(parent)
     stop = StopFlag()
     stop.install()

@@ -1,4 +1,5 @@
-"""The layout and the workload in Megatron-LM's flags: degrees, memory, overlap, batches, optimizer, data."""
+"""The layout and the workload in Megatron-LM's flags: degrees, memory, overlap, batches, optimizer,
+data."""
 
 from __future__ import annotations
 
@@ -10,17 +11,34 @@ from moewright.rules.batch_rampup import batch_of
 from moewright.rules.context_parallel import factors
 from moewright.rules.stages import chunks
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import (
+    CapacityFill,
+    CpComm,
+    Dispatcher,
+    Graphs,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+)
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Documents, Dtype, SaveMode, Workload
 
 DISPATCHERS = {
     Dispatcher.ALL_GATHER: (("--moe-token-dispatcher-type", "allgather"),),
     Dispatcher.ALL_TO_ALL: (("--moe-token-dispatcher-type", "alltoall"),),
-    Dispatcher.DEEPEP: (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "deepep")),
-    Dispatcher.HYBRIDEP: (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "hybridep")),
+    Dispatcher.DEEPEP: (
+        ("--moe-token-dispatcher-type", "flex"),
+        ("--moe-flex-dispatcher-backend", "deepep"),
+    ),
+    Dispatcher.HYBRIDEP: (
+        ("--moe-token-dispatcher-type", "flex"),
+        ("--moe-flex-dispatcher-backend", "hybridep"),
+    ),
 }
-HYSTERESIS = 1  # a skipped step halves our loss scale at once; Megatron's default waits for a second one
+HYSTERESIS = (
+    1  # a skipped step halves our loss scale at once; Megatron's default waits for a second one
+)
 
 
 def layout_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
@@ -37,9 +55,11 @@ def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> It
 
 
 def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
-    """Megatron's FP8 format and recipe: one scale a tensor, or a scale a block as the device's tensor cores take it.
+    """Megatron's FP8 format and recipe: one scale a tensor, or a scale a block as the device's
+    tensor cores take it.
 
-    Blocks are of 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, and of 128 on Hopper.
+    Blocks are of 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, and of 128 on
+    Hopper.
     """
     if precision is Dtype.FP8:
         return "hybrid", "tensorwise"
@@ -47,7 +67,8 @@ def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
 
 
 def mx_blocks(hardware: Hardware) -> bool:
-    """Whether the device multiplies MX blocks: Blackwell, which the names of catalogue parts tell."""
+    """Whether the device multiplies MX blocks: Blackwell, which the names of catalogue parts
+    tell."""
     return re.match(r"G?B\d", hardware.device.name) is not None
 
 
@@ -66,7 +87,9 @@ def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[F
     elif layout.pp > 1:
         if layout.vpp > 1:
             yield "--num-virtual-stages-per-pipeline-rank", str(layout.vpp)
-        if len({len(chunk.layers) for chunk in chunks(model, layout)}) > 1:  # embedding and loss count as layers
+        if (
+            len({len(chunk.layers) for chunk in chunks(model, layout)}) > 1
+        ):  # embedding and loss count as layers
             yield ("--account-for-embedding-in-pipeline-split",)
             yield ("--account-for-loss-in-pipeline-split",)
     if layout.vpp > 1 and layout.vpp_group:
@@ -143,8 +166,8 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Flag]:
 
 
 def _duration(workload: Workload) -> Iterator[Flag]:
-    """How long, and over how long the learning rate moves: in steps, or in sequences where the batch grows, for the
-    parser takes a ramp with sample-based training alone.
+    """How long, and over how long the learning rate moves: in steps, or in sequences where the
+    batch grows, for the parser takes a ramp with sample-based training alone.
     """
     ramp, optimizer = workload.ramp, workload.optimizer
     decay = optimizer.decay_steps or workload.steps
@@ -155,7 +178,12 @@ def _duration(workload: Workload) -> Iterator[Flag]:
         if decay:
             yield "--lr-decay-iters", str(decay)
         return
-    yield "--rampup-batch-size", str(ramp.ramp_start), str(ramp.ramp_increment), str(ramp.ramp_samples)
+    yield (
+        "--rampup-batch-size",
+        str(ramp.ramp_start),
+        str(ramp.ramp_increment),
+        str(ramp.ramp_samples),
+    )
     if workload.steps:
         yield "--train-samples", str(batch_of(workload, workload.steps).first)
     yield "--lr-warmup-samples", str(batch_of(workload, optimizer.warmup_steps).first)

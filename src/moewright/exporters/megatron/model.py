@@ -20,7 +20,11 @@ from moewright.spec.workload import Assignment, Dtype, LossSpec, RouterForce, Wo
 
 Flag = tuple[str, ...]  # the flag, then its values
 
-POSITIONS = {PositionKind.ROPE: "rope", PositionKind.LEARNED: "learned_absolute", PositionKind.NONE: "none"}
+POSITIONS = {
+    PositionKind.ROPE: "rope",
+    PositionKind.LEARNED: "learned_absolute",
+    PositionKind.NONE: "none",
+}
 
 
 def number(value: float) -> str:
@@ -126,7 +130,9 @@ def _router(router: RouterSpec) -> Iterator[Flag]:
     yield "--moe-router-topk", str(router.top_k)
     yield "--moe-router-score-function", router.score.value
     if router.score is ScoreFunction.SOFTMAX and not router.renormalize:
-        yield ("--moe-router-pre-softmax",)  # with renormalisation softmax-then-top-k equals the default order
+        yield (
+            "--moe-router-pre-softmax",
+        )  # with renormalisation softmax-then-top-k equals the default order
     if router.scaling_factor != 1:
         yield "--moe-router-topk-scaling-factor", number(router.scaling_factor)
     if router.groups > 1:

@@ -6,12 +6,31 @@ from collections.abc import Iterator
 
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Dispatcher, ExpertPlacement, Layout, Offload, Overlap, Recompute, Schedule
-from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, PositionKind, QkNorm, ScoreFunction
+from moewright.spec.layout import (
+    Dispatcher,
+    ExpertPlacement,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    PositionKind,
+    QkNorm,
+    ScoreFunction,
+)
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Assignment, Dtype, Workload
 
-MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)  # original positions, beta_fast, beta_slow of its MLA configuration
+MLA_YARN_DEFAULTS = (
+    4096,
+    32.0,
+    1.0,
+)  # original positions, beta_fast, beta_slow of its MLA configuration
 LLAMA3_POSITIONS = 8192  # the original length its llama3 scaling is written for
 
 
@@ -44,7 +63,9 @@ def _model(model: ModelSpec) -> Iterator[Reason]:
         rule = "has one switch for the biases of the MLP and of the attention output"
         yield _no("model.mlp_bias", model.mlp_bias, rule, model.attention.out_bias)
     if model.mlp_bias and not model.attention.qkv_bias:
-        yield _no("model.attention.qkv_bias", False, "adds it whenever linear layers have a bias", True)
+        yield _no(
+            "model.attention.qkv_bias", False, "adds it whenever linear layers have a bias", True
+        )
     if model.moe and model.moe.expert_bias != model.mlp_bias:
         rule = "has one switch for the biases of experts and of the MLP"
         yield _no("model.moe.expert_bias", model.moe.expert_bias, rule, model.mlp_bias)
@@ -57,7 +78,12 @@ def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Rea
     if attention.sinks:
         yield _no("model.attention.sinks", True, "export has no attention sinks", False)
     if attention.sliding_window:
-        yield _no("model.attention.sliding_window", attention.sliding_window, "export has no sliding windows", 0)
+        yield _no(
+            "model.attention.sliding_window",
+            attention.sliding_window,
+            "export has no sliding windows",
+            0,
+        )
     if position is PositionKind.ROPE:
         yield from _rope(attention)
 
@@ -65,10 +91,17 @@ def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Rea
 def _rope(attention: AttentionSpec) -> Iterator[Reason]:
     rope, mla = attention.rope, attention.kind is AttentionKind.MLA
     if mla and not rope.interleaved:
-        yield _no("model.attention.rope.interleaved", False, "rotates neighbouring elements in latent attention", True)
+        yield _no(
+            "model.attention.rope.interleaved",
+            False,
+            "rotates neighbouring elements in latent attention",
+            True,
+        )
     field = "model.attention.rope.scaling"
     if rope.theta != int(rope.theta):
-        yield _no("model.attention.rope.theta", rope.theta, "takes a whole rotary base", round(rope.theta))
+        yield _no(
+            "model.attention.rope.theta", rope.theta, "takes a whole rotary base", round(rope.theta)
+        )
     if rope.scaling == "yarn" and mla:
         given = (rope.original_max_position, rope.beta_fast, rope.beta_slow)
         if given != MLA_YARN_DEFAULTS:
@@ -77,7 +110,12 @@ def _rope(attention: AttentionSpec) -> Iterator[Reason]:
     elif rope.scaling == "llama3" and not mla:
         if rope.original_max_position not in (0, LLAMA3_POSITIONS):
             rule = "scales llama3 positions from a fixed length"
-            yield _no("model.attention.rope.original_max_position", rope.original_max_position, rule, LLAMA3_POSITIONS)
+            yield _no(
+                "model.attention.rope.original_max_position",
+                rope.original_max_position,
+                rule,
+                LLAMA3_POSITIONS,
+            )
     elif rope.scaling != "default":
         yield _no(field, rope.scaling, "export has no such scaling for this attention", "default")
 
@@ -87,7 +125,9 @@ def _router(model: ModelSpec) -> Iterator[Reason]:
         return
     router = model.moe.router
     if router.logit_bias:
-        yield _no("model.moe.router.logit_bias", True, "export has no bias on the router's logits", False)
+        yield _no(
+            "model.moe.router.logit_bias", True, "export has no bias on the router's logits", False
+        )
     if router.groups > 1 and router.counted_in_group != max(1, router.top_k // router.top_groups):
         rule = f"rates a group by its top_k // top_groups = {router.top_k // router.top_groups} highest scores"
         nearest = router.top_k // router.top_groups
@@ -118,14 +158,26 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield _no("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "holds experts in contiguous blocks"
-        yield _no("layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS)
+        yield _no(
+            "layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS
+        )
     if layout.zero == 3 and layout.pp > 1 and layout.vpp > 1:
         yield _no("layout.zero", 3, "export has no ZeRO-3 with virtual pipeline stages", 1)
     if Recompute.LOSS in layout.recompute:
         rest = "+".join(one for one in layout.recompute if one is not Recompute.LOSS) or "none"
-        yield _no("layout.recompute", Recompute.LOSS, "export has no loss that makes its logits in pieces", rest)
+        yield _no(
+            "layout.recompute",
+            Recompute.LOSS,
+            "export has no loss that makes its logits in pieces",
+            rest,
+        )
     if Offload.OPTIMIZER in layout.offload and workload.precision is Dtype.FP32:
-        yield _no("layout.offload", Offload.OPTIMIZER, "offloads the optimizer of mixed precision", Dtype.BF16)
+        yield _no(
+            "layout.offload",
+            Offload.OPTIMIZER,
+            "offloads the optimizer of mixed precision",
+            Dtype.BF16,
+        )
     moments = workload.optimizer.moment_dtype
     if not layout.zero and (Offload.OPTIMIZER in layout.offload or moments is not Dtype.FP32):
         rule = "moves and narrows moments in its distributed optimizer alone"
@@ -136,13 +188,27 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
 def _overlap(layout: Layout) -> Iterator[Reason]:
     over = layout.overlap
     if Overlap.PARAM in over and Overlap.GRAD not in over:
-        yield _no("layout.overlap", Overlap.PARAM, "gathers under forward only with overlap=grad", "grad+param")
+        yield _no(
+            "layout.overlap",
+            Overlap.PARAM,
+            "gathers under forward only with overlap=grad",
+            "grad+param",
+        )
     if Overlap.PARAM in over and not layout.zero:
-        yield _no("layout.overlap", Overlap.PARAM, "has weights to gather only with zero above 0", "zero1")
+        yield _no(
+            "layout.overlap", Overlap.PARAM, "has weights to gather only with zero above 0", "zero1"
+        )
     if Overlap.TP in over and not layout.sp:
-        yield _no("layout.overlap", Overlap.TP, "overlaps tensor parallelism with sequence parallelism on", "sp")
+        yield _no(
+            "layout.overlap",
+            Overlap.TP,
+            "overlaps tensor parallelism with sequence parallelism on",
+            "sp",
+        )
     if Overlap.P2P in over and layout.vpp == 1:
-        yield _no("layout.overlap", Overlap.P2P, "overlaps p2p with virtual stages only", "vpp above 1")
+        yield _no(
+            "layout.overlap", Overlap.P2P, "overlaps p2p with virtual stages only", "vpp above 1"
+        )
     if Overlap.P2P not in over and layout.vpp > 1 and layout.pp < 3:
         yield _no("layout.overlap", "", "needs p2p overlap for virtual stages at pp2", Overlap.P2P)
 
@@ -151,15 +217,28 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     router, loss = workload.router, workload.loss
     if router.assignment is Assignment.SINKHORN:
         if router.sinkhorn_iterations:
-            yield _no("workload.sinkhorn_iterations", router.sinkhorn_iterations, "scales until it converges", 0)
+            yield _no(
+                "workload.sinkhorn_iterations",
+                router.sinkhorn_iterations,
+                "scales until it converges",
+                0,
+            )
         if loss.aux_coeff or loss.seq_aux_coeff or loss.global_aux_coeff:
-            yield _no("workload.assignment", Assignment.SINKHORN, "has it instead of balance losses", Assignment.TOP_K)
+            yield _no(
+                "workload.assignment",
+                Assignment.SINKHORN,
+                "has it instead of balance losses",
+                Assignment.TOP_K,
+            )
         if layout.capacity:
             yield _no("layout.capacity", layout.capacity, "drops no rows under sinkhorn", 0)
 
     if workload.weights:
         yield _no(
-            "workload.weights", workload.weights, "starts from checkpoints of its own; convert them first", "none"
+            "workload.weights",
+            workload.weights,
+            "starts from checkpoints of its own; convert them first",
+            "none",
         )
 
 
@@ -175,6 +254,13 @@ def _precision(plan: Plan) -> Iterator[Reason]:
         rule = "replays moe_act of grouped experts, which it runs in bf16 alone"
         yield _no("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
     if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):
-        yield _no("workload.grad_dtype", workload.grad_dtype, "reduces gradients in fp32 or bf16", Dtype.FP32)
+        yield _no(
+            "workload.grad_dtype",
+            workload.grad_dtype,
+            "reduces gradients in fp32 or bf16",
+            Dtype.FP32,
+        )
     if workload.grad_dtype is Dtype.BF16 and precision in (Dtype.FP32, Dtype.FP16):
-        yield _no("workload.grad_dtype", Dtype.BF16, "reduces in bf16 only in bf16 training", Dtype.FP32)
+        yield _no(
+            "workload.grad_dtype", Dtype.BF16, "reduces in bf16 only in bf16 training", Dtype.FP32
+        )

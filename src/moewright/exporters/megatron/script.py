@@ -1,4 +1,5 @@
-"""A plan as a Megatron-LM launch script. Flags are those of Megatron-LM's own parser at d98e8a64 (2026-08-22)."""
+"""A plan as a Megatron-LM launch script. Flags are those of Megatron-LM's own parser at d98e8a64
+(2026-08-22)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TRAINER = "pretrain_gpt.py"
 
 
 def megatron(plan: Plan) -> str:
-    """A shell script that starts pretrain_gpt.py on every node. Raises BadInput for what Megatron-LM cannot say."""
+    """A shell script that starts pretrain_gpt.py on every node. Raises BadInput for what
+    Megatron-LM cannot say."""
     lines = flag_lines(megatron_flags(plan))
     exports = (f"export {name}={value}" for name, value in environment(plan.layout))
     command = " \\\n  ".join((f"{launcher(plan)} {TRAINER}", *lines))
@@ -27,7 +29,9 @@ def megatron(plan: Plan) -> str:
 
 def comments(plan: Plan) -> Iterator[str]:
     """Lines that say where a script comes from, and what it says otherwise than the plan."""
-    yield f"# {plan.model.name or 'model'}, {layout_text(plan.layout)}, plan {plan.fingerprint}".replace("\n", " ")
+    yield f"# {plan.model.name or 'model'}, {layout_text(plan.layout)}, plan {plan.fingerprint}".replace(
+        "\n", " "
+    )
     if plan.workload.ramp.ramp_start:
         yield "# While the batch grows Megatron-LM moves the learning rate by sequences, the plan by steps; they agree"
         yield "# where warm-up and decay end."
@@ -39,10 +43,11 @@ def flag_lines(flags: tuple[Flag, ...]) -> tuple[str, ...]:
 
 
 def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
-    """The flags of pretrain_gpt.py that say this plan; nothing is left to a default that depends on another flag.
+    """The flags of pretrain_gpt.py that say this plan; nothing is left to a default that depends on
+    another flag.
 
-    What only predictions read (expert load, the step that is counted) has no flag. Raises BadInput with a Reason for
-    each thing that Megatron-LM cannot say.
+    What only predictions read (expert load, the step that is counted) has no flag. Raises BadInput
+    with a Reason for each thing that Megatron-LM cannot say.
     """
     reasons = refusals(plan)
     if reasons:
@@ -57,11 +62,14 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
 def environment(layout: Layout) -> tuple[tuple[str, str], ...]:
     """Variables that Megatron-LM reads or asserts."""
     connections = ("CUDA_DEVICE_MAX_CONNECTIONS", str(_connections(layout)))
-    if layout.graphs:  # captured graphs may be replayed at addresses that growing segments have moved
+    if (
+        layout.graphs
+    ):  # captured graphs may be replayed at addresses that growing segments have moved
         return (connections,)
     return (connections, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 
 def _connections(layout: Layout) -> int:
-    """Hardware queues: sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap need more."""
+    """Hardware queues: sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap
+    need more."""
     return 32 if layout.zero == 3 or Overlap.EP in layout.overlap else 1

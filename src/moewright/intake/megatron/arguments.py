@@ -25,10 +25,10 @@ class Given:
             return otherwise
         for value in self.options[name]:
             if lacking := MISSING.search(value):
-                rule = (
-                    f"takes the value of {lacking[1]}, which only running the script tells; set it in the environment"
+                rule = f"takes the value of {lacking[1]}, which only running the script tells; set it in the environment"
+                raise BadInput(
+                    Reason(field=name, rule=rule, nearest=f"{lacking[1]}=... before this command")
                 )
-                raise BadInput(Reason(field=name, rule=rule, nearest=f"{lacking[1]}=... before this command"))
         return self.options[name]
 
     def text(self, name: str, otherwise: str = "") -> str:

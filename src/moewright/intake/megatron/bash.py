@@ -1,9 +1,9 @@
 """Launch scripts, read and never run: the part of bash that they are written in.
 
-Assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), if, case, && and ||, `eval` and
-`bash -c`; loops only to see that they do not run. What only running would tell (command substitutions, positional
-parameters, variables set elsewhere) stands in the words as its name between zero bytes, so that whoever needs the value
-can say which one is missing.
+Assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), if, case, &&
+and ||, `eval` and `bash -c`; loops only to see that they do not run. What only running would tell
+(command substitutions, positional parameters, variables set elsewhere) stands in the words as its
+name between zero bytes, so that whoever needs the value can say which one is missing.
 """
 
 from __future__ import annotations
@@ -44,17 +44,22 @@ _DEEPEST = 8  # evals and bash -c inside each other
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command as bash would start it: the variables that stand before it, its words, and its line in the script."""
+    """A command as bash would start it: the variables that stand before it, its words, and its line
+    in the script."""
 
     words: tuple[str, ...]
     exported: tuple[tuple[str, str], ...]
     line: int
 
 
-def commands(text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> tuple[Command, ...]:
-    """Every command of a script that bash would reach, with its words expanded; BadInput names a line it cannot read.
+def commands(
+    text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()
+) -> tuple[Command, ...]:
+    """Every command of a script that bash would reach, with its words expanded; BadInput names a
+    line it cannot read.
 
-    Variables come from the script, then from `environment`; `arguments` are what stands behind the script's name.
+    Variables come from the script, then from `environment`; `arguments` are what stands behind the
+    script's name.
     """
     found: list[Command] = []
     try:
@@ -73,9 +78,15 @@ class _Script:
     """Variables while the script is read from top to bottom; every variable is an array."""
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
-        self.variables: dict[str, tuple[str, ...]] = {name: (value,) for name, value in environment.items()}
+        self.variables: dict[str, tuple[str, ...]] = {
+            name: (value,) for name, value in environment.items()
+        }
         self.variables |= {str(place): (value,) for place, value in enumerate(arguments, 1)}
-        self.variables |= {"#": (str(len(arguments)),), "@": tuple(arguments), "*": tuple(arguments)}
+        self.variables |= {
+            "#": (str(len(arguments)),),
+            "@": tuple(arguments),
+            "*": tuple(arguments),
+        }
         self.exported: dict[str, None] = {}
 
     def run(self, text: str, *, first_line: int, depth: int) -> Iterator[Command]:
@@ -84,8 +95,11 @@ class _Script:
         reader = Statements(tuple(tokens(text, first_line)))
         yield from self._block(reader, (), True, depth)
 
-    def _block(self, reader: Statements, ends: tuple[str, ...], live: bool, depth: int) -> Iterator[Command]:
-        """Statements up to one of the words in `ends`; those of a branch that is not taken are read past."""
+    def _block(
+        self, reader: Statements, ends: tuple[str, ...], live: bool, depth: int
+    ) -> Iterator[Command]:
+        """Statements up to one of the words in `ends`; those of a branch that is not taken are read
+        past."""
         while (token := reader.peek()) is not None:
             if (token.text if token.operator else token.bare) in ends:
                 return
@@ -126,7 +140,8 @@ class _Script:
                 return
 
     def _loop(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
-        """A loop that ends before it begins, such as one over arguments that nobody gives; others are refused."""
+        """A loop that ends before it begins, such as one over arguments that nobody gives; others
+        are refused."""
         token, runs = reader.take(), False
         if token.bare in ("while", "until"):
             yield from self._block(reader, ("do",), live, depth)
@@ -154,7 +169,9 @@ class _Script:
                 return
             fits = False
             while token.text != ")" or not token.operator:
-                fits = fits or (not token.operator and fnmatchcase(value, "".join(self.fields(token))))
+                fits = fits or (
+                    not token.operator and fnmatchcase(value, "".join(self.fields(token)))
+                )
                 token = reader.take()
             yield from self._block(reader, (";;", "esac"), live and fits, depth)
             live = live and not fits
@@ -237,7 +254,8 @@ class _Script:
         return next(iter(self.variables.get(name, ())), "")
 
     def fields(self, word: Token) -> list[str]:
-        """The words that bash makes of one: quotes removed, values in, unquoted values split at blanks."""
+        """The words that bash makes of one: quotes removed, values in, unquoted values split at
+        blanks."""
         found: list[str] = []
         current: str | None = None
         for kind, text in word.pieces:
@@ -282,7 +300,9 @@ class _Script:
     def _value(self, body: str, line: int) -> str:
         """The value of ${body}."""
         match = re.fullmatch(
-            r"([A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?", body, re.DOTALL
+            r"([A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?",
+            body,
+            re.DOTALL,
         )
         if not match:
             return f"\0{''.join(body[:40].split())}\0"
@@ -335,7 +355,8 @@ class _Script:
         return self._compare(plain, line)
 
     def _asked(self, text: str, line: int) -> str:
-        """A text that decides what is run next: variables without value are empty; BadInput for what programs print."""
+        """A text that decides what is run next: variables without value are empty; BadInput for
+        what programs print."""
         text = MISSING.sub(lambda match: match[0] if match[1].startswith(_OUTPUT) else "", text)
         if found := MISSING.search(text):
             raise unread(line, f"what follows depends on the {found[1]}, which only running tells")
@@ -366,7 +387,8 @@ class _Script:
 
 
 def _inner(words: list[str]) -> str:
-    """The command line that `eval ...` and `bash -c '...'` would read again; "" for another command."""
+    """The command line that `eval ...` and `bash -c '...'` would read again; "" for another
+    command."""
     if words[0] == "eval":
         return " ".join(words[1:])
     for at, word in enumerate(words[:-2]):
@@ -389,7 +411,9 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
-        return int(_COMPARED[type(node.ops[0])](_computed(node.left), _computed(node.comparators[0])))
+        return int(
+            _COMPARED[type(node.ops[0])](_computed(node.left), _computed(node.comparators[0]))
+        )
     if isinstance(node, ast.IfExp):
         return _computed(node.body if _computed(node.test) else node.orelse)
     raise ValueError("not arithmetic")

@@ -1,4 +1,5 @@
-"""Words of a shell script: where one ends, which parts of it are quoted, and what stands behind its dollars."""
+"""Words of a shell script: where one ends, which parts of it are quoted, and what stands behind its
+dollars."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Token:
 
 
 def tokens(text: str, line: int) -> Iterator[Token]:
-    """Words and operators; comments and continued lines are gone. BadInput for quotes and brackets left open."""
+    """Words and operators; comments and continued lines are gone. BadInput for quotes and brackets
+    left open."""
     at = 0
     while at < len(text):
         if text.startswith("\\\n", at):
@@ -76,7 +78,11 @@ def _word(text: str, start: int, line: int) -> tuple[Token, int]:
             pieces.append(("bare", bare))
             bare = ""
 
-    while at < len(text) and text[at] not in " \t\r\n;|)" and not (text[at] == "&" and not bare.endswith((">", "<"))):
+    while (
+        at < len(text)
+        and text[at] not in " \t\r\n;|)"
+        and not (text[at] == "&" and not bare.endswith((">", "<")))
+    ):
         letter = text[at]
         if text.startswith("\\\n", at):
             at += 2
@@ -172,7 +178,8 @@ def _closed(text: str, at: int, line: int) -> int:
 
 
 def expressions(text: str, line: int) -> Iterator[tuple[str, str]]:
-    """(text | variable | command | arithmetic, body) of a text; quotes that an assigned value still has are removed."""
+    """(text | variable | command | arithmetic, body) of a text; quotes that an assigned value still
+    has are removed."""
     at, plain, quote = 0, "", ""
     while at < len(text):
         letter = text[at]
@@ -239,7 +246,8 @@ class Statements:
             raise unread(self.line, f"`{word}` is missing")
 
     def function(self) -> bool:
-        """Whether `name() {` or `function name {` starts here; if so, the next token is its brace."""
+        """Whether `name() {` or `function name {` starts here; if so, the next token is its
+        brace."""
         rest = [token.text for token in self.held[self.at : self.at + 5]]
         for head in (1 + (rest[:1] == ["function"]),):
             after = rest[head:]
@@ -258,7 +266,11 @@ class Statements:
         while (token := self.peek()) is not None and not token.operator:
             self.at += 1
             if token.redirects:
-                if token.text.endswith((">", "<", "&")) and (after := self.peek()) and not after.operator:
+                if (
+                    token.text.endswith((">", "<", "&"))
+                    and (after := self.peek())
+                    and not after.operator
+                ):
                     self.at += 1
             else:
                 words.append(token)

@@ -30,16 +30,22 @@ _NOT_PLANNED = {
 }
 
 
-def layout_of(given: Given, model: ModelSpec, world: int, zero: int | None) -> tuple[Layout, tuple[str, ...]]:
-    """The layout over `world` ranks, and notes on defaults that surprise. `zero`: what a DeepSpeed config says.
+def layout_of(
+    given: Given, model: ModelSpec, world: int, zero: int | None
+) -> tuple[Layout, tuple[str, ...]]:
+    """The layout over `world` ranks, and notes on defaults that surprise. `zero`: what a DeepSpeed
+    config says.
 
-    Whether it is legal for the model is rules.legality's question. Raises BadInput for what is not planned here and for
-    options that Megatron-LM itself does not take together.
+    Whether it is legal for the model is rules.legality's question. Raises BadInput for what is not
+    planned here and for options that Megatron-LM itself does not take together.
     """
     for name, what in _NOT_PLANNED.items():
         if given.has(name):
             raise BadInput(Reason(field=name, rule=f"{what} cannot be planned here"))
-    tp, pp = given.whole("--tensor-model-parallel-size", 1), given.whole("--pipeline-model-parallel-size", 1)
+    tp, pp = (
+        given.whole("--tensor-model-parallel-size", 1),
+        given.whole("--pipeline-model-parallel-size", 1),
+    )
     notes = []
     layout = Layout(
         world_size=world,
@@ -63,13 +69,21 @@ def layout_of(given: Given, model: ModelSpec, world: int, zero: int | None) -> t
                 "--moe-token-dispatcher-type is not given, so it is allgather; alltoall is what training wants"
             )
     layout = _stages(given, model, layout)
-    layout = replace(layout, vpp_group=given.whole("--microbatch-group-size-per-virtual-pipeline-stage"))
+    layout = replace(
+        layout, vpp_group=given.whole("--microbatch-group-size-per-virtual-pipeline-stage")
+    )
     block, span, recompute = _recompute(given)
     layout = replace(layout, recompute=recompute, recompute_block=block, recompute_span=span)
     fraction, offload = _offload(given)
     graphs, said = _graphs(given)
     return (
-        replace(layout, offload=offload, offload_fraction=fraction, overlap=_overlap(given, layout), graphs=graphs),
+        replace(
+            layout,
+            offload=offload,
+            offload_fraction=fraction,
+            overlap=_overlap(given, layout),
+            graphs=graphs,
+        ),
         (*notes, *said),
     )
 
@@ -78,7 +92,13 @@ def _micro_batch(given: Given) -> int:
     if given.has("--batch-size"):
         raise BadInput(Reason(field="--batch-size", rule="is gone", nearest="--micro-batch-size"))
     if given.has("--model-parallel-size"):
-        raise BadInput(Reason(field="--model-parallel-size", rule="is gone", nearest="--tensor-model-parallel-size"))
+        raise BadInput(
+            Reason(
+                field="--model-parallel-size",
+                rule="is gone",
+                nearest="--tensor-model-parallel-size",
+            )
+        )
     if not given.has("--micro-batch-size"):
         rule = "is missing, and Megatron-LM has no default for it"
         raise BadInput(Reason(field="--micro-batch-size", rule=rule, nearest="1"))
@@ -89,7 +109,9 @@ def _zero(given: Given) -> int:
     sharded = given.has("--use-distributed-optimizer")
     if given.whole("--num-distributed-optimizer-instances", 1) > 1:
         rule = "optimizer states sharded within several groups cannot be planned here"
-        raise BadInput(Reason(field="--num-distributed-optimizer-instances", rule=rule, nearest="1"))
+        raise BadInput(
+            Reason(field="--num-distributed-optimizer-instances", rule=rule, nearest="1")
+        )
     if given.has("--use-torch-fsdp2"):
         return 3
     strategy = given.text("--data-parallel-sharding-strategy", "optim_grads_params")
@@ -99,7 +121,12 @@ def _zero(given: Given) -> int:
     if strategy == "optim_grads":
         rule = "sharded gradients beside whole weights (ZeRO-2) cannot be planned here"
         raise BadInput(
-            Reason(field="--data-parallel-sharding-strategy", value=strategy, rule=rule, nearest="optim_grads_params")
+            Reason(
+                field="--data-parallel-sharding-strategy",
+                value=strategy,
+                rule=rule,
+                nearest="optim_grads_params",
+            )
         )
     return {"no_shard": 0, "optim": 1, "optim_grads_params": 3}[strategy]
 
@@ -108,11 +135,15 @@ def _context(given: Given, layout: Layout) -> Layout:
     kinds = set(given.many("--cp-comm-type", "p2p"))
     if len(kinds) > 1:
         rule = "layers that exchange keys in different ways cannot be planned here"
-        raise BadInput(Reason(field="--cp-comm-type", value=" ".join(sorted(kinds)), rule=rule, nearest="p2p"))
+        raise BadInput(
+            Reason(field="--cp-comm-type", value=" ".join(sorted(kinds)), rule=rule, nearest="p2p")
+        )
     kind, legal = kinds.pop(), [member.value for member in CpComm]
     if kind not in legal:
         rule = f"is one of {', '.join(legal)}"
-        raise BadInput(Reason(field="--cp-comm-type", value=kind[:60], rule=rule, nearest=CpComm.P2P))
+        raise BadInput(
+            Reason(field="--cp-comm-type", value=kind[:60], rule=rule, nearest=CpComm.P2P)
+        )
     layout = replace(layout, cp_comm=CpComm(kind) if layout.cp > 1 else CpComm.P2P)
     sizes = tuple(map(int, given.many("--hierarchical-context-parallel-sizes")))
     if layout.cp_comm is CpComm.A2A_P2P and sizes != factors(layout):
@@ -136,14 +167,20 @@ def _experts(given: Given, layout: Layout) -> Layout:
         kind, backend = "flex", "deepep"
     if kind == "flex" and backend == "ncclep":
         rule = "NCCL-EP cannot be planned here"
-        raise BadInput(Reason(field="--moe-flex-dispatcher-backend", value=backend, rule=rule, nearest="hybridep"))
+        raise BadInput(
+            Reason(
+                field="--moe-flex-dispatcher-backend", value=backend, rule=rule, nearest="hybridep"
+            )
+        )
     return replace(
         layout,
         ep=given.whole("--expert-model-parallel-size", 1),
         etp=given.whole("--expert-tensor-parallel-size", layout.tp),
         dispatcher=Dispatcher(backend if kind == "flex" else kind),
         capacity=given.real("--moe-expert-capacity-factor"),
-        capacity_fill=CapacityFill.PADDED if given.has("--moe-pad-expert-input-to-capacity") else CapacityFill.USED,
+        capacity_fill=CapacityFill.PADDED
+        if given.has("--moe-pad-expert-input-to-capacity")
+        else CapacityFill.USED,
     )
 
 
@@ -156,13 +193,17 @@ def _stages(given: Given, model: ModelSpec, layout: Layout) -> Layout:
     )
     said = [name for name in ways if given.has(name)]
     if len(said) > 1:
-        raise BadInput(Reason(field=said[1], rule=f"excludes {said[0]}", nearest=f"{said[0]} alone"))
+        raise BadInput(
+            Reason(field=said[1], rule=f"excludes {said[0]}", nearest=f"{said[0]} alone")
+        )
     text = given.text("--pipeline-model-parallel-layout")
     if text:
         count = len(parse_stages(text))
         if count % layout.pp:
             rule = f"spells {count} stages, which --pipeline-model-parallel-size {layout.pp} does not divide"
-            raise BadInput(Reason(field="--pipeline-model-parallel-layout", value=text[:60], rule=rule))
+            raise BadInput(
+                Reason(field="--pipeline-model-parallel-layout", value=text[:60], rule=rule)
+            )
         return _scheduled(replace(layout, stages=text, vpp=count // layout.pp))
     ends = (
         int(given.has("--account-for-embedding-in-pipeline-split")),
@@ -179,7 +220,9 @@ def _stages(given: Given, model: ModelSpec, layout: Layout) -> Layout:
     if given.has("--num-layers-per-virtual-pipeline-stage"):
         each = given.whole("--num-layers-per-virtual-pipeline-stage")
         if max(outer) >= 0:
-            raise BadInput(Reason(field=said[0], rule="excludes uneven first and last ranks", nearest=ways[1]))
+            raise BadInput(
+                Reason(field=said[0], rule="excludes uneven first and last ranks", nearest=ways[1])
+            )
         if not each or a_rank[0] % each:
             rule = f"must divide the {a_rank[0]} layers of a pipeline rank"
             raise BadInput(Reason(field=said[0], value=str(each), rule=rule, nearest="1"))
@@ -192,12 +235,16 @@ def _stages(given: Given, model: ModelSpec, layout: Layout) -> Layout:
     counts = [a_rank[stage % layout.pp] // vpp for stage in range(layout.pp * vpp)]
     counts[0] -= ends[0]
     counts[-1] -= ends[1]
-    if not stage_reasons(model, layout) and counts == [len(chunk.layers) for chunk in chunks(model, layout)]:
+    if not stage_reasons(model, layout) and counts == [
+        len(chunk.layers) for chunk in chunks(model, layout)
+    ]:
         return layout
     return replace(layout, stages=_spelled(counts, model.mtp_layers))
 
 
-def _layers_a_rank(model: ModelSpec, layout: Layout, ends: tuple[int, int], outer: tuple[int, int]) -> tuple[int, ...]:
+def _layers_a_rank(
+    model: ModelSpec, layout: Layout, ends: tuple[int, int], outer: tuple[int, int]
+) -> tuple[int, ...]:
     """Layers of every pipeline rank, embedding and loss among them where they are counted."""
     pp, first, last = layout.pp, *outer
     if max(outer) >= 0 and max(ends):
@@ -209,7 +256,14 @@ def _layers_a_rank(model: ModelSpec, layout: Layout, ends: tuple[int, int], oute
         rule = f"{left} layers do not divide over {middle} pipeline ranks"
         close = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
         fits = (model.layers + 2) % pp == 0
-        raise BadInput(Reason(field="--num-layers", value=str(model.layers), rule=rule, nearest=close if fits else ""))
+        raise BadInput(
+            Reason(
+                field="--num-layers",
+                value=str(model.layers),
+                rule=rule,
+                nearest=close if fits else "",
+            )
+        )
     each = left // middle if middle else 0
     head, tail = ((first,) if first >= 0 else ()), ((last,) if last >= 0 else ())
     return (*head, *(each,) * middle, *tail)
@@ -223,14 +277,22 @@ def _spelled(counts: list[int], mtp: int) -> str:
 
 
 def _scheduled(layout: Layout) -> Layout:
-    return replace(layout, schedule=Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B)
+    return replace(
+        layout, schedule=Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+    )
 
 
 def _recompute(given: Given) -> tuple[int, int, tuple[Recompute, ...]]:
     """Layers of a block (0: all), layers a checkpoint, and the modules."""
     granularity = given.text("--recompute-granularity")
     if given.has("--checkpoint-activations"):
-        raise BadInput(Reason(field="--checkpoint-activations", rule="is gone", nearest="--recompute-granularity full"))
+        raise BadInput(
+            Reason(
+                field="--checkpoint-activations",
+                rule="is gone",
+                nearest="--recompute-granularity full",
+            )
+        )
     if given.has("--recompute-activations"):
         granularity = "selective"  # what it means, whatever else is said
     method, number = given.text("--recompute-method"), given.whole("--recompute-num-layers", 1)
@@ -240,22 +302,39 @@ def _recompute(given: Given) -> tuple[int, int, tuple[Recompute, ...]]:
         if not method:
             rule = "needs --recompute-method: uniform over all layers, or block for the first of each stage"
             raise BadInput(
-                Reason(field="--recompute-granularity full", rule=rule, nearest="--recompute-method uniform")
+                Reason(
+                    field="--recompute-granularity full",
+                    rule=rule,
+                    nearest="--recompute-method uniform",
+                )
             )
-        return (number, 1, (Recompute.FULL,)) if method == "block" else (0, number, (Recompute.FULL,))
+        return (
+            (number, 1, (Recompute.FULL,)) if method == "block" else (0, number, (Recompute.FULL,))
+        )
     if granularity == "selective":
         if method:
             rule = "stands with full recompute alone; selective names modules: --recompute-modules"
-            raise BadInput(Reason(field="--recompute-method", value=method, rule=rule, nearest="leave it out"))
+            raise BadInput(
+                Reason(field="--recompute-method", value=method, rule=rule, nearest="leave it out")
+            )
         return 0, 1, tuple(sorted({*map(_module, modules), *more}))
     return 0, 1, more
 
 
 def _module(name: str) -> Recompute:
-    modules = [module.value for module in Recompute if module not in (Recompute.FULL, Recompute.LOSS)]
+    modules = [
+        module.value for module in Recompute if module not in (Recompute.FULL, Recompute.LOSS)
+    ]
     if name not in modules:
         legal = ", ".join(modules)
-        raise BadInput(Reason(field="--recompute-modules", value=name, rule=f"is one of {legal}", nearest="moe_act"))
+        raise BadInput(
+            Reason(
+                field="--recompute-modules",
+                value=name,
+                rule=f"is one of {legal}",
+                nearest="moe_act",
+            )
+        )
     return Recompute(name)
 
 
@@ -263,11 +342,17 @@ def _offload(given: Given) -> tuple[float, tuple[Offload, ...]]:
     found = []
     if given.whole("--cpu-offloading-num-layers"):
         rule = "whole layers on the host cannot be planned here"
-        raise BadInput(Reason(field="--cpu-offloading-num-layers", rule=rule, nearest="--offload-modules"))
+        raise BadInput(
+            Reason(field="--cpu-offloading-num-layers", rule=rule, nearest="--offload-modules")
+        )
     if given.has("--fine-grained-activation-offloading"):
         for name in given.many("--offload-modules"):
             if name not in [module.value for module in Offload if module is not Offload.OPTIMIZER]:
-                raise BadInput(Reason(field="--offload-modules", value=name, rule="is no module that can be moved"))
+                raise BadInput(
+                    Reason(
+                        field="--offload-modules", value=name, rule="is no module that can be moved"
+                    )
+                )
             found.append(Offload(name))
     if given.real("--activation-offload-fraction", 1.0) != 1.0:
         rule = "a part of a module's activations on the host cannot be planned here"
@@ -298,9 +383,15 @@ def _graphs(given: Given) -> tuple[tuple[Graphs, ...], tuple[str, ...]]:
     impl = given.text("--cuda-graph-impl", "none")
     notes: tuple[str, ...] = ()
     modules = given.many("--cuda-graph-modules") or given.many("--cuda-graph-scope")
-    for name, means in (("--external-cuda-graph", "transformer_engine"), ("--enable-cuda-graph", "local")):
+    for name, means in (
+        ("--external-cuda-graph", "transformer_engine"),
+        ("--enable-cuda-graph", "local"),
+    ):
         if given.has(name):
-            impl, notes = means, (f"{name} is deprecated: --cuda-graph-impl {means}, and --cuda-graph-modules",)
+            impl, notes = (
+                means,
+                (f"{name} is deprecated: --cuda-graph-impl {means}, and --cuda-graph-modules",),
+            )
     if impl == "none":
         return (), notes
     if impl == "full_iteration" or "full_iteration" in modules:

@@ -1,4 +1,5 @@
-"""A Megatron-LM command read back: model, workload and layout, with the defaults that its own parser has."""
+"""A Megatron-LM command read back: model, workload and layout, with the defaults that its own
+parser has."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ _POSITIONS = {
     "learned_absolute": PositionKind.LEARNED,
     "none": PositionKind.NONE,
 }
-_MLA_ORIGINAL, _LLAMA3_ORIGINAL = 4096, 8192  # positions that its latent attention and its llama3 scaling are fixed to
+_MLA_ORIGINAL, _LLAMA3_ORIGINAL = (
+    4096,
+    8192,
+)  # positions that its latent attention and its llama3 scaling are fixed to
 _NOT_PLANNED = {
     "--hybrid-layer-pattern": "layers that are no attention",
     "--hybrid-override-pattern": "layers that are no attention",
@@ -51,9 +55,11 @@ class ReadModel:
 
 
 def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
-    """The model that the flags shape: a known one's by its name. `named` stands in where they give no sizes.
+    """The model that the flags shape: a known one's by its name. `named` stands in where they give
+    no sizes.
 
-    Raises BadInput for what is not planned here, and for sizes that are missing or contradict `named`.
+    Raises BadInput for what is not planned here, and for sizes that are missing or contradict
+    `named`.
     """
     for name, what in _NOT_PLANNED.items():
         if given.has(name):
@@ -61,16 +67,26 @@ def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
     if not given.has("--num-layers"):
         if named is None:
             rule = "is missing: the model is not in the script; give its name or config.json before --from-flags"
-            raise BadInput(Reason(field="--num-layers", rule=rule, nearest="estimate Qwen3-30B-A3B --from-flags ..."))
+            raise BadInput(
+                Reason(
+                    field="--num-layers",
+                    rule=rule,
+                    nearest="estimate Qwen3-30B-A3B --from-flags ...",
+                )
+            )
         return ReadModel(model=named, note=f"model {named.name}: the script gives no sizes")
     shaped = _shape(given)
     if named is not None:
         for name, wanted in (("--num-layers", named.layers), ("--hidden-size", named.hidden_size)):
             if given.whole(name) != wanted:
                 rule = f"{named.name} has {wanted}"
-                raise BadInput(Reason(field=name, value=given.text(name), rule=rule, nearest=str(wanted)))
+                raise BadInput(
+                    Reason(field=name, value=given.text(name), rule=rule, nearest=str(wanted))
+                )
         return ReadModel(model=named, note=f"model {named.name} (given)")
-    known = [model for model in map(catalogue.model, catalogue.model_names()) if _same(shaped, model)]
+    known = [
+        model for model in map(catalogue.model, catalogue.model_names()) if _same(shaped, model)
+    ]
     known.sort(key=lambda model: model.max_position != shaped.max_position)
     if known:
         return ReadModel(model=_own(shaped, known[0]), note=f"model {known[0].name}, by its sizes")
@@ -81,17 +97,25 @@ def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
 
 
 def _same(shaped: ModelSpec, known: ModelSpec) -> bool:
-    """Whether the flags could be this model's: they do not say names, and not everything that a config does."""
+    """Whether the flags could be this model's: they do not say names, and not everything that a
+    config does."""
     if shaped.layers != known.layers or shaped.hidden_size != known.hidden_size:
         return False
     longest = max(shaped.max_position, known.max_position)
-    return _plain(replace(shaped, vocab_size=shaped.vocab_size or known.vocab_size), longest) == _plain(known, longest)
+    return _plain(
+        replace(shaped, vocab_size=shaped.vocab_size or known.vocab_size), longest
+    ) == _plain(known, longest)
 
 
 def _own(shaped: ModelSpec, known: ModelSpec) -> ModelSpec:
-    """The known model with what a script may set otherwise: how weights are drawn, whether chosen scores sum to 1."""
+    """The known model with what a script may set otherwise: how weights are drawn, whether chosen
+    scores sum to 1."""
     model = replace(known, initializer_range=shaped.initializer_range)
-    if shaped.moe is None or known.moe is None or shaped.moe.router.renormalize == known.moe.router.renormalize:
+    if (
+        shaped.moe is None
+        or known.moe is None
+        or shaped.moe.router.renormalize == known.moe.router.renormalize
+    ):
         return model
     said = shaped.moe.router
     router = replace(known.moe.router, renormalize=said.renormalize, pre_softmax=said.pre_softmax)
@@ -142,7 +166,9 @@ def _shape(given: Given) -> ModelSpec:
         position = "rope"
     if position not in _POSITIONS:
         rule = "positions of this kind cannot be planned here"
-        raise BadInput(Reason(field="--position-embedding-type", value=position, rule=rule, nearest="rope"))
+        raise BadInput(
+            Reason(field="--position-embedding-type", value=position, rule=rule, nearest="rope")
+        )
     given.has("--padded-vocab-size")
     given.has("--null-tokenizer-eod-id")
     return ModelSpec(
@@ -157,7 +183,9 @@ def _shape(given: Given) -> ModelSpec:
         moe_layers=moe_layers,
         gated=gated,
         mlp_bias=biased,
-        norm=NormKind.RMS if given.text("--normalization", "LayerNorm") == "RMSNorm" else NormKind.LAYER,
+        norm=NormKind.RMS
+        if given.text("--normalization", "LayerNorm") == "RMSNorm"
+        else NormKind.LAYER,
         norm_eps=given.real("--norm-epsilon", 1e-5),
         position=_POSITIONS[position],
         max_position=given.whole("--max-position-embeddings"),
@@ -217,7 +245,11 @@ def _window(given: Given) -> tuple[int, int]:
         return 0, 0
     left = given.text("--window-size").strip("() ").partition(",")[0].strip()
     if not left.isdigit():
-        raise BadInput(Reason(field="--window-size", value=left[:60], rule="is two whole numbers", nearest="127,0"))
+        raise BadInput(
+            Reason(
+                field="--window-size", value=left[:60], rule="is two whole numbers", nearest="127,0"
+            )
+        )
     skip = given.text("--window-attn-skip-freq", "")
     if skip not in ("", "2"):
         rule = "only all layers or every other one can be planned with windows here"
@@ -272,12 +304,18 @@ def _moe_layers(given: Given, layers: int) -> tuple[bool, ...]:
     if text.isdigit() and int(text):
         return tuple(layer % int(text) == 0 for layer in range(layers))
     try:
-        pattern = _pattern(ast.parse(text, mode="eval").body) if re.fullmatch(r"[\d\[\]()+*, ]+", text) else None
+        pattern = (
+            _pattern(ast.parse(text, mode="eval").body)
+            if re.fullmatch(r"[\d\[\]()+*, ]+", text)
+            else None
+        )
     except (SyntaxError, RecursionError):
         pattern = None
     if not isinstance(pattern, list) or len(pattern) != layers:
         rule = f"must be a number or a list of {layers} zeros and ones"
-        raise BadInput(Reason(field="--moe-layer-freq", value=text[:60], rule=rule, nearest=f"([1]*{layers})"))
+        raise BadInput(
+            Reason(field="--moe-layer-freq", value=text[:60], rule=rule, nearest=f"([1]*{layers})")
+        )
     return tuple(bool(item) for item in pattern)
 
 
@@ -294,7 +332,11 @@ def _pattern(node: ast.expr) -> list[int] | int | None:
             return first + second if isinstance(first, list) and isinstance(second, list) else None
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             first, second = _pattern(left), _pattern(right)
-            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= 10_000:
+            if (
+                isinstance(first, list)
+                and isinstance(second, int)
+                and len(first) * second <= 10_000
+            ):
                 return first * second
     return None
 

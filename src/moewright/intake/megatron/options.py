@@ -1,4 +1,5 @@
-"""Megatron-LM's command line as its own parser reads it: the table of all its options, their types and defaults."""
+"""Megatron-LM's command line as its own parser reads it: the table of all its options, their types
+and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from moewright.intake.megatron.aliases import OLD
 from moewright.intake.megatron.bash import MISSING, Command
 from moewright.spec.errors import BadInput, Reason
 
-_LAUNCHER_SWITCHES = ("--standalone", "--no-python", "--module", "--use-env", "--use_env", "-m", "-u")
+_LAUNCHER_SWITCHES = (
+    "--standalone",
+    "--no-python",
+    "--module",
+    "--use-env",
+    "--use_env",
+    "-m",
+    "-u",
+)
 _LAUNCHER = re.compile(
     r"--(nnodes|nproc[-_]per[-_]node|node[-_]rank|master[-_]addr|master[-_]port|rdzv[-_]\w+|max[-_]restarts|"
     r"log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role|local[-_]addr|local[-_]ranks[-_]filter)"
@@ -35,13 +44,16 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A training command: ranks (0 where only running tells), what is exported, and the options with their values."""
+    """A training command: ranks (0 where only running tells), what is exported, and the options
+    with their values."""
 
     nodes: int
     ranks_per_node: int
     exported: Mapping[str, str]
     given: Mapping[str, tuple[str, ...]]
-    old: Mapping[str, tuple[str, ...]]  # options that its parser has not, with the values that stand behind them
+    old: Mapping[
+        str, tuple[str, ...]
+    ]  # options that its parser has not, with the values that stand behind them
     notes: tuple[str, ...]
 
     @property
@@ -51,7 +63,11 @@ class Launch:
 
 def table() -> Mapping[str, Option]:
     """Every long option of Megatron-LM's own parser at d98e8a64 (2026-08-22)."""
-    text = resources.files("moewright.intake.megatron").joinpath("data/megatron_flags.csv").read_text(encoding="utf-8")
+    text = (
+        resources.files("moewright.intake.megatron")
+        .joinpath("data/megatron_flags.csv")
+        .read_text(encoding="utf-8")
+    )
     return {
         row["flag"]: Option(
             name=row["flag"],
@@ -68,7 +84,9 @@ def launch(commands: Sequence[Command]) -> Launch:
     """The command that trains, out of all commands of a script; BadInput when there is none."""
     for command in commands:
         words = list(command.words)
-        start = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _PROGRAMS), None)
+        start = next(
+            (at for at, word in enumerate(words) if word.rpartition("/")[2] in _PROGRAMS), None
+        )
         if start is None or words[0] in ("echo", "printf", "which"):
             continue
         if any(word.startswith("--") and word.partition("=")[0] in _KNOWING for word in words):
@@ -77,7 +95,13 @@ def launch(commands: Sequence[Command]) -> Launch:
     raise BadInput(Reason(field="script", rule=rule))
 
 
-_KNOWING = ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size", "--seq-length", "--global-batch-size")
+_KNOWING = (
+    "--num-layers",
+    "--tensor-model-parallel-size",
+    "--micro-batch-size",
+    "--seq-length",
+    "--global-batch-size",
+)
 
 
 def _launch(words: list[str], exported: dict[str, str]) -> Launch:
@@ -94,10 +118,15 @@ def _launch(words: list[str], exported: dict[str, str]) -> Launch:
         if not word.startswith("-") or _NEGATIVE.match(word):
             stray = _stray(word, words[at - 2] if at > 1 else "")
             if stray == "...":
-                notes.append("`...` leaves options out: those it stands for are taken at their defaults")
+                notes.append(
+                    "`...` leaves options out: those it stands for are taken at their defaults"
+                )
             elif stray:
                 faults.append(
-                    Reason(field=stray[:60], rule=f"stands behind {words[at - 2][:60]} and no option takes it")
+                    Reason(
+                        field=stray[:60],
+                        rule=f"stands behind {words[at - 2][:60]} and no option takes it",
+                    )
                 )
             continue
         if name in _LAUNCHER_SWITCHES:
@@ -121,11 +150,20 @@ def _launch(words: list[str], exported: dict[str, str]) -> Launch:
             old[name] = tuple(values)
         else:
             close = nearest(name.replace("_", "-"), [*known, *OLD])
-            faults.append(Reason(field=name[:60], rule="is no option of Megatron-LM", nearest=close))
+            faults.append(
+                Reason(field=name[:60], rule="is no option of Megatron-LM", nearest=close)
+            )
     if faults:
         raise BadInput(*faults)
     nodes, per_node = _ranks(ranks)
-    return Launch(nodes=nodes, ranks_per_node=per_node, exported=exported, given=given, old=old, notes=tuple(notes))
+    return Launch(
+        nodes=nodes,
+        ranks_per_node=per_node,
+        exported=exported,
+        given=given,
+        old=old,
+        notes=tuple(notes),
+    )
 
 
 def _behind(words: list[str], at: int) -> list[str]:
@@ -137,7 +175,8 @@ def _behind(words: list[str], at: int) -> list[str]:
 
 
 def _stray(word: str, before: str) -> str:
-    """What a word that no option takes may be: the trainer, a module's name, a variable without value."""
+    """What a word that no option takes may be: the trainer, a module's name, a variable without
+    value."""
     bare = MISSING.sub("", word)
     if not bare or word.endswith(".py") or before == "-m" or "pretrain" in word:
         return ""
@@ -145,7 +184,8 @@ def _stray(word: str, before: str) -> str:
 
 
 def _take(option: Option, behind: list[str]) -> list[str]:
-    """The words that the option takes; variables without value take no place where values are optional."""
+    """The words that the option takes; variables without value take no place where values are
+    optional."""
     if option.count in ("+", "*"):
         whole = [word for word in behind if MISSING.sub("", word)]
         return whole or behind[:1]
@@ -155,7 +195,9 @@ def _take(option: Option, behind: list[str]) -> list[str]:
 def _faults(option: Option, values: Sequence[str]) -> Iterator[Reason]:
     wanted = {"+": len(values) >= 1, "*": True}.get(option.count, str(len(values)) == option.count)
     if not wanted:
-        count = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}.get(option.count)
+        count = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}.get(
+            option.count
+        )
         yield Reason(field=option.name, rule=f"takes {count or f'{option.count} values'}")
         return
     for value in values:
@@ -163,7 +205,10 @@ def _faults(option: Option, values: Sequence[str]) -> Iterator[Reason]:
             continue  # whoever needs it says so
         if option.choices and value not in option.choices:
             close = nearest(value, option.choices) or option.choices[0]
-            rule = OLD_VALUES.get((option.name, value)) or f"is one of {', '.join(option.choices[:12])}"
+            rule = (
+                OLD_VALUES.get((option.name, value))
+                or f"is one of {', '.join(option.choices[:12])}"
+            )
             yield Reason(field=option.name, value=value[:60], rule=rule, nearest=close)
         elif option.type in ("int", "float") and not _reads(value, option.type):
             rule = "must be a whole number" if option.type == "int" else "must be a number"
@@ -171,7 +216,10 @@ def _faults(option: Option, values: Sequence[str]) -> Iterator[Reason]:
 
 
 OLD_VALUES = {
-    ("--dataloader-type", "dynamic"): "pads no batches: pack documents (--reset-attention-mask --eod-mask-loss)",
+    (
+        "--dataloader-type",
+        "dynamic",
+    ): "pads no batches: pack documents (--reset-attention-mask --eod-mask-loss)",
 }
 
 
@@ -187,7 +235,12 @@ def _ranks(ranks: Mapping[str, str]) -> tuple[int, int]:
     found = []
     for name, otherwise in (("nnodes", "1"), ("nproc-per-node", "")):
         value = ranks.get(name, otherwise)
-        if value and not value.isdigit() and not MISSING.search(value) and value not in ("gpu", "auto"):
+        if (
+            value
+            and not value.isdigit()
+            and not MISSING.search(value)
+            and value not in ("gpu", "auto")
+        ):
             rule = "must be a whole number: the layout does not change while training"
             raise BadInput(Reason(field=f"--{name}", value=value[:60], rule=rule))
         found.append(int(value) if value.isdigit() else 0)

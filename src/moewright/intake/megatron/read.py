@@ -22,7 +22,8 @@ from moewright.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """A job as a script says it; `notes` are what was taken otherwise than written, one line each."""
+    """A job as a script says it; `notes` are what was taken otherwise than written, one line
+    each."""
 
     model: ModelSpec
     workload: Workload
@@ -30,13 +31,17 @@ class Read:
     notes: tuple[str, ...]
 
 
-def launch_of(script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Launch:
-    """The training command of a script, its variables from the script, then from `environment`. Raises BadInput."""
+def launch_of(
+    script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
+) -> Launch:
+    """The training command of a script, its variables from the script, then from `environment`.
+    Raises BadInput."""
     return launch(commands(read_text(script), environment, arguments))
 
 
 def read(command: Launch, *, world: int, folder: Path, named: ModelSpec | None = None) -> Read:
-    """The job of a training command over `world` ranks. `folder`: where a DeepSpeed config would lie.
+    """The job of a training command over `world` ranks. `folder`: where a DeepSpeed config would
+    lie.
 
     Raises BadInput for options that contradict each other or cannot be planned here.
     """
@@ -51,7 +56,12 @@ def read(command: Launch, *, world: int, folder: Path, named: ModelSpec | None =
     workload, said = workload_of(given, layout, batch)
     past = f"not part of a plan: {' '.join(given.past)}" if given.past else ""
     lines = (found.note, *command.notes, *(line for line, _ in old), *notes, *counted, *said, past)
-    return Read(model=found.model, workload=workload, layout=layout, notes=tuple(line for line in lines if line))
+    return Read(
+        model=found.model,
+        workload=workload,
+        layout=layout,
+        notes=tuple(line for line in lines if line),
+    )
 
 
 def _old(command: Launch) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -65,7 +75,8 @@ def _old(command: Launch) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _queues(said: str, layout: Layout) -> Iterator[str]:
-    """Whether the hardware queues that the script sets suit what it overlaps. BadInput where Megatron-LM stops."""
+    """Whether the hardware queues that the script sets suit what it overlaps. BadInput where
+    Megatron-LM stops."""
     name, overlapped = "CUDA_DEVICE_MAX_CONNECTIONS", Overlap.EP in layout.overlap
     if layout.zero == 3 and said == "1":
         rule = "Megatron-FSDP needs more hardware queues than one"
@@ -80,7 +91,9 @@ def _whole(command: Launch, name: str) -> int:
     """The value of a number that Megatron-LM derives by itself; 0 when nobody gives it."""
     value = next(iter(command.old.get(name, ())), "")
     if name in command.old and not (value.isdigit() and int(value)):
-        raise BadInput(Reason(field=name, value=value[:60].strip("\0"), rule="must be a whole number above 0"))
+        raise BadInput(
+            Reason(field=name, value=value[:60].strip("\0"), rule="must be a whole number above 0")
+        )
     return int(value or 0)
 
 
@@ -92,12 +105,16 @@ def _batch(given: Given, command: Launch, layout: Layout) -> tuple[int, tuple[st
             f"tensor {layout.tp} x context {layout.cp} x pipeline {layout.pp} = {model_ranks} ranks do not divide "
             f"{layout.world_size}"
         )
-        raise BadInput(Reason(field="--pipeline-model-parallel-size", value=str(layout.pp), rule=rule))
+        raise BadInput(
+            Reason(field="--pipeline-model-parallel-size", value=str(layout.pp), rule=rule)
+        )
     dp, mbs = layout.dp, layout.mbs
     said = _whole(command, "--data-parallel-size")
     if said and said != dp:
         rule = f"{layout.world_size} ranks / (tensor {layout.tp} x context {layout.cp} x pipeline {layout.pp}) = {dp}"
-        raise BadInput(Reason(field="--data-parallel-size", value=str(said), rule=rule, nearest=str(dp)))
+        raise BadInput(
+            Reason(field="--data-parallel-size", value=str(said), rule=rule, nearest=str(dp))
+        )
     steps = _whole(command, "--gradient-accumulation-steps")
     if not given.has("--global-batch-size"):
         count = steps or 1
@@ -108,14 +125,20 @@ def _batch(given: Given, command: Launch, layout: Layout) -> tuple[int, tuple[st
     if batch < 1 or batch % (mbs * dp):
         near = max(1, round(batch / (mbs * dp))) * mbs * dp
         rule = f"micro-batch {mbs} x data-parallel {dp} = {mbs * dp} must divide it"
-        raise BadInput(Reason(field="--global-batch-size", value=str(batch), rule=rule, nearest=str(near)))
+        raise BadInput(
+            Reason(field="--global-batch-size", value=str(batch), rule=rule, nearest=str(near))
+        )
     if steps and steps * mbs * dp != batch:
         rule = (
             f"{steps} x micro-batch {mbs} x data-parallel {dp} = {steps * mbs * dp}, not --global-batch-size {batch}; "
             f"Megatron-LM derives {batch} / ({mbs} x {dp})"
         )
         right = str(batch // (mbs * dp))
-        raise BadInput(Reason(field="--gradient-accumulation-steps", value=str(steps), rule=rule, nearest=right))
+        raise BadInput(
+            Reason(
+                field="--gradient-accumulation-steps", value=str(steps), rule=rule, nearest=right
+            )
+        )
     return batch, ()
 
 
@@ -136,7 +159,9 @@ def _deepspeed(command: Launch, folder: Path, *, pipelined: bool) -> int | None:
         zero = section.get("zero_optimization", {}) if isinstance(section, dict) else {}
         stage = str(zero.get("stage", 0)) if isinstance(zero, dict) else "0"
     if stage not in ("", "0", "1", "2", "3"):
-        raise BadInput(Reason(field=where, value=stage[:20], rule="a ZeRO stage is 0, 1, 2 or 3", nearest="1"))
+        raise BadInput(
+            Reason(field=where, value=stage[:20], rule="a ZeRO stage is 0, 1, 2 or 3", nearest="1")
+        )
     if stage in ("2", "3") and pipelined:
         rule = f"DeepSpeed combines ZeRO-{stage} with no pipeline; with one, shard the optimizer"
         raise BadInput(Reason(field=where, rule=rule, nearest="--use-distributed-optimizer"))

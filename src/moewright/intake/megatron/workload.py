@@ -26,24 +26,36 @@ from moewright.spec.workload import (
     Workload,
 )
 
-_BUCKET, _BUCKET_A_RANK = 40_000_000, 1_000_000  # Megatron-LM's own bucket: the larger of the first and dp * cp * this
-_LOSSES = {"aux_loss": "aux_coeff", "seq_aux_loss": "seq_aux_coeff", "global_aux_loss": "global_aux_coeff"}
+_BUCKET, _BUCKET_A_RANK = (
+    40_000_000,
+    1_000_000,
+)  # Megatron-LM's own bucket: the larger of the first and dp * cp * this
+_LOSSES = {
+    "aux_loss": "aux_coeff",
+    "seq_aux_loss": "seq_aux_coeff",
+    "global_aux_loss": "global_aux_coeff",
+}
 _MOST_STEPS = 10**9
 
 
 def workload_of(given: Given, layout: Layout, batch: int) -> tuple[Workload, tuple[str, ...]]:
-    """The workload, its global batch as checked, and notes on what it cannot hold. BadInput as for the layout."""
+    """The workload, its global batch as checked, and notes on what it cannot hold. BadInput as for
+    the layout."""
     notes: list[str] = []
     seq_len = given.whole("--seq-length") or given.whole("--encoder-seq-length")
     if not seq_len:
-        raise BadInput(Reason(field="--seq-length", rule="is missing, and Megatron-LM has no default for it"))
+        raise BadInput(
+            Reason(field="--seq-length", rule="is missing, and Megatron-LM has no default for it")
+        )
     ramp = RampSpec()
     if given.has("--rampup-batch-size"):
         start, more, samples = map(int, given.many("--rampup-batch-size"))
         ramp = RampSpec(ramp_start=start, ramp_increment=more, ramp_samples=samples)
         if given.has("--train-iters"):
             rule = "goes with --train-samples; --train-iters excludes it"
-            raise BadInput(Reason(field="--rampup-batch-size", rule=rule, nearest="--train-samples"))
+            raise BadInput(
+                Reason(field="--rampup-batch-size", rule=rule, nearest="--train-samples")
+            )
     timed = Workload(seq_len=seq_len, global_batch=batch, ramp=ramp)
     steps = given.whole("--train-iters") or _steps(timed, given.whole("--train-samples"))
     precision, grad_dtype = _precision(given)
@@ -65,7 +77,8 @@ def workload_of(given: Given, layout: Layout, batch: int) -> tuple[Workload, tup
         ramp=ramp,
         data=data,
         checkpoint=CheckpointSpec(
-            every_steps=every, mode=SaveMode.ASYNC if given.has("--async-save") and every else SaveMode.SYNC
+            every_steps=every,
+            mode=SaveMode.ASYNC if given.has("--async-save") and every else SaveMode.SYNC,
         ),
     )
     return workload, tuple(notes)
@@ -78,7 +91,9 @@ def _steps(workload: Workload, samples: int) -> int:
         return -(-samples // workload.global_batch)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if batch_of(workload, middle).first >= samples else (middle + 1, high)
+        low, high = (
+            (low, middle) if batch_of(workload, middle).first >= samples else (middle + 1, high)
+        )
     return low
 
 
@@ -90,9 +105,13 @@ def _precision(given: Given) -> tuple[Dtype, Dtype]:
     four, blocks = given.text("--fp4-format"), given.text("--fp4-recipe", "nvfp4")
     if four and (not brain or eight or blocks != "nvfp4"):
         rule = "is planned with --bf16, without --fp8-format, in the nvfp4 recipe"
-        raise BadInput(Reason(field="--fp4-format", value=four, rule=rule, nearest="--bf16 --fp4-recipe nvfp4"))
+        raise BadInput(
+            Reason(field="--fp4-format", value=four, rule=rule, nearest="--bf16 --fp4-recipe nvfp4")
+        )
     wide = given.has("--accumulate-allreduce-grads-in-fp32")
-    narrow = given.has("--grad-reduce-in-bf16") or given.text("--main-grads-dtype", "fp32") == "bf16"
+    narrow = (
+        given.has("--grad-reduce-in-bf16") or given.text("--main-grads-dtype", "fp32") == "bf16"
+    )
     recipe = given.text("--fp8-recipe", "delayed")
     if half:
         return Dtype.FP16, Dtype.FP32 if wide else Dtype.FP16
@@ -108,14 +127,18 @@ def _precision(given: Given) -> tuple[Dtype, Dtype]:
     return (Dtype.MXFP8 if recipe in ("mxfp8", "blockwise") else Dtype.FP8), gradients
 
 
-def _optimizer(given: Given, timed: Workload, layout: Layout, steps: int, notes: list[str]) -> OptimizerSpec:
+def _optimizer(
+    given: Given, timed: Workload, layout: Layout, steps: int, notes: list[str]
+) -> OptimizerSpec:
     kind = given.text("--optimizer", "adam")
     if kind != "adam":
         rule = "its states cannot be planned here"
         raise BadInput(Reason(field="--optimizer", value=kind, rule=rule, nearest="adam"))
     style = given.text("--lr-decay-style", "linear")
     if style != "cosine":
-        notes.append(f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, training here would")
+        notes.append(
+            f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, training here would"
+        )
     usual = OptimizerSpec()
     lr = given.real("--lr", usual.lr)
     decay = given.whole("--lr-decay-iters") or _steps(timed, given.whole("--lr-decay-samples"))
@@ -130,7 +153,9 @@ def _optimizer(given: Given, timed: Workload, layout: Layout, steps: int, notes:
         rule = "goes with --use-precision-aware-optimizer"
         raise BadInput(Reason(field="--exp-avg-dtype", value=moments, rule=rule, nearest="fp32"))
     given.has("--use-precision-aware-optimizer")
-    bucket = given.whole("--ddp-bucket-size") or max(_BUCKET, _BUCKET_A_RANK * layout.dp * layout.cp)
+    bucket = given.whole("--ddp-bucket-size") or max(
+        _BUCKET, _BUCKET_A_RANK * layout.dp * layout.cp
+    )
     return OptimizerSpec(
         lr=lr,
         min_lr_fraction=float(f"{given.real('--min-lr') / lr:.10g}") if lr else 0.0,
@@ -151,11 +176,20 @@ def _loss(given: Given) -> LossSpec:
     coeffs = [float(value) for value in given.many("--moe-aux-loss-coeff", "0")]
     if "quantile_balancing" in kinds:
         rule = "this way to balance cannot be planned here"
-        raise BadInput(Reason(field="--moe-router-load-balancing-type", value=kinds[0], rule=rule, nearest="aux_loss"))
+        raise BadInput(
+            Reason(
+                field="--moe-router-load-balancing-type",
+                value=kinds[0],
+                rule=rule,
+                nearest="aux_loss",
+            )
+        )
     if len(coeffs) != len(kinds) and len(kinds) > 1:
         rule = f"gives {len(coeffs)} for {len(kinds)} --moe-router-load-balancing-type"
         raise BadInput(Reason(field="--moe-aux-loss-coeff", rule=rule, nearest="one each"))
-    on = {_LOSSES[kind]: coeff for kind, coeff in zip(kinds, coeffs, strict=False) if kind in _LOSSES}
+    on = {
+        _LOSSES[kind]: coeff for kind, coeff in zip(kinds, coeffs, strict=False) if kind in _LOSSES
+    }
     usual = LossSpec()
     return LossSpec(
         aux_coeff=on.get("aux_coeff", 0.0),
@@ -168,7 +202,9 @@ def _loss(given: Given) -> LossSpec:
 
 def _router(given: Given) -> RouterTraining:
     usual = RouterTraining()
-    force = RouterForce.BALANCED if given.has("--moe-router-force-load-balancing") else RouterForce.NONE
+    force = (
+        RouterForce.BALANCED if given.has("--moe-router-force-load-balancing") else RouterForce.NONE
+    )
     skewed = given.has("--moe-router-force-biased")
     balance = given.many("--moe-router-load-balancing-type")
     return RouterTraining(
@@ -200,13 +236,17 @@ def _data(given: Given, notes: list[str]) -> tuple[DataSpec, int]:
     heldout = _prefix(given, "--valid-data-path", notes)
     given.has("--split")
     given.has("--mock-data")
-    bounded = given.has("--reset-attention-mask") or given.has("--dataloader-inter-document-masking")
+    bounded = given.has("--reset-attention-mask") or given.has(
+        "--dataloader-inter-document-masking"
+    )
     given.has("--eod-mask-loss")
     documents = Documents.BOUNDED if bounded else Documents.JOINED
     if given.has("--reset-position-ids") and bounded:
         documents = Documents.RESTARTED
     batches = given.whole("--eval-iters", 100)
-    return DataSpec(train=train, heldout=heldout, documents=documents), batches if heldout and batches else 8
+    return DataSpec(
+        train=train, heldout=heldout, documents=documents
+    ), batches if heldout and batches else 8
 
 
 def _prefix(given: Given, name: str, notes: list[str]) -> str:
@@ -216,7 +256,9 @@ def _prefix(given: Given, name: str, notes: list[str]) -> str:
     words = tuple(_known(given.options[name]))
     if len(words) == 1:
         return words[0]
-    notes.append(f"{name} is not taken: {'a blend' if words else 'its value is only known when the script runs'}")
+    notes.append(
+        f"{name} is not taken: {'a blend' if words else 'its value is only known when the script runs'}"
+    )
     return ""
 
 

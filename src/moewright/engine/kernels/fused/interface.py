@@ -1,10 +1,10 @@
 """The seam between the model and whoever works on what lies between its products and attention.
 
-Implementations give the same numbers up to rounding, and the model keeps the same tensors for backward with each, so
-the ledger does not ask which one ran. But for `weigh`, nothing here is differentiated: the model's autograd functions
-call one method forward and one backward.
-Shapes: T tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any width, V vocabulary, B
-batch, S sequence, D head dim.
+Implementations give the same numbers up to rounding, and the model keeps the same tensors for
+backward with each, so the ledger does not ask which one ran. But for `weigh`, nothing here is
+differentiated: the model's autograd functions call one method forward and one backward. Shapes: T
+tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any width, V
+vocabulary, B batch, S sequence, D head dim.
 """
 
 from __future__ import annotations
@@ -21,23 +21,34 @@ class Kernels(Protocol):
         """Row i is x[tokens[i]]: [R,H]."""
 
     def sum_slots(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
-        """The sum of each token's own rows in their fixed order, in fp32: [T,H]; rows_Tk holds R where a slot has no
-        row, which is nowhere so where `full`.
+        """The sum of each token's own rows in their fixed order, in fp32: [T,H]; rows_Tk holds R
+        where a slot has no row, which is nowhere so where `full`.
         """
 
-    def swiglu(self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) -> torch.Tensor:
-        """silu(gate) * up * weight for x = (gate, up), in fp32: [R,F]; `weight` fp32, or None for ones.
+    def swiglu(
+        self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
+    ) -> torch.Tensor:
+        """silu(gate) * up * weight for x = (gate, up), in fp32: [R,F]; `weight` fp32, or None for
+        ones.
 
-        `clamped` is gpt-oss's: g * sigmoid(1.702 g) * (u + 1) * weight, g = min(gate, 7) and u = up within -7..7.
+        `clamped` is gpt-oss's: g * sigmoid(1.702 g) * (u + 1) * weight, g = min(gate, 7) and u = up
+        within -7..7.
         """
 
     def swiglu_backward(
-        self, grad_RF: torch.Tensor, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
+        self,
+        grad_RF: torch.Tensor,
+        x_R2F: torch.Tensor,
+        weight_R: torch.Tensor | None,
+        clamped: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients of x and, where there is one, of weight."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [...,K] times its scale 1 / sqrt(mean(x^2) + eps), rounded, times weight [K]; the scale [...,1] fp32."""
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [...,K] times its scale 1 / sqrt(mean(x^2) + eps), rounded, times weight [K]; the scale
+        [...,1] fp32."""
 
     def norm_backward(
         self,
@@ -48,15 +59,17 @@ class Kernels(Protocol):
         scale: torch.Tensor | None,
         mine: slice,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of x and of weight, the latter of the rows `mine` of all [N,K]; the scale is made again if None."""
+        """Gradients of x and of weight, the latter of the rows `mine` of all [N,K]; the scale is
+        made again if None."""
 
     def rotate(self, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x with its halves (first, second) turned: first * cos - second * sin, second * cos + first * sin, in fp32;
-        cos and sin [S, D/2] or [B, S, D/2] fp32.
+        """x with its halves (first, second) turned: first * cos - second * sin, second * cos +
+        first * sin, in fp32; cos and sin [S, D/2] or [B, S, D/2] fp32.
         """
 
     def losses(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """Negative log-likelihood [T] fp32 of targets; anything finite where a target is negative."""
+        """Negative log-likelihood [T] fp32 of targets; anything finite where a target is
+        negative."""
 
     def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
         """sum over V of exp(logit - top): [T] fp32."""
@@ -69,14 +82,19 @@ class Kernels(Protocol):
         log_sum_T: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
-        """(exp(logit - log_sum) - 1 at the target's column) * grad, 0 from column `size` on: [T,V]. A column of -1 is
-        none of these; log_sum [T] fp32 is that of all V where it is None.
+        """(exp(logit - log_sum) - 1 at the target's column) * grad, 0 from column `size` on: [T,V].
+        A column of -1 is none of these; log_sum [T] fp32 is that of all V where it is None.
         """
 
     def weigh(
-        self, logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None, forced_Tk: torch.Tensor | None
+        self,
+        logits_TE: torch.Tensor,
+        spec: RouterSpec,
+        bias_E: torch.Tensor | None,
+        forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Experts [T,k] int64, by score plus bias or the `forced` ones, their weights [T,k] and all scores [T,E], the
-        last two differentiable. Kept for backward are scores and experts, two numbers a weight and sum where weights
-        are renormalised, and the logits of a score that needs them (rules.recompute).
+        """Experts [T,k] int64, by score plus bias or the `forced` ones, their weights [T,k] and all
+        scores [T,E], the last two differentiable. Kept for backward are scores and experts, two
+        numbers a weight and sum where weights are renormalised, and the logits of a score that
+        needs them (rules.recompute).
         """

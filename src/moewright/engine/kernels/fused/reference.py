@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from moewright.rules.row_blocks import LOSS_ROWS, rows_at_a_time
 from moewright.spec.model import RouterSpec, ScoreFunction
 
-# Of gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are clamped to.
+# Of gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are
+# clamped to.
 SLOPE, LIMIT = 1.702, 7.0
 TINY = 1e-20  # under a sum of independent scores, all of which may be zero
 
 
 class Plain:
-    """See seam.Kernels. A function does all that it does to about `at_a_time` numbers of a tensor before it goes on to
-    the next ones; 0 takes all at once.
+    """See seam.Kernels. A function does all that it does to about `at_a_time` numbers of a tensor
+    before it goes on to the next ones; 0 takes all at once.
     """
 
     def __init__(self, at_a_time: int = 0) -> None:
@@ -37,7 +38,9 @@ class Plain:
             rows_RH = torch.cat((rows_RH, rows_RH.new_zeros((1, *rows_RH.shape[1:]))))
         return F.embedding_bag(rows_Tk, rows_RH, mode="sum")
 
-    def swiglu(self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) -> torch.Tensor:
+    def swiglu(
+        self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
+    ) -> torch.Tensor:
         out = x_R2F.new_empty((len(x_R2F), x_R2F.shape[1] // 2))
         for part in self._parts(*x_R2F.shape):
             gate, up = x_R2F[part].float().chunk(2, -1)
@@ -50,7 +53,11 @@ class Plain:
         return out
 
     def swiglu_backward(
-        self, grad_RF: torch.Tensor, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
+        self,
+        grad_RF: torch.Tensor,
+        x_R2F: torch.Tensor,
+        weight_R: torch.Tensor | None,
+        clamped: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         grad_x = torch.empty_like(x_R2F)
         grad_weight = None if weight_R is None else torch.empty_like(weight_R)
@@ -78,7 +85,9 @@ class Plain:
                 torch.mul(act, wide, out=of_up)
         return grad_x, grad_weight
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, out = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         for part in self._parts(*rows.shape):
@@ -100,7 +109,10 @@ class Plain:
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         start, stop, _ = mine.indices(len(rows))
-        wide_weight, grad_weight = weight.float(), weight.new_zeros(weight.shape, dtype=torch.float32)
+        wide_weight, grad_weight = (
+            weight.float(),
+            weight.new_zeros(weight.shape, dtype=torch.float32),
+        )
         for part in self._parts(*rows.shape):
             normed, wide = rows[part].float(), grads[part].float()
             if scale is None:
@@ -154,13 +166,21 @@ class Plain:
         columns, minus = columns_T.clamp(min=0)[:, None], -(columns_T >= 0).float()[:, None]
         for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
             wide = logits_TV[part].float()
-            probs = torch.softmax(wide, -1) if log_sum_T is None else (wide - log_sum_T[part, None]).exp_()
+            probs = (
+                torch.softmax(wide, -1)
+                if log_sum_T is None
+                else (wide - log_sum_T[part, None]).exp_()
+            )
             probs[:, size:] = 0.0
             out[part] = probs.scatter_add_(1, columns[part], minus[part]).mul_(grad_T[part, None])
         return out
 
     def weigh(
-        self, logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None, forced_Tk: torch.Tensor | None
+        self,
+        logits_TE: torch.Tensor,
+        spec: RouterSpec,
+        bias_E: torch.Tensor | None,
+        forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scores = scores_of(logits_TE, spec.score)
         experts = choose(scores, spec, bias_E) if forced_Tk is None else forced_Tk
@@ -183,12 +203,20 @@ def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
 
 
 @torch.no_grad()
-def choose(scores_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None) -> torch.Tensor:
-    """Ids [T,k] of the experts with the highest scores plus bias, inside each token's best groups of experts."""
+def choose(
+    scores_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Ids [T,k] of the experts with the highest scores plus bias, inside each token's best groups
+    of experts."""
     wanted = scores_TE if bias_E is None else scores_TE + bias_E
     if spec.top_groups < spec.groups:
         of_group = wanted.unflatten(1, (spec.groups, -1))
-        best = of_group.topk(spec.counted_in_group, -1).values.sum(-1).topk(spec.top_groups, -1).indices
+        best = (
+            of_group.topk(spec.counted_in_group, -1)
+            .values.sum(-1)
+            .topk(spec.top_groups, -1)
+            .indices
+        )
         shut = torch.ones_like(of_group[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
         wanted = of_group.masked_fill(shut[:, :, None], float("-inf")).flatten(1)
     return wanted.topk(spec.top_k, -1).indices

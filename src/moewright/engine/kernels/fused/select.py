@@ -24,12 +24,14 @@ def unavailable(choice: FusedKernels, device: DeviceKind) -> tuple[Reason, ...]:
             rule = "needs CUDA devices (or TRITON_INTERPRET=1, to try them slowly on a CPU)"
     if not rule:
         return ()
-    return (Reason(field="train.fused_kernels", value=choice, rule=rule, nearest=FusedKernels.AUTO),)
+    return (
+        Reason(field="train.fused_kernels", value=choice, rule=rule, nearest=FusedKernels.AUTO),
+    )
 
 
 def implementation(choice: FusedKernels, device: DeviceKind) -> str:
-    """What a job gets, with its version. All ranks need the same: sums in other orders round apart, and ranks that hold
-    the same tokens must send them to the same experts.
+    """What a job gets, with its version. All ranks need the same: sums in other orders round apart,
+    and ranks that hold the same tokens must send them to the same experts.
     """
     return f"triton {version('triton')}" if _triton(choice, device) else FusedKernels.PLAIN.value
 
@@ -45,5 +47,9 @@ def kernels_for(choice: FusedKernels, device: DeviceKind) -> Kernels:
 
 def _triton(choice: FusedKernels, device: DeviceKind) -> bool:
     """Where it is asked for, or where nobody says and a CUDA device and the package are there."""
-    found = choice is FusedKernels.AUTO and device is DeviceKind.CUDA and find_spec("triton") is not None
+    found = (
+        choice is FusedKernels.AUTO
+        and device is DeviceKind.CUDA
+        and find_spec("triton") is not None
+    )
     return choice is FusedKernels.TRITON or found

@@ -27,9 +27,15 @@ class Compiled:
     losses_backward = staticmethod(triton_loss.losses_backward)
 
     def weigh(
-        self, logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None, forced_Tk: torch.Tensor | None
+        self,
+        logits_TE: torch.Tensor,
+        spec: RouterSpec,
+        bias_E: torch.Tensor | None,
+        forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where groups of experts shut others out, the choice is made as the reference makes it."""
         if forced_Tk is None and spec.top_groups < spec.groups:
-            forced_Tk = reference.choose(reference.scores_of(logits_TE.detach(), spec.score), spec, bias_E)
+            forced_Tk = reference.choose(
+                reference.scores_of(logits_TE.detach(), spec.score), spec, bias_E
+            )
         return Weigh.apply(logits_TE, spec, bias_E, forced_Tk)

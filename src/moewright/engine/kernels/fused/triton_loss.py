@@ -1,7 +1,9 @@
-"""Triton kernels of cross-entropy over logits [T,V], of which V columns may be a part of the vocabulary.
+"""Triton kernels of cross-entropy over logits [T,V], of which V columns may be a part of the
+vocabulary.
 
-All arithmetic is in fp32, whatever the logits hold, and no copy of them is made. A program goes over all columns of
-some rows, for most vocabularies one. Rows past the last one repeat it, so no largest logit is minus infinity.
+All arithmetic is in fp32, whatever the logits hold, and no copy of them is made. A program goes
+over all columns of some rows, for most vocabularies one. Rows past the last one repeat it, so no
+largest logit is minus infinity.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def _top_and_sum(logits, row, width, stride, ROWS: tl.constexpr, BLOCK: tl.const
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(logits + row[:, None] * stride + column, column < width, float("-inf")).to(tl.float32)
+        x = tl.load(logits + row[:, None] * stride + column, column < width, float("-inf")).to(
+            tl.float32
+        )
         higher = tl.maximum(top, tl.max(x, 1))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
         top = higher
@@ -50,7 +54,9 @@ def _sums(logits, tops, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl
     top, total = tl.load(tops + row), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(logits + row[:, None] * stride + column, column < width, float("-inf")).to(tl.float32)
+        x = tl.load(logits + row[:, None] * stride + column, column < width, float("-inf")).to(
+            tl.float32
+        )
         total += tl.exp(x - top[:, None])
     tl.store(out + row, tl.sum(total, 1))
 
@@ -68,7 +74,9 @@ def _losses_backward(
     wide, target = tl.load(grad + row), tl.load(columns + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(logits + row[:, None] * stride + column, column < size, float("-inf")).to(tl.float32)
+        x = tl.load(logits + row[:, None] * stride + column, column < size, float("-inf")).to(
+            tl.float32
+        )
         prob = tl.exp(x - top[:, None]) / total[:, None]
         back = (prob - tl.where(column == target[:, None], 1.0, 0.0)) * wide[:, None]
         tl.store(out + row[:, None] * width + column, back, column < width)
@@ -91,13 +99,24 @@ def _one_a_row(kernel: Any, logits_TV: torch.Tensor, beside_T: torch.Tensor) -> 
     if count:
         rows, block = tile(width, _WIDEST)
         kernel[(triton.cdiv(count, rows),)](
-            logits, beside_T.contiguous(), out, count, width, logits.stride(0), ROWS=rows, BLOCK=block
+            logits,
+            beside_T.contiguous(),
+            out,
+            count,
+            width,
+            logits.stride(0),
+            ROWS=rows,
+            BLOCK=block,
         )
     return out
 
 
 def losses_backward(
-    grad_T: torch.Tensor, logits_TV: torch.Tensor, columns_T: torch.Tensor, log_sum_T: torch.Tensor | None, size: int
+    grad_T: torch.Tensor,
+    logits_TV: torch.Tensor,
+    columns_T: torch.Tensor,
+    log_sum_T: torch.Tensor | None,
+    size: int,
 ) -> torch.Tensor:
     """seam.Kernels.losses_backward."""
     logits, (count, width) = by_rows(logits_TV), logits_TV.shape

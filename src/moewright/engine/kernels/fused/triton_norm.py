@@ -1,7 +1,8 @@
 """Triton kernels of RMSNorm, forward and backward.
 
-All arithmetic is in fp32 but for the product with the weight, whose factor is rounded first, as in the reference. A
-program goes over all columns of some rows twice: for their sums, and then out of the cache for what comes of them.
+All arithmetic is in fp32 but for the product with the weight, whose factor is rounded first, as in
+the reference. A program goes over all columns of some rows twice: for their sums, and then out of
+the cache for what comes of them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import triton.language as tl
 
 from moewright.engine.kernels.fused.triton_rows import by_rows, tile
 
-_WIDEST = 512  # columns held at a time: the more rows, the fewer partial sums of the weight's gradient
+_WIDEST = (
+    512  # columns held at a time: the more rows, the fewer partial sums of the weight's gradient
+)
 
 
 @triton.jit
-def _norm(x, weight, out, scale, count, width, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(
+    x, weight, out, scale, count, width, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
@@ -40,19 +45,22 @@ def _norm_backward(
     grad, x, weight, scale, grad_x, of_weight, count, width, grad_stride, stride, eps, first, last,
     SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`of_weight` [programs, width]: what the program's rows from `first` to `last` add to the weight's gradient."""
+    """`of_weight` [programs, width]: what the program's rows from `first` to `last` add to the
+    weight's gradient."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     squares, products = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
         wide = tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
-        back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(tl.float32)
+        back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
+            tl.float32
+        )
         factor = tl.load(weight + column, column < width, 0.0).to(tl.float32)
         products += back * factor[None, :] * wide
         if not SCALED:
             squares += wide * wide
-    if SCALED:  # noqa: SIM108 - a branch that is decided when the kernel is compiled
+    if SCALED:
         found = tl.load(scale + row, row < count, 0.0)
     else:
         found = tl.rsqrt(tl.sum(squares, 1) / width + eps)
@@ -61,8 +69,13 @@ def _norm_backward(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
-        normed = tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32) * found[:, None]
-        back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(tl.float32)
+        normed = (
+            tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
+            * found[:, None]
+        )
+        back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
+            tl.float32
+        )
         factor = tl.load(weight + column, column < width, 0.0).to(tl.float32)
         of_x = (back * factor[None, :] - normed * mean[:, None]) * found[:, None]
         tl.store(grad_x + row[:, None] * width + column[None, :], of_x, inside)
@@ -78,16 +91,35 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tenso
         count, width = x_NK.shape
         rows, block = tile(width, _WIDEST)
         _norm[(triton.cdiv(count, rows),)](
-            x_NK, weight.contiguous(), out, scale, count, width, x_NK.stride(0), eps, ROWS=rows, BLOCK=block
+            x_NK,
+            weight.contiguous(),
+            out,
+            scale,
+            count,
+            width,
+            x_NK.stride(0),
+            eps,
+            ROWS=rows,
+            BLOCK=block,
         )
     return out, scale
 
 
 def norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None, mine: slice
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    mine: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """seam.Kernels.norm_backward. The weight's gradient is a sum over programs of what each summed, without atomics."""
-    x_NK, grad_NK, grad_x = by_rows(x), by_rows(grad), torch.empty_like(x, memory_format=torch.contiguous_format)
+    """seam.Kernels.norm_backward. The weight's gradient is a sum over programs of what each summed,
+    without atomics."""
+    x_NK, grad_NK, grad_x = (
+        by_rows(x),
+        by_rows(grad),
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+    )
     count, width = x_NK.shape
     rows, block = tile(width, _WIDEST)
     programs = triton.cdiv(count, rows)

@@ -1,7 +1,7 @@
 """The Triton kernel of the router: scores, the best experts, their weights; and back to the logits.
 
-A program holds some tokens with all of their experts. Groups of experts that shut others out are not chosen among here:
-such a choice comes in.
+A program holds some tokens with all of their experts. Groups of experts that shut others out are
+not chosen among here: such a choice comes in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def _softplus(x):
     """log(1 + exp(x)), to the last digits also where exp(x) vanishes beside 1."""
     small = tl.exp(-tl.abs(x))
     more = 1.0 + small
-    log1p = tl.where(more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0))
+    log1p = tl.where(
+        more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0)
+    )
     return tl.maximum(x, 0.0) + log1p
 
 
@@ -59,7 +61,7 @@ def _weigh(
     chosen = tl.zeros((TOKENS, SLOTS), tl.int64)
     taken = tl.zeros((TOKENS, SLOTS), x.dtype)
     for number in tl.static_range(K):
-        if FORCED:  # noqa: SIM108 - a branch that is decided when the kernel is compiled
+        if FORCED:
             best = tl.load(forced + token * K + number, token < count, 0)
         else:
             best = tl.argmax(wanted, 1).to(tl.int64)
@@ -114,11 +116,16 @@ def _weigh_backward(
 
 
 class Weigh(torch.autograd.Function):
-    """seam.Kernels.weigh; `forced` may be None where experts have no groups that shut others out."""
+    """seam.Kernels.weigh; `forced` may be None where experts have no groups that shut others
+    out."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None, forced_Tk: torch.Tensor | None
+        ctx: Any,
+        logits_TE: torch.Tensor,
+        spec: RouterSpec,
+        bias_E: torch.Tensor | None,
+        forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits, (tokens, extent) = logits_TE.contiguous(), logits_TE.shape
         experts = torch.empty((tokens, spec.top_k), dtype=torch.int64, device=logits.device)

@@ -1,7 +1,8 @@
-"""Triton kernels over rows: copies to slots, sums over slots, gated activations with the weight of a row, rotation.
+"""Triton kernels over rows: copies to slots, sums over slots, gated activations with the weight of
+a row, rotation.
 
-All arithmetic is in fp32, whatever the tensors hold. A program works on some rows, in a piece of their columns or in
-all of them, so every sum has one fixed order.
+All arithmetic is in fp32, whatever the tensors hold. A program works on some rows, in a piece of
+their columns or in all of them, so every sum has one fixed order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ def _spread(x, tokens, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _sum_slots(rows, rows_of, out, count, tokens, width, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_slots(
+    rows,
+    rows_of,
+    out,
+    count,
+    tokens,
+    width,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (column < width)[None, :]
@@ -48,7 +59,15 @@ def _clamp(x, least, most):
 
 @triton.jit
 def _swiglu(
-    x, weight, out, count, width, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    out,
+    count,
+    width,
+    CLAMPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +101,10 @@ def _swiglu_backward(
         whole_up = tl.load(x + at + width, inside, 0.0).to(tl.float32)
         wide = tl.load(grad + row[:, None] * width + column[None, :], inside, 0.0).to(tl.float32)
         if CLAMPED:
-            gate, up = _clamp(whole_gate, float("-inf"), _LIMIT), _clamp(whole_up, -_LIMIT, _LIMIT) + 1.0
+            gate, up = (
+                _clamp(whole_gate, float("-inf"), _LIMIT),
+                _clamp(whole_up, -_LIMIT, _LIMIT) + 1.0,
+            )
             opened = 1.0 / (1.0 + tl.exp(gate * -_SLOPE))
             act = gate * opened
             slope = opened + act * (1.0 - opened) * _SLOPE
@@ -109,8 +131,8 @@ def _rotate(
     x, cos, sin, out, count, tokens, heads, half, of_sequence, of_token, of_head, of_angles,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row is a head of a token; x comes with the strides of its sequences, tokens and heads, the angles with that of
-    a sequence.
+    """A row is a head of a token; x comes with the strides of its sequences, tokens and heads, the
+    angles with that of a sequence.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -145,7 +167,15 @@ def sum_slots(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
         rows, block = tile(width)
         grid = (triton.cdiv(tokens, rows), triton.cdiv(width, block))
         _sum_slots[grid](
-            routed, rows_Tk.contiguous(), out, len(routed), tokens, width, SLOTS=slots, ROWS=rows, BLOCK=block
+            routed,
+            rows_Tk.contiguous(),
+            out,
+            len(routed),
+            tokens,
+            width,
+            SLOTS=slots,
+            ROWS=rows,
+            BLOCK=block,
         )
     return out
 
@@ -158,7 +188,9 @@ def swiglu(x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) ->
         weight, weighted = (x, False) if weight_R is None else (weight_R.contiguous(), True)
         rows, block = tile(width)
         grid = (triton.cdiv(count, rows), triton.cdiv(width, block))
-        _swiglu[grid](x, weight, out, count, width, CLAMPED=clamped, WEIGHTED=weighted, ROWS=rows, BLOCK=block)
+        _swiglu[grid](
+            x, weight, out, count, width, CLAMPED=clamped, WEIGHTED=weighted, ROWS=rows, BLOCK=block
+        )
     return out
 
 
@@ -170,7 +202,10 @@ def swiglu_backward(
     grad_x, grad_weight = torch.empty_like(x), None
     weight, of_weight = x, x
     if weight_R is not None:
-        weight, of_weight = weight_R.contiguous(), torch.empty_like(weight_R, memory_format=torch.contiguous_format)
+        weight, of_weight = (
+            weight_R.contiguous(),
+            torch.empty_like(weight_R, memory_format=torch.contiguous_format),
+        )
         grad_weight = of_weight
     if grad.numel():
         rows, block = tile(width)
@@ -198,10 +233,23 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
         _, tokens, heads, width = x.shape
         count, half = out.numel() // width, width // 2
         rows, block = tile(half)
-        rows //= 2  # of an element a program has two numbers, two angles and their addresses: more do not fit registers
+        # of an element a program has two numbers, two angles and their addresses: more do not fit
+        # registers
+        rows //= 2
         cos, sin = (angles.contiguous().expand(len(x), tokens, half) for angles in (cos, sin))
         _rotate[(triton.cdiv(count, rows), triton.cdiv(half, block))](
-            x, cos, sin, out, count, tokens, heads, half, *x.stride()[:3], cos.stride(0), ROWS=rows, BLOCK=block
+            x,
+            cos,
+            sin,
+            out,
+            count,
+            tokens,
+            heads,
+            half,
+            *x.stride()[:3],
+            cos.stride(0),
+            ROWS=rows,
+            BLOCK=block,
         )
     return out
 
@@ -213,6 +261,7 @@ def tile(width: int, widest: int = _WIDEST) -> tuple[int, int]:
 
 
 def by_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [...,K] as [N,K] with columns side by side: it is copied only where that, and one stride of rows, is not so."""
+    """x [...,K] as [N,K] with columns side by side: it is copied only where that, and one stride of
+    rows, is not so."""
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
