@@ -25,29 +25,35 @@ from torch.distributed.tensor import DTensor
 
 import tiny_jobs
 from moewright.codec import read_json
-from moewright.cost.ledger import predict
-from moewright.diagnosis.compare_ledgers import Section, Status, compare
-from moewright.engine.checkpoint import Piece
+from moewright.cost.ledger import predict_ledger
+from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
+from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm import collectives
-from moewright.engine.data.batch import Batch, batch_here
-from moewright.engine.kernels.attention import Runs
+from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused import reference as reference_kernels
 from moewright.engine.model import router
-from moewright.engine.model.layers import Slot, slots_of
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.optim.update import Update, adamw_update, sgd_update
-from moewright.engine.run.build import join, trainee
+from moewright.engine.model.layers import NamedParameter, list_parameters
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import Clock, Trainee, accumulate, apply, train_step
-from moewright.engine.run.train import _close_books
-from moewright.engine.run.verify import FixedBatches, _outputs, rows_here
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.step import (
+    PhaseClock,
+    TrainState,
+    apply_update,
+    forward_backward,
+    train_step,
+)
+from moewright.engine.run.train import _record_ledger
+from moewright.engine.run.verify import FixedBatches, _compute_outputs, local_rows
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
-    Documents,
+    DocumentMasking,
     Dtype,
     FusedKernels,
     LossSpec,
@@ -99,7 +105,7 @@ class Curve:
 class Seen:
     """What one rank reports."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalShard, ...]
     norm: float
     sgd: Curve
     adamw: Curve
@@ -124,19 +130,19 @@ class Packed:
     fixed: FixedBatches
     lengths: tuple[tuple[int, ...], ...]
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        rows, batch = rows_here(run, micro_batch), step % len(self.fixed.inputs)
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        rows, batch = local_rows(run, micro_batch), step % len(self.fixed.inputs)
         lengths = tuple(length for row in self.lengths[rows.start : rows.stop] for length in row)
         starts = torch.tensor([0, *accumulated(lengths)], dtype=torch.int32)
         tokens = (x[batch, rows.start : rows.stop] for x in (self.fixed.inputs, self.fixed.targets))
-        return batch_here(run, *tokens, Runs(lengths=lengths, starts=starts))
+        return build_micro_batch(run, *tokens, Segments(lengths=lengths, cu_seqlens=starts))
 
 
 def batches_of(work: Workload, model: ModelSpec) -> FixedBatches | Packed:
     """Those of `batches`, or the same in documents, after the last token of which no target
     follows."""
     fixed = batches(model)
-    if work.data.documents is Documents.JOINED:
+    if work.data.documents is DocumentMasking.JOINED:
         return fixed
     for row, lengths in enumerate(_DOCUMENTS):
         fixed.targets[:, row, [end - 1 for end in accumulated(lengths)]] = -100
@@ -215,16 +221,16 @@ def assert_ledgers(plan: Plan, books: Path) -> None:
     selection = read_json(Selection, books / "selection.json")
     for rank in range(plan.layout.world_size):
         counted = read_json(Ledger, books / f"rank{rank:05d}.json")
-        assert_equal_lines(predict(plan, rank=rank, selection=selection), counted)
+        assert_equal_lines(predict_ledger(plan, rank=rank, selection=selection), counted)
 
 
 def assert_equal_lines(predicted: Ledger, counted: Ledger) -> None:
     """All of them but times."""
-    comparison = compare(predicted, counted)
+    comparison = compare_ledgers(predicted, counted)
     lines = [line for line in comparison.lines if line.section is not Section.TIME]
-    wrong = [line for line in lines if line.status is not Status.EQUAL]
+    wrong = [line for line in lines if line.status is not LineStatus.EQUAL]
     assert not wrong, (counted.rank, wrong)
-    assert comparison.exact
+    assert comparison.is_exact
 
 
 def assemble(ranks: list[Seen]) -> dict[str, torch.Tensor]:
@@ -264,7 +270,7 @@ def run(plan: Plan, folder: Path) -> list[Seen]:
     """What each rank of the plan saw."""
     assert (
         launch(partial(_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run")
-        is Exit.DONE
+        is ExitCode.DONE
     )
     found = []
     for rank in range(plan.layout.world_size):
@@ -273,52 +279,54 @@ def run(plan: Plan, folder: Path) -> list[Seen]:
     return found
 
 
-def _rank(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
-    device = join(seat)
+def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
+    device = init_distributed(seat)
     data = batches_of(plan.workload, plan.model)
     margins = _watch_margins()
 
-    def start(rule: Update, work: Workload) -> Trainee:
-        job = trainee(
+    def start(rule: UpdateRule, work: Workload) -> TrainState:
+        job = build_train_state(
             plan.model,
             work,
             plan.layout,
             data,
             rank=seat.rank,
             device=device,
-            initial=_initial,
-            rule=rule,
+            initial_value=_initial,
+            update_rule=rule,
         )
-        for each in router.routers_of(job.model):
+        for each in router.list_routers(job.model):
             if each.selection_bias is not None:
                 each.selection_bias.copy_(torch.linspace(-0.1, 0.1, len(each.selection_bias)))
         return job
 
     job = start(sgd_update, plan.workload)
-    pieces = _outputs(job, data)
-    first = accumulate(job, Clock(), step=1)
-    pieces += [replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradients()]
-    apply(job, Clock(), first, lr=0.0)
+    pieces = _compute_outputs(job, data)
+    first = forward_backward(job, PhaseClock(), step=1)
+    pieces += [
+        replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradient_shards()
+    ]
+    apply_update(job, PhaseClock(), first, lr=0.0)
     sgd = _curve(job, _SGD_LR, seat, folder, looked=range(1, STEPS + 1))
     clipped = replace(
-        plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.norm / 2)
+        plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.grad_norm / 2)
     )
     adamw = _curve(start(adamw_update, clipped), _ADAMW_LR, seat, folder, looked=(STEPS,))
     seen = Seen(
         pieces=tuple(pieces),
-        norm=first.norm,
+        norm=first.grad_norm,
         sgd=sgd,
         adamw=adamw,
         margin=min(margins, default=1.0),
     )
     with (folder / f"seen{seat.rank}").open("wb") as file:
         pickle.dump(seen, file)
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 def _curve(
-    job: Trainee, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]
+    job: TrainState, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]
 ) -> Curve:
     """STEPS steps; the books of one of them go to `folder`, as training writes them.
 
@@ -328,46 +336,50 @@ def _curve(
     steps, digests = [], []
     for step in range(1, STEPS + 1):
         seat.beat(step)
-        result = train_step(job, step=step, lr=lr, stop_asked=False, counted=step == _COUNTED)
+        result = train_step(
+            job, step=step, lr=lr, stop_requested=False, count_ledger=step == _COUNTED
+        )
         assert not result.skipped
         steps.append((result.loss, result.aux_loss, result.grad_norm))
         if step in looked:
-            job.optimizer.settle()
+            job.optimizer.finish_pending()
             digests.append(dict(_digests(job)))
         if step == _COUNTED:
-            _close_books(job, folder, step, result, seat)
+            _record_ledger(job, folder, step, result, seat)
     return Curve(steps=tuple(steps), digests=tuple(digests))
 
 
-def _digests(job: Trainee) -> Iterator[tuple[str, bytes]]:
+def _digests(job: TrainState) -> Iterator[tuple[str, bytes]]:
     """Each part of a weight that this rank holds, by name and box, and the biases that move with
     the load."""
-    for slot in slots_of(job.model):
+    for slot in list_parameters(job.model):
         at = slot.placement
         weight = slot.owner.weight
         whole = (
             weight.full_tensor() if isinstance(weight, DTensor) else weight
         )  # of ZeRO-3, from all its parts
-        yield f"{slot.name} {at.offsets} {at.local}", _digest(whole)
-    for each in router.routers_of(job.model):
+        yield f"{slot.name} {at.offsets} {at.local_shape}", _digest(whole)
+    for each in router.list_routers(job.model):
         if each.selection_bias is not None:
-            yield f"bias {each.number}", _digest(each.selection_bias)
+            yield f"bias {each.layer_number}", _digest(each.selection_bias)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).digest()
 
 
-def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
+def _initial(slot: NamedParameter, run: Runtime) -> torch.Tensor:
     """As in training, but for norm weights and biases: ones and zeros would hide one that is left
     out."""
     at = slot.placement
-    if slot.name.endswith(".weight") and len(at.whole) > 1:
-        return initial_value(slot, run)
-    whole = 0.5 * torch.sin(torch.arange(prod(at.whole)) + len(slot.name)).view(at.whole)
+    if slot.name.endswith(".weight") and len(at.global_shape) > 1:
+        return draw_initial_value(slot, run)
+    whole = 0.5 * torch.sin(torch.arange(prod(at.global_shape)) + len(slot.name)).view(
+        at.global_shape
+    )
     boxes = [
-        tuple(map(slice, part.offsets, map(add, part.offsets, part.local)))
-        for part in at.apart() or (at,)
+        tuple(map(slice, part.offsets, map(add, part.offsets, part.local_shape)))
+        for part in at.split_rows() or (at,)
     ]
     return torch.cat([whole[box] for box in boxes]) + (1 if slot.name.endswith(".weight") else 0)
 
@@ -375,7 +387,7 @@ def _initial(slot: Slot, run: Runtime) -> torch.Tensor:
 def _watch_margins() -> list[float]:
     """The least margin of every choice of experts from now on, in this process."""
     margins: list[float] = []
-    choose = reference_kernels.choose
+    choose = reference_kernels.choose_experts
 
     @torch.no_grad()
     def watched(
@@ -386,7 +398,7 @@ def _watch_margins() -> list[float]:
         if spec.top_groups < spec.groups:
             of_group = wanted.unflatten(1, (spec.groups, -1))
             margins.append(
-                _gap(of_group.topk(spec.counted_in_group, -1).values.sum(-1), spec.top_groups)
+                _gap(of_group.topk(spec.scores_per_group, -1).values.sum(-1), spec.top_groups)
             )
             opened = torch.zeros_like(of_group[:, :, 0], dtype=torch.bool)
             opened.scatter_(1, chosen // of_group.shape[2], True)
@@ -394,7 +406,7 @@ def _watch_margins() -> list[float]:
         margins.append(_gap(wanted, spec.top_k))
         return chosen
 
-    reference_kernels.choose = watched
+    reference_kernels.choose_experts = watched
     return margins
 
 

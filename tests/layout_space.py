@@ -20,10 +20,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 from layout_proof import WORK
-from moewright.codec import layout_text, parse_layout
-from moewright.rules.legality import illegal, micro_batches
-from moewright.rules.runnable import unsupported_layout
-from moewright.spec.layout import CpComm, Dispatcher, Layout, Offload, Overlap, Recompute, Schedule
+from moewright.codec import format_layout, parse_layout
+from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.legality import check_legality, micro_batches
+from moewright.spec.layout import (
+    CpComm,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
@@ -35,7 +43,7 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Documents, Workload
+from moewright.spec.workload import DataSpec, DocumentMasking, Workload
 from tiny_jobs import DENSE, MODEL, plan
 
 SWEEP = 56
@@ -118,7 +126,7 @@ class Case:
     name: str
     shape: str
     layout: Layout
-    documents: Documents = Documents.JOINED
+    documents: DocumentMasking = DocumentMasking.JOINED
 
     @property
     def work(self) -> Workload:
@@ -126,8 +134,8 @@ class Case:
 
     @property
     def id(self) -> str:
-        text = f"{self.shape}-{self.layout.world_size}x-{layout_text(self.layout)}"
-        if self.documents is not Documents.JOINED:
+        text = f"{self.shape}-{self.layout.world_size}x-{format_layout(self.layout)}"
+        if self.documents is not DocumentMasking.JOINED:
             text += f"-{self.documents}"
         return f"{self.name}: {text}" if self.name else text
 
@@ -135,12 +143,16 @@ class Case:
     def refusals(self) -> tuple[object, ...]:
         """Why it is not legal, or not run by the engine; () when it is of the space."""
         model = SHAPES[self.shape]
-        broken = illegal(model, self.work, self.layout)
+        broken = check_legality(model, self.work, self.layout)
         return broken or unsupported_layout(self.layout, model=model, workload=self.work)
 
 
 def _corner(
-    name: str, shape: str, world: int, text: str, documents: Documents = Documents.JOINED
+    name: str,
+    shape: str,
+    world: int,
+    text: str,
+    documents: DocumentMasking = DocumentMasking.JOINED,
 ) -> Case:
     return Case(
         name=name, shape=shape, layout=parse_layout(text, world_size=world), documents=documents
@@ -168,33 +180,41 @@ CORNERS = (
         "oss",
         4,
         "cp4,cp_comm=allgather,ep2,mbs4",
-        Documents.BOUNDED,
+        DocumentMasking.BOUNDED,
     ),
     _corner(
         "more ranks than key heads, biases", "oss", 4, "tp4,ep4,mbs4,recompute=core_attn+moe_act"
     ),
     _corner("room in shards and beside them", "oss", 4, "ep4,zero3,mbs1"),
     _corner("CP by heads", "deep", 2, "cp2,cp_comm=a2a,mbs4"),
-    _corner("documents round a ring", "qwen", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
+    _corner("documents round a ring", "qwen", 4, "cp4,ep2,mbs4", DocumentMasking.RESTARTED),
     _corner(
-        "documents, keys gathered", "deepseek", 4, "cp4,cp_comm=allgather,mbs4", Documents.BOUNDED
+        "documents, keys gathered",
+        "deepseek",
+        4,
+        "cp4,cp_comm=allgather,mbs4",
+        DocumentMasking.BOUNDED,
     ),
     _corner(
         "documents, heads inside and a ring between",
         "deep",
         8,
         "cp8,cp_comm=a2a+p2p,mbs2",
-        Documents.BOUNDED,
+        DocumentMasking.BOUNDED,
     ),
     _corner("micro-batches of many rows with SP", "deepseek", 2, "tp2,mbs4"),
-    _corner("depths over a ring, in documents", "ahead", 4, "cp4,ep2,mbs4", Documents.RESTARTED),
+    _corner(
+        "depths over a ring, in documents", "ahead", 4, "cp4,ep2,mbs4", DocumentMasking.RESTARTED
+    ),
     _corner(
         "depths in a V, replayed in part",
         "ahead",
         4,
         "pp2,ep2,schedule=zbv,mbs2,recompute=moe+core_attn",
     ),
-    _corner("a checkpoint a depth", "ahead", 2, "ep2,mbs4,recompute=uniform2", Documents.BOUNDED),
+    _corner(
+        "a checkpoint a depth", "ahead", 2, "ep2,mbs4,recompute=uniform2", DocumentMasking.BOUNDED
+    ),
     _corner("depths before the stage of the loss", "ahead", 4, "pp4,mbs2,layout='Ett|tt|mm|L'"),
     _corner(
         "depths and loss on the ranks of a V",
@@ -356,7 +376,7 @@ def _drawn() -> Iterator[Case]:
     for _ in range(_DRAWS):
         shape = dice.choice(DRAWN)
         layout = _draw(dice, SHAPES[shape])
-        documents = dice.choice([Documents.JOINED, *Documents])
+        documents = dice.choice([DocumentMasking.JOINED, *DocumentMasking])
         case = Case(name="", shape=shape, layout=layout, documents=documents)
         if not _divides(layout) or (shape, layout, documents) in found or case.refusals:
             continue
@@ -381,7 +401,7 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
     tp, pp = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 1, 1, 2, 2, 4))
     schedule = dice.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
     vpp = {Schedule.INTERLEAVED: dice.choice((2, 2, 4))}.get(
-        schedule, 2 if schedule.v_shaped else 1
+        schedule, 2 if schedule.is_v_shaped else 1
     )
     cp = dice.choice((1, 1, 2, 2, 4))
     layout = Layout(
@@ -400,12 +420,12 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
         cp_comm=dice.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
         recompute=_some(dice, list(Recompute), 0.5),
         offload=_some(dice, list(Offload), 0.2),
-        dispatcher=dice.choice([Dispatcher.ALL_TO_ALL, *Dispatcher])
+        dispatcher=dice.choice([DispatcherKind.ALL_TO_ALL, *DispatcherKind])
         if model.moe
-        else Dispatcher.ALL_TO_ALL,
+        else DispatcherKind.ALL_TO_ALL,
         overlap=_some(dice, list(Overlap), 0.3),
     )
-    if layout.dispatcher is Dispatcher.DEDUP and layout.ep > 2 and dice.random() < 0.6:
+    if layout.dispatcher is DispatcherKind.DEDUP and layout.ep > 2 and dice.random() < 0.6:
         layout = replace(layout, ep_node=dice.choice((2, 4)))
     if layout.zero == 3 and dice.random() < 0.4:
         layout = replace(layout, shard=dice.choice((2, 4)))

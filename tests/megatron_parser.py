@@ -9,7 +9,7 @@ TABLE = resources.files("moewright.intake.megatron").joinpath("data/megatron_fla
 OPTIONS = {row["flag"]: row for row in csv.DictReader(TABLE.splitlines())}
 
 
-def parsed(flags):
+def parse_flags(flags):
     """Flags as {name: values}; asserts what argparse would: known, once, how many values, their
     types and choices."""
     names = [name for name, *_ in flags]
@@ -29,50 +29,56 @@ def parsed(flags):
     return given
 
 
-def whole(given, name, otherwise):
-    return int(given[name][0]) if name in given else otherwise
+def integer(options, name, default):
+    return int(options[name][0]) if name in options else default
 
 
-def check(given, world, environment):
+def check_options(options, world_size, environment):
     """Asserts what Megatron-LM asserts of options together, on a node of Hopper."""
     tp, cp, pp = (
-        whole(given, f"--{kind}-parallel-size", 1)
+        integer(options, f"--{kind}-parallel-size", 1)
         for kind in ("tensor-model", "context", "pipeline-model")
     )
-    ep = whole(given, "--expert-model-parallel-size", 1)
-    etp = whole(given, "--expert-tensor-parallel-size", tp)
-    assert world % (tp * cp * pp) == 0
-    assert world % (etp * ep * pp) == 0
-    dp = world // (tp * cp * pp)
-    assert not ("--bf16" in given and "--fp16" in given)
-    experts(given, tp, ep)
-    stages(given, pp)
-    batches(given, dp)
-    memory(given, environment)
-    overlap(given, tp, cp, pp, environment)
-    assert whole(given, "--max-position-embeddings", 0) >= whole(given, "--seq-length", 0)
+    ep = integer(options, "--expert-model-parallel-size", 1)
+    etp = integer(options, "--expert-tensor-parallel-size", tp)
+    assert world_size % (tp * cp * pp) == 0
+    assert world_size % (etp * ep * pp) == 0
+    dp = world_size // (tp * cp * pp)
+    assert not ("--bf16" in options and "--fp16" in options)
+    check_experts(options, tp, ep)
+    check_stages(options, pp)
+    check_batches(options, dp)
+    check_memory(options, environment)
+    check_overlap(options, tp, cp, pp, environment)
+    assert integer(options, "--max-position-embeddings", 0) >= integer(options, "--seq-length", 0)
     if cp > 1:
-        assert whole(given, "--seq-length", 0) % (2 * cp) == 0
-    if given.get("--cp-comm-type") == ("a2a+p2p",):
-        inner, outer = map(int, given["--hierarchical-context-parallel-sizes"])
+        assert integer(options, "--seq-length", 0) % (2 * cp) == 0
+    if options.get("--cp-comm-type") == ("a2a+p2p",):
+        inner, outer = map(int, options["--hierarchical-context-parallel-sizes"])
         assert inner * outer == cp
-    sources = ("--mock-data" in given) + ("--data-path" in given) + ("--train-data-path" in given)
+    sources = (
+        ("--mock-data" in options) + ("--data-path" in options) + ("--train-data-path" in options)
+    )
     assert sources <= 1
-    if "--mtp-num-layers" in given:
-        assert given["--position-embedding-type"][0] in ("rope", "none")
-    if "--save" in given:
-        assert whole(given, "--save-interval", 0) > 0
-    if given.get("--tokenizer-type") == ("NullTokenizer",):
-        assert 0 <= whole(given, "--null-tokenizer-eod-id", -1) < whole(given, "--vocab-size", 0)
-    assert float(given["--min-lr"][0]) <= float(given["--lr"][0])
+    if "--mtp-num-layers" in options:
+        assert options["--position-embedding-type"][0] in ("rope", "none")
+    if "--save" in options:
+        assert integer(options, "--save-interval", 0) > 0
+    if options.get("--tokenizer-type") == ("NullTokenizer",):
+        assert (
+            0
+            <= integer(options, "--null-tokenizer-eod-id", -1)
+            < integer(options, "--vocab-size", 0)
+        )
+    assert float(options["--min-lr"][0]) <= float(options["--lr"][0])
 
 
-def experts(given, tp, ep):
+def check_experts(given, tp, ep):
     if "--num-experts" not in given:
         assert ep == 1
         assert not [name for name in given if name.startswith("--moe-") or "expert" in name]
         return
-    number = whole(given, "--num-experts", 0)
+    number = integer(given, "--num-experts", 0)
     assert number % ep == 0
     assert not (ep > 1 and "--fp16" in given)
     assert tp == 1 or "--sequence-parallel" in given
@@ -84,7 +90,7 @@ def experts(given, tp, ep):
         assert "--moe-router-pre-softmax" in given
     if "--moe-router-num-groups" in given:
         groups, kept = (
-            whole(given, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk")
+            integer(given, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk")
         )
         assert number % groups == 0
         assert kept <= groups
@@ -95,10 +101,10 @@ def experts(given, tp, ep):
     if "--moe-layer-freq" in given:
         pattern = given["--moe-layer-freq"][0]
         assert set(pattern) <= set("0123456789[]()+*,")
-        assert len(eval(pattern)) == whole(given, "--num-layers", 0)
+        assert len(eval(pattern)) == integer(given, "--num-layers", 0)
 
 
-def stages(given, pp):
+def check_stages(given, pp):
     ways = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
     said = [name for name in (*ways, "--pipeline-model-parallel-layout") if name in given]
     assert len(said) <= 1
@@ -108,19 +114,19 @@ def stages(given, pp):
     if "--pipeline-model-parallel-layout" in given:
         assert not counted
         return
-    virtual = whole(given, "--num-virtual-stages-per-pipeline-rank", 1)
-    layers = whole(given, "--num-layers", 0) + counted
+    virtual = integer(given, "--num-virtual-stages-per-pipeline-rank", 1)
+    layers = integer(given, "--num-layers", 0) + counted
     assert layers % pp == 0
     assert layers // pp % virtual == 0
     if virtual > 1:
         assert pp > (2 if "--no-overlap-p2p-communication" in given else 1)
-        group = whole(given, "--microbatch-group-size-per-virtual-pipeline-stage", pp)
+        group = integer(given, "--microbatch-group-size-per-virtual-pipeline-stage", pp)
         assert group >= pp
 
 
-def batches(given, dp):
-    step = whole(given, "--micro-batch-size", 0) * dp
-    batch = whole(given, "--global-batch-size", 0)
+def check_batches(given, dp):
+    step = integer(given, "--micro-batch-size", 0) * dp
+    batch = integer(given, "--global-batch-size", 0)
     assert batch % step == 0
     by_steps = {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(given)
     by_samples = {"--train-samples", "--lr-decay-samples", "--lr-warmup-samples"} & set(given)
@@ -132,7 +138,7 @@ def batches(given, dp):
         assert (batch - start) % grow == 0
 
 
-def memory(given, environment):
+def check_memory(given, environment):
     granularity = given.get("--recompute-granularity", ("",))[0]
     assert (
         (granularity == "full")
@@ -168,7 +174,7 @@ def memory(given, environment):
         assert not whole_step or "--no-check-for-nan-in-loss-and-grad" in given
 
 
-def overlap(given, tp, cp, pp, environment):
+def check_overlap(given, tp, cp, pp, environment):
     if "--overlap-param-gather" in given:
         assert "--overlap-grad-reduce" in given
         assert "--use-distributed-optimizer" in given
@@ -181,7 +187,7 @@ def overlap(given, tp, cp, pp, environment):
         assert queues == "1"
     if moving:
         assert queues != "1"
-        assert whole(given, "--expert-model-parallel-size", 1) > 1
+        assert integer(given, "--expert-model-parallel-size", 1) > 1
         assert given["--moe-token-dispatcher-type"][0] in ("alltoall", "flex")
         assert pp == 1 or {
             "--num-virtual-stages-per-pipeline-rank",
@@ -190,5 +196,5 @@ def overlap(given, tp, cp, pp, environment):
         assert given.get("--recompute-granularity") != ("full",)
         assert "moe" not in given.get("--recompute-modules", ())
         assert "--bf16" in given or "--fp16" in given
-        assert whole(given, "--mtp-num-layers", 0) <= 1
+        assert integer(given, "--mtp-num-layers", 0) <= 1
         assert not {"moe", "mlp"} & set(given.get("--cuda-graph-modules", ()))

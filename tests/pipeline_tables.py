@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moewright.rules.schedule import schedule_reasons
+from moewright.rules.schedule import check_schedule
 from moewright.spec.layout import Layout, Overlap, Schedule
 
 _CHUNKS = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
@@ -26,5 +26,5 @@ def tables(pp: int, most: int) -> Iterator[tuple[Layout, int]]:
 
 
 def _legal(layout: Layout, micro_batches: int) -> Iterator[tuple[Layout, int]]:
-    if not schedule_reasons(layout, micro_batches):
+    if not check_schedule(layout, micro_batches):
         yield layout, micro_batches

@@ -10,11 +10,11 @@ from moewright.spec.hardware import (
     Curve,
     Device,
     DeviceKind,
+    DtypePeak,
     Fabric,
     Hardware,
     Op,
     OpRate,
-    Peak,
 )
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import (
@@ -25,7 +25,7 @@ from moewright.spec.ledger import (
     Ledger,
     MemoryRow,
     Module,
-    Phase,
+    StepPhase,
     TimeRow,
 )
 from moewright.spec.model import (
@@ -85,7 +85,7 @@ def hardware(count: int = 2) -> Hardware:
         kind=DeviceKind.CPU,
         memory_bytes=measured(4 * GIB, "free memory shared by the ranks"),
         memory_Bps=measured(1.1e10, "copy of 64 MiB"),
-        peaks=(Peak(dtype=Dtype.BF16, rate=measured(7.3e10, "best GEMM")),),
+        peaks=(DtypePeak(dtype=Dtype.BF16, rate=measured(7.3e10, "best GEMM")),),
         rates=(OpRate(op=Op.GEMM, dtype=Dtype.BF16, curve=rate),),
     )
     fabric = Fabric(
@@ -188,13 +188,13 @@ def ledger(rank: int) -> Ledger:
 
 def phases(scale: float) -> tuple[TimeRow, ...]:
     seconds = {
-        Phase.DATA: 0.002,
-        Phase.FORWARD: 0.41,
-        Phase.BACKWARD: 0.83,
-        Phase.GRAD_REDUCE: 0.052,
-        Phase.OPTIMIZER: 0.071,
-        Phase.PARAM_GATHER: 0.021,
-        Phase.OTHER: 0.009,
+        StepPhase.DATA: 0.002,
+        StepPhase.FORWARD: 0.41,
+        StepPhase.BACKWARD: 0.83,
+        StepPhase.GRAD_REDUCE: 0.052,
+        StepPhase.OPTIMIZER: 0.071,
+        StepPhase.PARAM_GATHER: 0.021,
+        StepPhase.OTHER: 0.009,
     }
     return tuple(TimeRow(phase=phase, seconds=value * scale) for phase, value in seconds.items())
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moewright.engine.checkpoint import Coordinator, Piece, flat_pieces
+from moewright.engine.checkpoint import Coordinator, LocalShard, flat_range_shards
 
 T = TypeVar("T")
 LAYOUTS = ("rows", "columns", "replicated", "flat")
@@ -33,16 +33,18 @@ def _share(extent: int, rank: int, world: int) -> tuple[int, int]:
     return start, stop - start
 
 
-def pieces_of(state: dict[str, torch.Tensor], layout: str, rank: int, world: int) -> list[Piece]:
+def pieces_of(
+    state: dict[str, torch.Tensor], layout: str, rank: int, world: int
+) -> list[LocalShard]:
     """What `rank` holds of `state`, as copies: a load into them leaves `state` alone."""
-    pieces: list[Piece] = []
+    pieces: list[LocalShard] = []
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
         if layout == "flat":
             start, count = _share(tensor.numel(), rank, world)
             flat = tensor.reshape(-1)[start : start + count].clone()
             origin = (0,) * len(shape)
-            pieces += flat_pieces(
+            pieces += flat_range_shards(
                 name, global_shape=shape, offsets=origin, local_shape=shape, start=start, flat=flat
             )
             continue
@@ -52,19 +54,19 @@ def pieces_of(state: dict[str, torch.Tensor], layout: str, rank: int, world: int
             offsets[dim], count = _share(shape[dim], rank, world)
             part = tensor.narrow(dim, offsets[dim], count)
         pieces.append(
-            Piece(name=name, global_shape=shape, offsets=tuple(offsets), tensor=part.clone())
+            LocalShard(name=name, global_shape=shape, offsets=tuple(offsets), tensor=part.clone())
         )
     return pieces
 
 
-def blank(pieces: list[Piece]) -> list[Piece]:
+def blank(pieces: list[LocalShard]) -> list[LocalShard]:
     """The same boxes, with every byte set."""
     made = []
     for piece in pieces:
         tensor = torch.empty_like(piece.tensor, memory_format=torch.contiguous_format)
         tensor.reshape(-1).view(torch.uint8).fill_(1)
         made.append(
-            Piece(
+            LocalShard(
                 name=piece.name,
                 global_shape=piece.global_shape,
                 offsets=piece.offsets,
@@ -74,7 +76,7 @@ def blank(pieces: list[Piece]) -> list[Piece]:
     return made
 
 
-def bits(pieces: list[Piece]) -> list[bytes]:
+def bits(pieces: list[LocalShard]) -> list[bytes]:
     """The bytes of each piece: NaN equals NaN, -0 differs from 0."""
     return [
         piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -100,7 +102,7 @@ def on_ranks(world: int, work: Callable[[Coordinator], T]) -> list[T | Exception
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Coordinator(rank=rank, world=world, gather=gather_for(rank)))
+            results[rank] = work(Coordinator(rank=rank, world_size=world, gather=gather_for(rank)))
         except Exception as error:
             results[rank] = error
 

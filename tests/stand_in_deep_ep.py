@@ -29,7 +29,7 @@ def install(patch: pytest.MonkeyPatch, *, wrong: float = 0.0) -> None:
     deep_ep.HybridEPBuffer = type("HybridEPBuffer", (HybridEPBuffer,), {"wrong": wrong})  # type: ignore[attr-defined]
 
 
-class _Way:
+class _TokenExchange:
     """Which tokens [T, ranks] go where, and how many come from where."""
 
     def __init__(self, reached: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -39,19 +39,21 @@ class _Way:
         dist.all_to_all_single(came, self.send, group=group)
         self.receive = came
 
-    def there(self, of_token: torch.Tensor) -> torch.Tensor:
+    def send(self, of_token: torch.Tensor) -> torch.Tensor:
         rows = torch.cat([of_token[to] for to in self.reached.T])
-        return self._moved(rows, self.send, self.receive)
+        return self._exchange(rows, self.send, self.receive)
 
-    def back(self, of_copy: torch.Tensor) -> torch.Tensor:
+    def sum_back(self, of_copy: torch.Tensor) -> torch.Tensor:
         """The sum over copies, in the order of ranks."""
-        rows = self._moved(of_copy, self.receive, self.send).split(self.send.tolist())
+        rows = self._exchange(of_copy, self.receive, self.send).split(self.send.tolist())
         total = of_copy.new_zeros((len(self.reached), *of_copy.shape[1:]))
         for to, part in zip(self.reached.T, rows, strict=True):
             total[to] += part
         return total
 
-    def _moved(self, rows: torch.Tensor, send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
+    def _exchange(
+        self, rows: torch.Tensor, send: torch.Tensor, receive: torch.Tensor
+    ) -> torch.Tensor:
         out = rows.new_empty((int(receive.sum()), *rows.shape[1:]))
         dist.all_to_all_single(
             out, rows.contiguous(), receive.tolist(), send.tolist(), group=self.group
@@ -87,13 +89,13 @@ class Buffer:
         if handle is not None:
             assert not told
             return handle.there(x), None, None, None, None, None
-        way = _Way(told["is_token_in_rank"], self.group)
+        way = _TokenExchange(told["is_token_in_rank"], self.group)
         local = len(told["num_tokens_per_expert"]) // self.group.size()
-        ids = way.there(told["topk_idx"]) - self.group.rank() * local
+        ids = way.send(told["topk_idx"]) - self.group.rank() * local
         away = (ids < 0) | (ids >= local)
-        weights = way.there(told["topk_weights"]).masked_fill(away, 0.0)
+        weights = way.send(told["topk_weights"]).masked_fill(away, 0.0)
         counts = [int((ids == expert).sum()) for expert in range(local)]
-        return way.there(x), ids.masked_fill(away, -1), weights, counts, way, None
+        return way.send(x), ids.masked_fill(away, -1), weights, counts, way, None
 
     def combine(
         self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None
@@ -131,8 +133,8 @@ class HybridEPBuffer:
             assert routing_map is not None
             assert routing_map.dtype == torch.bool
             reached = routing_map.unflatten(1, (self.group.size(), self.local)).any(2)
-            way = _Way(reached, self.group)
-            wanted = way.there(routing_map.to(torch.uint8)).bool()[:, self.here]
+            way = _TokenExchange(reached, self.group)
+            wanted = way.send(routing_map.to(torch.uint8)).bool()[:, self.here]
             room = torch.cat(
                 (wanted, torch.ones(3, self.local, dtype=torch.bool))
             )  # longer than what came

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from moewright.codec import parse_layout
-from moewright.engine.checkpoint import Piece, alone, load, read_index
-from moewright.engine.checkpoint.piece import DTYPES
-from moewright.engine.data.build import build
+from moewright.engine.checkpoint import LocalShard, load_checkpoint, read_index, single_process
+from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES
+from moewright.engine.data.build_corpus import build_corpus
 from moewright.engine.data.tokenizer import TokenizerKind
-from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware, Peak
+from moewright.spec.hardware import Device, DeviceKind, DtypePeak, Fabric, Hardware
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
@@ -65,7 +65,9 @@ def corpus(folder: Path, *, documents: int = 30, words: int = 400) -> DataSpec:
     for number in range(documents):
         length = words if words == 400 else dice.randint(1, words)
         (source / f"{number:03d}.txt").write_text(" ".join(dice.choices(known, k=length)))
-    return build(source, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2).data
+    return build_corpus(
+        source, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2
+    ).data
 
 
 def workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
@@ -99,13 +101,14 @@ def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MOD
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds, as whole tensors by name."""
     whole = {
-        t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in read_index(checkpoint).tensors
+        t.name: torch.empty(t.shape, dtype=SAFETENSORS_DTYPES[t.dtype])
+        for t in read_index(checkpoint).tensors
     }
     pieces = [
-        Piece(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
+        LocalShard(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
         for n, t in whole.items()
     ]
-    load(checkpoint, pieces=pieces, comm=alone())
+    load_checkpoint(checkpoint, shards=pieces, comm=single_process())
     return whole
 
 
@@ -144,8 +147,8 @@ def _hardware(count: int) -> Hardware:
             memory_bytes=_assumed(4e9),
             memory_Bps=_assumed(1e10),
             peaks=(
-                Peak(dtype=Dtype.FP32, rate=_assumed(1e11)),
-                Peak(dtype=Dtype.BF16, rate=_assumed(1e11)),
+                DtypePeak(dtype=Dtype.FP32, rate=_assumed(1e11)),
+                DtypePeak(dtype=Dtype.BF16, rate=_assumed(1e11)),
             ),
             rates=(),
         ),

@@ -14,10 +14,18 @@ import torch
 
 from moewright.bench import cases as cases_module
 from moewright.bench import machine, workers
-from moewright.bench.cases import Case, Place, Probe, all_cases, group_sizes, rounds, uneven
-from moewright.bench.machine import machine_fingerprint, measure
-from moewright.bench.tiny_steps import SHAPES, host_work
-from moewright.bench.workers import run_team
+from moewright.bench.cases import (
+    BenchContext,
+    Case,
+    Probe,
+    build_cases,
+    draw_expert_rows,
+    group_sizes,
+    pairing_rounds,
+)
+from moewright.bench.machine import machine_fingerprint, measure_machine
+from moewright.bench.tiny_steps import TINY_SHAPES, solve_host_work
+from moewright.bench.workers import run_workers
 from moewright.codec import read_toml, write_toml
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective, DeviceKind, Hardware, Op
@@ -30,20 +38,20 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these figures
 
 def pretend(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Case, ...]:
     """Every unit of work takes 2 ns on every rank, a collective 1 ms and 1 ns a byte."""
-    known = all_cases(CPU, ranks)
+    known = build_cases(CPU, ranks)
     each = tuple(
         1e-3 + case.x * 1e-9 if isinstance(case.op, Collective) else case.work * 2e-9
         for case in known
     )
     times = tuple((seconds,) * ranks for seconds in each)
-    monkeypatch.setattr(machine, "run_team", lambda *_, **__: times)
+    monkeypatch.setattr(machine, "run_workers", lambda *_, **__: times)
     return known
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     known = pretend(monkeypatch, nproc)
-    hardware = measure(nproc=nproc)
+    hardware = measure_machine(nproc=nproc)
     device, fabric = hardware.device, hardware.fabric
     assert {(rate.op, rate.dtype) for rate in device.rates} == {
         *((op, dtype) for op in Op if op is not Op.OPTIMIZER for dtype in (Dtype.BF16, Dtype.FP32)),
@@ -93,13 +101,15 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_curves_ascend() -> None:
     for kind in DeviceKind:
         seen: dict[tuple[str, str, int], float] = {}
-        for case in all_cases(kind, 4):
-            assert case.x > seen.get(case.curve, -1), case
-            seen[case.curve] = case.x
+        for case in build_cases(kind, 4):
+            assert case.x > seen.get(case.curve_key, -1), case
+            seen[case.curve_key] = case.x
 
 
 def test_flops_by_hand() -> None:
-    found = {(case.op, case.x): case.work for case in all_cases(CPU, 1) if case.dtype is Dtype.BF16}
+    found = {
+        (case.op, case.x): case.work for case in build_cases(CPU, 1) if case.dtype is Dtype.BF16
+    }
     assert found[Op.GEMM, 2 * 1024 * 512 * 384] == 3 * 2 * 1024 * 512 * 384
     assert found[Op.GROUPED_GEMM, 128] == 3 * 2 * (16 * 128) * 512 * 256
     assert found[Op.ATTENTION, 512] == 2 * 2 * 8 * 512 * 512 * (32 + 32) / 2
@@ -108,23 +118,25 @@ def test_flops_by_hand() -> None:
 
 def test_the_smallest_of_every_kind_of_work_runs() -> None:
     smallest: dict[tuple[str, str, int], Case] = {}
-    for case in all_cases(CPU, 1):
-        smallest.setdefault(case.curve, case)
+    for case in build_cases(CPU, 1):
+        smallest.setdefault(case.curve_key, case)
     assert (
         len(smallest) == 5 * 2 + 1 + 2
     )  # ops of both precisions, the optimizer, a copy and a step
     for case in smallest.values():
-        case.setup(Place(device=torch.device("cpu")))()
+        case.setup(BenchContext(device=torch.device("cpu")))()
 
 
 def test_a_launch_is_of_the_host_and_not_of_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes 3 ms before it works at 1e9 a second."""
-    known = all_cases(CPU, 1)
+    known = build_cases(CPU, 1)
     times = tuple((3e-3 + case.work * 1e-9,) for case in known)
-    monkeypatch.setattr(machine, "run_team", lambda *_, **__: times)
-    launched = {case.curve[:2] for case in known if not case.work}
+    monkeypatch.setattr(machine, "run_workers", lambda *_, **__: times)
+    launched = {case.curve_key[:2] for case in known if not case.work}
     assert {op for op, _ in launched} == {*Op} - {Op.OPTIMIZER}
-    rates = {(rate.op, rate.dtype): rate.curve.points for rate in measure(nproc=1).device.rates}
+    rates = {
+        (rate.op, rate.dtype): rate.curve.points for rate in measure_machine(nproc=1).device.rates
+    }
     for op in (Op.GEMM, Op.GROUPED_GEMM):
         assert all(y == pytest.approx(1e9) for _, y in rates[op, Dtype.BF16])
 
@@ -132,15 +144,17 @@ def test_a_launch_is_of_the_host_and_not_of_the_rates(monkeypatch: pytest.Monkey
 def test_the_hosts_work_by_hand() -> None:
     """A step of 5 ms; layers of 1 ms without experts, of 2 ms and 0.1 an expert with them; two
     micro-batches."""
-    steps = [5e-3 + 2 * (of.dense * 1e-3 + of.moe * (2e-3 + of.experts * 1e-4)) for of in SHAPES]
-    found = host_work(steps)
+    steps = [
+        5e-3 + 2 * (of.dense * 1e-3 + of.moe * (2e-3 + of.experts * 1e-4)) for of in TINY_SHAPES
+    ]
+    found = solve_host_work(steps)
     assert (found.layer_s, found.expert_s, found.step_s) == pytest.approx((2e-3, 1e-4, 5e-3))
     assert found.dense_share == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7, 8])
 def test_every_pair_meets_once(ranks: int) -> None:
-    met = [(one, other) for turn in rounds(ranks) for one, other in turn.items()]
+    met = [(one, other) for turn in pairing_rounds(ranks) for one, other in turn.items()]
     assert sorted(met) == sorted(
         (one, other) for one in range(ranks) for other in range(ranks) if one != other
     )
@@ -148,7 +162,7 @@ def test_every_pair_meets_once(ranks: int) -> None:
 
 def test_uneven_rows_are_as_many_as_even_ones() -> None:
     torch.manual_seed(0)
-    drawn = [uneven(32, 16) for _ in range(50)]
+    drawn = [draw_expert_rows(32, 16) for _ in range(50)]
     assert all(sum(counts) == 32 * 16 and min(counts) >= 0 for counts in drawn)
     assert len(set(drawn)) == 50
 
@@ -156,9 +170,9 @@ def test_uneven_rows_are_as_many_as_even_ones() -> None:
 @pytest.mark.spawn
 def test_groups_of_every_size_and_all_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks: two pairs at once, all of them, and each with each."""
-    chosen = tuple(case for case in all_cases(CPU, 4) if case.moves and case.x <= 64)
-    monkeypatch.setattr(workers, "all_cases", lambda *_: chosen)
-    taken = run_team(CPU, ranks=4, budget_s=10)
+    chosen = tuple(case for case in build_cases(CPU, 4) if case.is_communication and case.x <= 64)
+    monkeypatch.setattr(workers, "build_cases", lambda *_: chosen)
+    taken = run_workers(CPU, ranks=4, budget_s=10)
     assert {case.ranks for case in chosen} == {2, 4}
     assert all(seconds is not None and len(seconds) == 4 and min(seconds) > 0 for seconds in taken)
 
@@ -176,14 +190,14 @@ def test_nproc_is_checked() -> None:
     with pytest.raises(
         BadInput, match=r"nproc=0: must be in 1\.\.\d+ on a machine of \d+ cores; nearest .* 1"
     ):
-        measure(nproc=0)
+        measure_machine(nproc=0)
 
 
 def test_no_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = tuple(None for _ in all_cases(CPU, 1))
-    monkeypatch.setattr(machine, "run_team", lambda *_, **__: nothing)
+    nothing = tuple(None for _ in build_cases(CPU, 1))
+    monkeypatch.setattr(machine, "run_workers", lambda *_, **__: nothing)
     with pytest.raises(BadInput, match="budget_s=1: was too short to measure gemm, grouped_gemm"):
-        measure(nproc=1, budget_s=1)
+        measure_machine(nproc=1, budget_s=1)
 
 
 def sleepy(seconds: float) -> Case:
@@ -200,9 +214,9 @@ def sleepy(seconds: float) -> Case:
 @pytest.mark.spawn
 def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = (sleepy(0.01), sleepy(0.5), sleepy(5.0))
-    monkeypatch.setattr(workers, "all_cases", lambda *_: chosen)
+    monkeypatch.setattr(workers, "build_cases", lambda *_: chosen)
     started = time.monotonic()
-    first, second, third = run_team(CPU, ranks=2, budget_s=1.5)
+    first, second, third = run_workers(CPU, ranks=2, budget_s=1.5)
     assert time.monotonic() - started < 8
     assert first == pytest.approx((0.01, 0.01), rel=0.5)
     assert second == pytest.approx((0.5, 0.5), rel=0.3)
@@ -211,15 +225,15 @@ def test_a_team_times_together_and_stops_in_time(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.spawn
 def test_work_is_timed_without_what_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "all_cases", lambda *_: (replace(sleepy(0.05), op=Op.GEMM),))
-    monkeypatch.setattr(workers, "cores", lambda: 2)
-    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0, 0), abs=0.01)
-    monkeypatch.setattr(workers, "cores", lambda: 1)
-    assert run_team(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0.05, 0.05), rel=0.5)
+    monkeypatch.setattr(workers, "build_cases", lambda *_: (replace(sleepy(0.05), op=Op.GEMM),))
+    monkeypatch.setattr(workers, "count_cores", lambda: 2)
+    assert run_workers(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0, 0), abs=0.01)
+    monkeypatch.setattr(workers, "count_cores", lambda: 1)
+    assert run_workers(CPU, ranks=2, budget_s=5)[0] == pytest.approx((0.05, 0.05), rel=0.5)
 
 
 def break_on_rank_1(case: Case, how: str) -> Case:
-    def setup(_: Place) -> cases_module.Call:
+    def setup(_: BenchContext) -> cases_module.Call:
         if torch.distributed.get_rank() == 1:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -237,10 +251,10 @@ def break_on_rank_1(case: Case, how: str) -> Case:
 def test_a_broken_rank_ends_the_team_by_name(
     how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "all_cases", lambda *_: (break_on_rank_1(sleepy(0), how),))
+    monkeypatch.setattr(workers, "build_cases", lambda *_: (break_on_rank_1(sleepy(0), how),))
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"(?s){words}"):
-        run_team(CPU, ranks=2, budget_s=30)
+        run_workers(CPU, ranks=2, budget_s=30)
     assert time.monotonic() - started < 5
 
 
@@ -258,7 +272,7 @@ def test_a_killed_bench_leaves_no_process() -> None:
     """It is killed when its two ranks have started; they would measure on for as long as their
     budget lasts."""
     bench = multiprocessing.get_context("fork").Process(
-        target=run_team, args=(CPU,), kwargs={"ranks": 2, "budget_s": 20}
+        target=run_workers, args=(CPU,), kwargs={"ranks": 2, "budget_s": 20}
     )
     bench.start()
     assert bench.pid is not None
@@ -280,7 +294,7 @@ def test_this_machine() -> None:
     """A short real run: every kind of work and every collective is there, with figures of a
     possible size."""
     started = time.monotonic()
-    hardware = measure(nproc=2, budget_s=14.0)
+    hardware = measure_machine(nproc=2, budget_s=14.0)
     assert time.monotonic() - started < 40
     rates = {(rate.op, rate.dtype): rate.curve.points for rate in hardware.device.rates}
     assert 1e8 < max(y for _, y in rates[Op.GEMM, Dtype.FP32]) < 1e13
@@ -297,4 +311,4 @@ def test_this_machine() -> None:
 
 def test_probes_are_not_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 1)
-    assert not {rate.op for rate in measure(nproc=1).device.rates} & set(Probe)
+    assert not {rate.op for rate in measure_machine(nproc=1).device.rates} & set(Probe)

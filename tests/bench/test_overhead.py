@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moewright.bench import overhead as module
-from moewright.bench.overhead import overhead, overlap_ratio
+from moewright.bench.overhead import measure_overhead, measure_overlap_ratio
 from moewright.spec.hardware import DeviceKind
 
 
@@ -20,7 +20,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_keeps_up_with_a_plain_loop() -> None:
     """The bar of 0.95 is for `make bench` on an idle machine; 0.85 holds on one that does other
     work meanwhile."""
-    found = overhead(torch.device("cpu"))
+    found = measure_overhead(torch.device("cpu"))
     assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-5)
     assert found.ratio > 0.85
     assert 0 < found.engine_outside_s < 2 * found.engine_s + 1
@@ -28,4 +28,4 @@ def test_the_engine_keeps_up_with_a_plain_loop() -> None:
 
 @pytest.mark.spawn
 def test_overlap_is_timed_beside_none() -> None:
-    assert 0.2 < overlap_ratio(DeviceKind.CPU, 2) < 5
+    assert 0.2 < measure_overlap_ratio(DeviceKind.CPU, 2) < 5

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.bench import rate
+from moewright.bench import search_speed
 from moewright.cli.main import main
 
 
 def test_rates_are_of_whole_searches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rate, "CASES", (("Qwen3-30B-A3B", "16xH100"),))
+    monkeypatch.setattr(search_speed, "CASES", (("Qwen3-30B-A3B", "16xH100"),))
     assert main(["bench", "search"]) == 0
     lines = capsys.readouterr().out.splitlines()
     case = next(line for line in lines if line.startswith("Qwen3-30B-A3B on 16xH100"))

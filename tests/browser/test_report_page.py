@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moewright.diagnosis.compare_ledgers import compare
-from moewright.diagnosis.own_run import diagnose
-from moewright.report.html import write_report
+from moewright.diagnosis.compare_ledgers import compare_ledgers
+from moewright.diagnosis.engine_run import diagnose_run
+from moewright.report.report_page import write_report
 from sample_run import counted, ledger, record
 
 pytestmark = pytest.mark.browser
@@ -53,7 +53,10 @@ def report(tmp_path_factory) -> Path:
     run = record()
     path = tmp_path_factory.mktemp("run") / "report.html"
     write_report(
-        run, [compare(ledger(rank), counted(rank)) for rank in (0, 1)], diagnose(run), path
+        run,
+        [compare_ledgers(ledger(rank), counted(rank)) for rank in (0, 1)],
+        diagnose_run(run),
+        path,
     )
     return path
 

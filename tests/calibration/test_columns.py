@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.columns import cell_of, column_of
-from moewright.calibration.table import Table, read_table
-from moewright.codec import layout_text
-from moewright.spec.layout import Dispatcher, Graphs
+from moewright.calibration.columns import canonical_cell, canonical_column
+from moewright.calibration.table import MeasurementTable, read_table
+from moewright.codec import format_layout
+from moewright.spec.layout import CudaGraphScope, DispatcherKind
 from moewright.spec.workload import Dtype
 
 ROW = {
@@ -23,7 +23,7 @@ ROW = {
 JOB = {"seq_len": "4096", "gbs": "2048", "mbs": "1", "tp": "2", "pp": "32", "vpp": "3", "ep": "8"}
 
 
-def read(folder: Path, row: dict[str, str], *, encoding: str = "utf-8") -> Table:
+def read(folder: Path, row: dict[str, str], *, encoding: str = "utf-8") -> MeasurementTable:
     path = folder / "runs.csv"
     with path.open("w", encoding=encoding, newline="") as file:
         writer = csv.DictWriter(file, list(row))
@@ -49,7 +49,7 @@ def read(folder: Path, row: dict[str, str], *, encoding: str = "utf-8") -> Table
     ],
 )
 def test_cells(column: str, text: str, same: str) -> None:
-    assert cell_of(column, text) == same
+    assert canonical_cell(column, text) == same
 
 
 def test_columns() -> None:
@@ -61,7 +61,7 @@ def test_columns() -> None:
         "TFLOPs",
         "notes",
     )
-    assert [column_of(name) for name in names] == [
+    assert [canonical_column(name) for name in names] == [
         "mbs",
         "gbs",
         "num_gpus",
@@ -88,10 +88,10 @@ def test_a_layout_column_fills_what_is_empty(tmp_path: Path) -> None:
     text = "tp2,ep8,pp32,vpp3,mbs1,dispatcher=deepep,graphs=attn,recompute=moe_act"
     (row,) = read(tmp_path, {**ROW, "seq_len": "4096", "gbs": "2048", "layout": text}).rows
     assert row.id == "@line2"
-    assert row.layout.dispatcher is Dispatcher.DEEPEP
-    assert row.layout.graphs == (Graphs.ATTN,)
+    assert row.layout.dispatcher is DispatcherKind.DEEPEP
+    assert row.layout.graphs == (CudaGraphScope.ATTN,)
     assert (
-        layout_text(row.layout)
+        format_layout(row.layout)
         == "tp2,pp32,vpp3,ep8,mbs1,dispatcher=deepep,recompute=moe_act,graphs=attn"
     )
     for recompute in ("full", "full+loss", "loss", "layernorm+loss"):
@@ -111,6 +111,6 @@ def test_an_implied_precision_is_taken_and_listed(tmp_path: Path) -> None:
     said = {"precision": "", "notes": "precision not stated in the table (FP8 implied by the page)"}
     (row,) = read(tmp_path, {**ROW, **JOB, **said}).rows
     assert row.workload.precision is Dtype.FP8
-    assert "precision" in row.unknown
+    assert "precision" in row.unstated
     (silent,) = read(tmp_path, {**ROW, **JOB, "precision": ""}).skipped
     assert silent.reason == "precision: is not stated"

@@ -10,15 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.fit import FREE, Centre, Run, fit, leave_out
-from moewright.calibration.own_runs import read_runs
+from moewright.calibration.engine_runs import read_engine_runs
+from moewright.calibration.fit import (
+    FREE_CONSTANTS,
+    MeasuredRun,
+    PriorCentre,
+    fit_constants,
+    predict_left_out,
+)
 from moewright.cli.main import main
 from moewright.codec import parse_layout, write_json, write_toml
-from moewright.codec.run_files import record_line
+from moewright.codec.run_files import format_record
 from moewright.cost.constants import Constants
-from moewright.cost.repricing import Prepared
+from moewright.cost.repricing import RepriceableStep
 from moewright.intake import catalogue
-from moewright.search.search import plan_of
+from moewright.search.search import build_plan
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Plan
 from moewright.spec.run import LayerLoad, StepRecord
@@ -41,22 +47,24 @@ def constant(name: str, value: float) -> Constant:
     return Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="test"))
 
 
-def runs(layouts: tuple[str, ...] = LAYOUTS, **truth: float) -> tuple[Run, ...]:
+def runs(layouts: tuple[str, ...] = LAYOUTS, **truth: float) -> tuple[MeasuredRun, ...]:
     """Runs as a machine with these constants would time them."""
     work = Workload(seq_len=4096, global_batch=1024)
     changed = tuple(constant(name, value) for name, value in truth.items())
     found = []
     for text in layouts:
-        prepared = Prepared(MODEL, work, HARDWARE, parse_layout(text, world_size=64))
+        prepared = RepriceableStep(MODEL, work, HARDWARE, parse_layout(text, world_size=64))
         found.append(
-            Run(id=text, prepared=prepared, hardware=HARDWARE, measured_s=prepared.step_s(changed))
+            MeasuredRun(
+                id=text, prepared=prepared, hardware=HARDWARE, measured_s=prepared.step_s(changed)
+            )
         )
     return tuple(found)
 
 
 def test_every_free_constant_is_one_of_the_model_and_its_prior_lies_in_its_bounds() -> None:
     known = Constants(HARDWARE)
-    for one in FREE:
+    for one in FREE_CONSTANTS:
         assert known[one.name] >= 0
         assert one.low <= one.prior <= one.high
         assert one.low <= known[one.name] <= one.high
@@ -64,16 +72,20 @@ def test_every_free_constant_is_one_of_the_model_and_its_prior_lies_in_its_bound
 
 def test_recovers_a_host_that_is_half_as_fast() -> None:
     slow = 2 * Constants(HARDWARE)["host_s_per_layer_microbatch"]
-    found = fit(runs(host_s_per_layer_microbatch=slow), centre=Centre.HARDWARE)
-    host = next(one for one in found.estimated("H100") if one.name == "host_s_per_layer_microbatch")
+    found = fit_constants(runs(host_s_per_layer_microbatch=slow), centre=PriorCentre.HARDWARE)
+    host = next(
+        one for one in found.fitted_constants("H100") if one.name == "host_s_per_layer_microbatch"
+    )
     assert abs(log(host.value / slow)) < 2.5 * host.sd
     assert host.value > 1.4 * host.prior
     assert host.sd < 0.8 * host.prior_sd
 
 
 def test_three_runs_suffice_and_what_they_do_not_show_stays() -> None:
-    found = fit(runs(LAYOUTS[:3], alltoall_between_time_scale=1.5), centre=Centre.HARDWARE)
-    by_name = {one.name: one for one in found.estimated("H100")}
+    found = fit_constants(
+        runs(LAYOUTS[:3], alltoall_between_time_scale=1.5), centre=PriorCentre.HARDWARE
+    )
+    by_name = {one.name: one for one in found.fitted_constants("H100")}
     unseen = by_name["ep_overlap_hidden"]
     assert unseen.value == pytest.approx(unseen.prior)
     assert unseen.sd == pytest.approx(unseen.prior_sd, rel=1e-6)
@@ -84,10 +96,10 @@ def test_three_runs_suffice_and_what_they_do_not_show_stays() -> None:
 
 def test_values_stay_in_bounds_whatever_was_measured() -> None:
     wild = tuple(replace(run, measured_s=50 * run.measured_s) for run in runs())
-    found = fit(wild)
+    found = fit_constants(wild)
     for one, free in zip(
-        sorted(found.estimated("H100"), key=lambda e: e.name),
-        sorted(FREE, key=lambda f: f.name),
+        sorted(found.fitted_constants("H100"), key=lambda e: e.name),
+        sorted(FREE_CONSTANTS, key=lambda f: f.name),
         strict=True,
     ):
         assert free.low <= one.value <= free.high
@@ -96,30 +108,33 @@ def test_values_stay_in_bounds_whatever_was_measured() -> None:
 def test_one_wild_run_does_not_carry_the_fit_away() -> None:
     good = runs()
     spoilt = (replace(good[0], measured_s=3 * good[0].measured_s), *good[1:])
-    found = fit(spoilt, centre=Centre.HARDWARE)
+    found = fit_constants(spoilt, centre=PriorCentre.HARDWARE)
     errors = [
-        run.prepared.step_s(found.constants(HARDWARE)) / run.measured_s - 1 for run in good[1:]
+        run.prepared.step_s(found.constants_for(HARDWARE)) / run.measured_s - 1 for run in good[1:]
     ]
     assert max(map(abs, errors)) < 0.12
 
 
 def test_a_measured_run_narrows_what_it_shows() -> None:
     first, last = runs()[:3], runs()[4]
-    found = fit(first, centre=Centre.HARDWARE)
-    promised = {one.name: one.sd for one in found.after(last, "H100")}["tp_host"]
+    found = fit_constants(first, centre=PriorCentre.HARDWARE)
+    promised = {one.name: one.sd for one in found.fitted_constants_after(last, "H100")}["tp_host"]
     before, now = (
-        {one.name: one.sd for one in fit(some, centre=Centre.HARDWARE).estimated("H100")}["tp_host"]
+        {
+            one.name: one.sd
+            for one in fit_constants(some, centre=PriorCentre.HARDWARE).fitted_constants("H100")
+        }["tp_host"]
         for some in (first, (*first, last))
     )
     assert now < before
     assert promised == pytest.approx(now, rel=0.05)
-    assert found.spread(last) > 0.5 * found.spread(first[0])
+    assert found.log_time_sd(last) > 0.5 * found.log_time_sd(first[0])
 
 
 def test_left_out_runs_are_predicted_by_the_others() -> None:
     scale = exp(0.2)
     slow = tuple(replace(run, measured_s=scale * run.measured_s) for run in runs())
-    predicted = leave_out(slow, lambda run: run.id, centre=Centre.HARDWARE)
+    predicted = predict_left_out(slow, lambda run: run.id, centre=PriorCentre.HARDWARE)
     for run, seconds in zip(slow, predicted, strict=True):
         assert 0 < log(seconds / run.prepared.step_s(())) < 0.25
 
@@ -197,8 +212,8 @@ def cpu_runs() -> tuple[tuple[str, Plan, float], ...]:
     found = []
     for text in CPU_LAYOUTS:
         layout = parse_layout(text, world_size=2)
-        seconds = Prepared(small, work, hardware, layout).step_s((slow,))
-        found.append((text, plan_of(small, work, hardware, layout), seconds))
+        seconds = RepriceableStep(small, work, hardware, layout).step_s((slow,))
+        found.append((text, build_plan(small, work, hardware, layout), seconds))
     return tuple(found)
 
 
@@ -229,7 +244,7 @@ def write_runs(folder: Path) -> Path:
             )
             for number in range(1, 9)
         ]
-        (home / "steps.jsonl").write_text("".join(map(record_line, steps)), encoding="utf-8")
+        (home / "steps.jsonl").write_text("".join(map(format_record, steps)), encoding="utf-8")
     return folder
 
 
@@ -250,9 +265,9 @@ def test_runs_of_our_own_and_a_part_of_our_own(
     assert 1.2 < Constants(catalogue.hardware(str(out)))["gemm_time_scale"] < 1.5
     for text, plan, seconds in cpu_runs():
         layout = parse_layout(text, world_size=2)
-        fitted = Prepared(plan.model, plan.workload, catalogue.hardware(str(out)), layout).step_s(
-            ()
-        )
+        fitted = RepriceableStep(
+            plan.model, plan.workload, catalogue.hardware(str(out)), layout
+        ).step_s(())
         assert fitted == pytest.approx(seconds, rel=0.05)
 
 
@@ -276,14 +291,14 @@ def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_what_the_experts_got_is_what_a_run_is_read_at(tmp_path: Path) -> None:
-    rows = {row.id: row for row in read_runs(write_runs(tmp_path)).rows}
+    rows = {row.id: row for row in read_engine_runs(write_runs(tmp_path)).rows}
     assert rows["ep2_mbs1"].workload.routing is Routing.LEARNED
     assert rows["ep2_mbs1"].workload.load_factor == 1.0
     assert rows["ep1_mbs4"].workload.routing is Routing.BALANCED
-    assert read_runs(tmp_path / "ep2_mbs1").order == ("ep2_mbs1",)
+    assert read_engine_runs(tmp_path / "ep2_mbs1").order == ("ep2_mbs1",)
 
 
 def test_a_machine_has_every_constant_that_a_part_has() -> None:
     """Or an estimate of a layout that reads it would fall."""
     machine = Constants(catalogue.hardware(str(CPU_FILE)))
-    assert all(machine[one.name] >= 0 for one in Constants(HARDWARE).listed())
+    assert all(machine[one.name] >= 0 for one in Constants(HARDWARE).list_all())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.score import Calibration, Score, rank_correlation, score
-from moewright.calibration.table import COLUMNS, Measured, Table, read_table
+from moewright.calibration.score import Calibration, Score, rank_correlation, score_table
+from moewright.calibration.table import COLUMNS, MeasuredRow, MeasurementTable, read_table
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
@@ -32,7 +32,7 @@ BASE = {
 }
 
 
-def table(folder: Path, *changes: dict[str, str]) -> Table:
+def table(folder: Path, *changes: dict[str, str]) -> MeasurementTable:
     path = folder / "runs.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
@@ -45,7 +45,7 @@ def table(folder: Path, *changes: dict[str, str]) -> Table:
 
 def predicted(folder: Path, *changes: dict[str, str]) -> list[float]:
     """What the planner says of rows, to write tables whose errors are known."""
-    rows = score(
+    rows = score_table(
         table(folder, *({**change, "tokens_per_s_per_gpu": "1"} for change in changes))
     ).rows
     return [row.predicted_tokens_per_s_per_gpu or 0.0 for row in rows]
@@ -58,7 +58,7 @@ def scored(folder: Path, factors: tuple[float, ...]) -> Score:
     """Three layouts whose measured speed is the predicted one times a factor."""
     speeds = predicted(folder, *LAYOUTS)
     said = [str(speed * factor) for speed, factor in zip(speeds, factors, strict=True)]
-    return score(
+    return score_table(
         table(
             folder,
             *({**one, "tokens_per_s_per_gpu": s} for one, s in zip(LAYOUTS, said, strict=True)),
@@ -106,10 +106,10 @@ def test_a_calibration_reaches_the_rows_and_is_named(tmp_path: Path) -> None:
         name="step_tail_s", value=Sourced(value=100.0, kind=SourceKind.FITTED, source="a test")
     )
 
-    def calibrate(row: Measured) -> Calibration:
+    def calibrate(row: MeasuredRow) -> Calibration:
         return Calibration(constants=(slow,), source=f"fitted for {row.id}")
 
-    plain, fitted = score(rows).rows[0], score(rows, calibrate).rows[0]
+    plain, fitted = score_table(rows).rows[0], score_table(rows, calibrate).rows[0]
     assert plain.predicted_tokens_per_s_per_gpu is not None
     assert fitted.predicted_tokens_per_s_per_gpu is not None
     assert fitted.predicted_tokens_per_s_per_gpu < plain.predicted_tokens_per_s_per_gpu / 2
@@ -121,7 +121,7 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
     small = {"tokens_per_s_per_gpu": "1000"}
     huge = {"recompute_granularity": "none", "mbs": "4"}
     maybe = {"recompute_granularity": "", "mbs": "4", "tokens_per_s_per_gpu": "1000"}
-    found = score(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
+    found = score_table(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
     assert [row.id for row in found.rows] == ["a-0", "a-1", "a-2", "a-3"]
     assert [row.verdict for row in found.rows] == [
         Verdict.FITS,
@@ -144,7 +144,7 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
 def test_a_peak_is_predicted_in_the_unit_and_sense_of_the_row(tmp_path: Path) -> None:
     kinds = ("GiB allocated", "GB as printed", "GiB reserved", "GB, whole device")
     changes = [{"peak_memory_gb": "40", "peak_memory_kind": kind} for kind in kinds]
-    rows = score(table(tmp_path, *changes, {"tokens_per_s_per_gpu": "1000"})).rows
+    rows = score_table(table(tmp_path, *changes, {"tokens_per_s_per_gpu": "1000"})).rows
     gib, gb, reserved, device, unstated = (row.predicted_peak_memory_gb or 0.0 for row in rows)
     assert gb == pytest.approx(gib * 1.024**3)
     assert gib < reserved < device * GB / 1024**3

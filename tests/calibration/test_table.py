@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.table import COLUMNS, PeakKind, Table, read_table
-from moewright.codec import layout_text
+from moewright.calibration.table import COLUMNS, MeasurementTable, PeakKind, read_table
+from moewright.codec import format_layout
 from moewright.rules import flops
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Graphs, Offload, Overlap, Recompute
+from moewright.spec.layout import CudaGraphScope, Offload, Overlap, Recompute
 from moewright.spec.units import GIB
 from moewright.spec.workload import Dtype, Routing
 
@@ -47,7 +47,7 @@ DEEPSEEK = {
 }
 
 
-def table(folder: Path, *changes: dict[str, str]) -> Table:
+def table(folder: Path, *changes: dict[str, str]) -> MeasurementTable:
     path = folder / "runs.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
@@ -58,9 +58,9 @@ def table(folder: Path, *changes: dict[str, str]) -> Table:
 
 def test_a_full_row(tmp_path: Path) -> None:
     (row,) = table(tmp_path, {}).rows
-    assert row.complete
+    assert row.is_complete
     assert row.group == ("Qwen/Qwen3-235B-A22B", "H800")
-    assert layout_text(row.layout) == "tp2,pp32,vpp3,ep8,mbs1,recompute=layernorm+moe_act"
+    assert format_layout(row.layout) == "tp2,pp32,vpp3,ep8,mbs1,recompute=layernorm+moe_act"
     assert row.layout.world_size == row.hardware.count == 256
     assert row.speed is not None
     assert row.speed.tokens_per_s_per_device == pytest.approx(2048 * 4096 / 22.42 / 256)
@@ -76,14 +76,14 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
         "force_balance": "",
     }
     (row,) = table(tmp_path, blank).rows
-    assert set(row.unknown) == {
+    assert set(row.unstated) == {
         "recompute_granularity",
         "cuda_graph",
         "force_balance",
         "dispatcher",
     }
     (natural,) = table(tmp_path, {"force_balance": "false"}).rows
-    assert natural.unknown == ("expert_load",)
+    assert natural.unstated == ("expert_load",)
     assert natural.workload.routing is Routing.LEARNED
 
 
@@ -129,7 +129,11 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
     assert row.layout.stages == "Et*8|t*8|t*8|t*8|t*8|t*8|t*8|t*5L"
     assert row.model.mtp_layers == 0
     assert row.layout.recompute == (Recompute.LAYERNORM, Recompute.MOE_ACT)
-    assert set(row.layout.graphs) == {Graphs.ATTN, Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS}
+    assert set(row.layout.graphs) == {
+        CudaGraphScope.ATTN,
+        CudaGraphScope.MOE_ROUTER,
+        CudaGraphScope.MOE_PREPROCESS,
+    }
     assert row.layout.offload == (Offload.OPTIMIZER,)
     assert row.workload.precision is Dtype.MXFP8
     assert row.workload.optimizer.moment_dtype is Dtype.BF16
@@ -229,7 +233,7 @@ def test_repeats_and_contradictions_are_named(tmp_path: Path) -> None:
         {**said, "id": "b-1", "source": "another page"},
         {"id": "c-1", "time_per_iter_s": "30"},
     )
-    assert [row.same_as for row in found.rows] == ["", "a-1", ""]
+    assert [row.duplicate_of for row in found.rows] == ["", "a-1", ""]
     assert found.contradictions == ("a-1 (a) and c-1 (c): 1.34 x apart",)
 
 
@@ -264,7 +268,7 @@ def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path
     # even.
     (row,) = table(tmp_path, {"notes": "real data", "force_balance": ""}).rows
     assert row.workload.load_factor == pytest.approx(1.25)
-    assert row.unknown == ("expert_load",)
+    assert row.unstated == ("expert_load",)
     (row,) = table(tmp_path, {**bridge, "force_balance": "false"}).rows
     assert row.workload.load_factor == 1.0
 
@@ -309,9 +313,9 @@ def test_what_an_out_of_memory_row_leaves_open_is_taken_at_its_least(tmp_path: P
     (open_vpp,) = table(
         tmp_path, {**stated, "pp": "8", "vpp": "", "notes": "VPP on (degree not stated)"}
     ).rows
-    assert (open_vpp.layout.vpp, open_vpp.least) == (12, ("vpp",))
+    assert (open_vpp.layout.vpp, open_vpp.assumed_least) == (12, ("vpp",))
     (small,) = table(tmp_path, {**stated, "mbs": "", "recompute_modules": "attn moe_expert"}).rows
-    assert small.least == ("mbs", "recompute_granularity")
+    assert small.assumed_least == ("mbs", "recompute_granularity")
     assert small.layout.recompute == (Recompute.FULL,)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import sample_run
 from moewright.cli.main import main
-from moewright.codec import record_line, write_json
+from moewright.codec import format_record, write_json
 from moewright.spec.run import RunRecord
 
 
@@ -14,7 +14,7 @@ def _write(directory: Path, record: RunRecord) -> None:
     """A run folder that reads back as `record`, but without its ledgers (they are of a made-up
     job)."""
     write_json(directory / "plan.json", record.plan)
-    lines = [record_line(each) for each in (*record.sessions, *record.steps, *record.evals)]
+    lines = [format_record(each) for each in (*record.sessions, *record.steps, *record.evals)]
     (directory / "steps.jsonl").write_text("".join(lines))
 
 

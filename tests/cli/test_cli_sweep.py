@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
-from moewright.tuning.sweep import Trial, read_trials, write_trial
+from moewright.tuning.sweep import SweepTrial, read_trials, write_trial
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -92,9 +92,11 @@ def test_a_published_sweep_is_not_run(tmp_path, capsys):
 
 
 def test_trials_are_kept_and_a_torn_line_is_run_again(tmp_path):
-    write_trial(tmp_path, Trial(layout="ep2", global_batch=8, time_s=1.0, tokens=2.0, tflops=3.0))
+    write_trial(
+        tmp_path, SweepTrial(layout="ep2", global_batch=8, time_s=1.0, tokens=2.0, tflops=3.0)
+    )
     with (tmp_path / "trials.jsonl").open("a") as stream:
         stream.write('{"layout": "ep')
     assert [trial.layout for trial in read_trials(tmp_path)] == ["ep2"]
-    write_trial(tmp_path, Trial(layout="ep1", global_batch=8))
+    write_trial(tmp_path, SweepTrial(layout="ep1", global_batch=8))
     assert [trial.layout for trial in read_trials(tmp_path)] == ["ep2", "ep1"]

@@ -14,13 +14,13 @@ import sample_run
 from moewright.cli.main import main
 from moewright.codec import (
     fingerprint,
-    layout_text,
+    format_layout,
     parse_layout,
     read_json,
     write_json,
     write_toml,
 )
-from moewright.rules.runnable import unsupported_layout
+from moewright.rules.engine_limits import unsupported_layout
 from moewright.search import search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -87,9 +87,9 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
     monkeypatch.setattr("moewright.search.search.search", stage.search)
-    monkeypatch.setattr("moewright.engine.run.train.run", stage.run)
+    monkeypatch.setattr("moewright.engine.run.train.train", stage.run)
     monkeypatch.setattr("moewright.engine.data.preflight.check_data", stage.check_data)
-    monkeypatch.setattr("moewright.bench.machine.measure", stage.measure)
+    monkeypatch.setattr("moewright.bench.machine.measure_machine", stage.measure)
     monkeypatch.setattr("moewright.cli.report.write_run_report", stage.report)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -114,7 +114,7 @@ def start(tmp_path: Path) -> Start:
 def test_the_first_start_plans_and_reports(stage: Stage, start: Start, tmp_path: Path) -> None:
     assert start() == 0
     ((plan, run_dir, extend),) = stage.runs
-    assert layout_text(plan.layout) == "tp1,pp1,ep2,mbs1"
+    assert format_layout(plan.layout) == "tp1,pp1,ep2,mbs1"
     assert plan.layout.world_size == plan.hardware.count == 2
     assert run_dir == tmp_path / "run"
     assert not extend

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewright.codec import Numbers, fingerprint, from_data, nearest, to_data
+from moewright.codec import FloatPolicy, closest_match, fingerprint, from_data, to_data
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective, Curve
 from moewright.spec.layout import Layout, Recompute
@@ -147,7 +147,7 @@ def test_measured_numbers_may_be_infinite() -> None:
         step=1, loss=math.inf, aux_loss=0.0, lr=0.0, grad_norm=math.inf, tokens=1, step_s=1.0,
         tokens_per_s_per_rank=1.0, tflops_per_rank=0.0, mfu=0.0, skipped=True, phases=(), loads=(),
     )  # fmt: skip
-    assert from_data(StepRecord, to_data(step), where="", numbers=Numbers.MEASURED) == step
+    assert from_data(StepRecord, to_data(step), where="", floats=FloatPolicy.NON_FINITE) == step
     with pytest.raises(BadInput):
         from_data(StepRecord, to_data(step), where="")
 
@@ -166,5 +166,5 @@ def test_fingerprint_tells_nouns_apart() -> None:
 
 
 def test_nearest() -> None:
-    assert nearest("QWEN3-30b-a3b", ["Qwen3-30B-A3B", "Mixtral-8x7B"]) == "Qwen3-30B-A3B"
-    assert nearest("zzz", ["tp", "ep"]) == ""
+    assert closest_match("QWEN3-30b-a3b", ["Qwen3-30B-A3B", "Mixtral-8x7B"]) == "Qwen3-30B-A3B"
+    assert closest_match("zzz", ["tp", "ep"]) == ""

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moewright.codec import (
-    json_data,
     read_json,
+    read_json_data,
     read_toml,
-    toml_data,
+    read_toml_data,
     write_json,
     write_text,
     write_toml,
@@ -94,13 +94,13 @@ def test_missing_folder_and_special_files(tmp_path: Path) -> None:
     ]
     for path, said in cases:
         with pytest.raises(BadInput) as refusal:
-            toml_data(path)
+            read_toml_data(path)
         assert said in str(refusal.value)
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
-    assert json_data(tmp_path / "x.json") == {"a": 1}
+    assert read_json_data(tmp_path / "x.json") == {"a": 1}
 
 
 def test_a_failed_write_leaves_the_old_file(

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewright.codec import given_fields, layout_text, parse_layout
+from moewright.codec import explicit_fields, format_layout, parse_layout
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
     CpComm,
-    Dispatcher,
-    Graphs,
+    CudaGraphScope,
+    DispatcherKind,
     Layout,
     Offload,
     Overlap,
@@ -45,17 +45,17 @@ layouts = st.builds(
         _sets(Recompute, Recompute.FULL), st.just((Recompute.FULL, Recompute.LOSS))
     ),
     offload=_sets(Offload),
-    dispatcher=st.sampled_from(Dispatcher),
+    dispatcher=st.sampled_from(DispatcherKind),
     capacity=st.floats(0, 1e300, allow_nan=False),
     overlap=_sets(Overlap),
-    graphs=_sets(Graphs, Graphs.FULL),
+    graphs=_sets(CudaGraphScope, CudaGraphScope.FULL),
     stages=st.text("EtmL|()*123, "),
 )
 
 
 @given(layouts)
 def test_text_reads_back_to_the_same_layout(layout: Layout) -> None:
-    assert parse_layout(layout_text(layout), world_size=layout.world_size) == layout
+    assert parse_layout(format_layout(layout), world_size=layout.world_size) == layout
 
 
 def _refusal(text: str) -> str:
@@ -64,7 +64,7 @@ def _refusal(text: str) -> str:
         layout = parse_layout(text, world_size=64)
     except BadInput as refusal:
         return str(refusal)
-    assert parse_layout(layout_text(layout), world_size=64) == layout
+    assert parse_layout(format_layout(layout), world_size=64) == layout
     return ""
 
 
@@ -93,7 +93,7 @@ def test_the_contract_example() -> None:
         schedule=Schedule.INTERLEAVED,
         recompute=(Recompute.LAYERNORM, Recompute.MOE_ACT),
     )
-    assert layout_text(layout) == "tp2,pp32,vpp3,ep8,mbs1,recompute=layernorm+moe_act"
+    assert format_layout(layout) == "tp2,pp32,vpp3,ep8,mbs1,recompute=layernorm+moe_act"
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_every_fault_is_reported() -> None:
 
 
 def test_given_fields_leave_defaults_out() -> None:
-    assert given_fields("tp2, vpp=2, layout='E|t|L', dp4") == {"tp", "vpp", "stages"}
-    assert given_fields("") == frozenset()
+    assert explicit_fields("tp2, vpp=2, layout='E|t|L', dp4") == {"tp", "vpp", "stages"}
+    assert explicit_fields("") == frozenset()

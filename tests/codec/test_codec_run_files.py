@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.codec import fingerprint, read_run, record_line, write_json
+from moewright.codec import fingerprint, format_record, read_run, write_json
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware
 from moewright.spec.layout import Layout
@@ -63,7 +63,7 @@ def _write(directory: Path, steps: str) -> None:
 
 def test_a_run_reads_back(tmp_path: Path) -> None:
     diverged = replace(STEP, step=2, loss=math.inf, skipped=True)
-    _write(tmp_path, "".join(map(record_line, (_session(1), STEP, diverged, EVAL))))
+    _write(tmp_path, "".join(map(format_record, (_session(1), STEP, diverged, EVAL))))
     ledgers = [Ledger(rank=rank, pp_rank=0, notes=(f"rank {rank}",)) for rank in (0, 1)]
     for ledger in ledgers:
         write_json(tmp_path / "ledger" / f"rank{ledger.rank:05d}.json", ledger)
@@ -82,7 +82,9 @@ def test_a_run_reads_back(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
     _write(
         tmp_path,
-        record_line(_session(1)) + record_line(STEP) + record_line(replace(STEP, step=2))[:37],
+        format_record(_session(1))
+        + format_record(STEP)
+        + format_record(replace(STEP, step=2))[:37],
     )
     record = read_run(tmp_path)
     assert record.steps == (STEP,)
@@ -102,7 +104,7 @@ def test_steps_done_over_are_superseded(tmp_path: Path) -> None:
         _session(3),
         redone,
     ]
-    _write(tmp_path, "".join(map(record_line, records)))
+    _write(tmp_path, "".join(map(format_record, records)))
     record = read_run(tmp_path)
     assert record.steps == (*lost[:2], redone)
     assert [entry.step for entry in record.evals] == [2]
@@ -120,7 +122,7 @@ def test_steps_done_over_are_superseded(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
-    _write(tmp_path, record_line(_session(1)) + line + "\n" + record_line(STEP))
+    _write(tmp_path, format_record(_session(1)) + line + "\n" + format_record(STEP))
     with pytest.raises(BadInput) as refusal:
         read_run(tmp_path)
     assert said in str(refusal.value)
@@ -133,7 +135,7 @@ def test_no_run_there(tmp_path: Path) -> None:
 
 
 def test_an_edited_plan_is_noted(tmp_path: Path) -> None:
-    _write(tmp_path, record_line(STEP))
+    _write(tmp_path, format_record(STEP))
     assert read_run(tmp_path).notes == ()
     write_json(tmp_path / "plan.json", replace(PLAN, layout=Layout(world_size=1, mbs=2)))
     assert read_run(tmp_path).notes == (

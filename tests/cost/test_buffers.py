@@ -9,7 +9,7 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, graph_bytes
 from moewright.cost.constants import Constants
-from moewright.cost.estimate import estimate, size_of
+from moewright.cost.estimate import estimate, expected_symbols
 from moewright.intake import catalogue
 from moewright.spec.ledger import Component, Module
 from moewright.spec.plan import Estimate
@@ -67,7 +67,9 @@ def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
     assert held(chosen, Component.COMMUNICATION) - held(plain, Component.COMMUNICATION) == nbytes
     hardware = catalogue.hardware("16xH100")
     layout = parse_layout(f"dispatcher={dispatcher},tp2", world_size=16)
-    assert dispatcher_bytes(size_of(QWEN, WORK, hardware, layout, Constants(hardware))) == 0
+    assert (
+        dispatcher_bytes(expected_symbols(QWEN, WORK, hardware, layout, Constants(hardware))) == 0
+    )
 
 
 def test_zero3_gathers_two_layers() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.ep_overlap import Windows
+from moewright.cost.ep_overlap import OverlapWindows
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
-from moewright.rules.routing import gathered_rows
+from moewright.rules.routing import etp_gathered_rows
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
@@ -38,19 +38,23 @@ def test_a_delayed_gradient_makes_room_for_its_dispatch() -> None:
     """Experts 1 forward and 2 back, half of it weight gradients; an exchange of 1.5 each way fits
     where it may leave after the input gradient, and shows half a second where it waits for the
     rest."""
-    windows = Windows(ahead=9.0, ahead_back=9.0, work=1.0, work_back=2.0)
-    soon = windows.cover(1.5, 1.5, late=0.0, late_experts=0.0)
-    later = windows.cover(1.5, 1.5, late=4.0, late_experts=1.0)
-    assert (soon.forward, soon.backward) == (3.0, 2.5)
-    assert (later.forward, later.backward) == (3.0, 3.0)
+    windows = OverlapWindows(
+        before_s=9.0, before_backward_s=9.0, experts_s=1.0, experts_backward_s=2.0
+    )
+    soon = windows.cover(1.5, 1.5, delayed_s=0.0, delayed_experts_s=0.0)
+    later = windows.cover(1.5, 1.5, delayed_s=4.0, delayed_experts_s=1.0)
+    assert (soon.forward_s, soon.backward_s) == (3.0, 2.5)
+    assert (later.forward_s, later.backward_s) == (3.0, 3.0)
 
 
 def test_a_gradient_put_off_leaves_its_own_window_shorter() -> None:
-    windows = Windows(ahead=1.0, ahead_back=3.0, work=9.0, work_back=9.0)
-    soon = windows.cover(2.0, 2.0, late=0.0, late_experts=0.0)
-    later = windows.cover(2.0, 2.0, late=1.5, late_experts=0.0)
-    assert (soon.forward, soon.backward) == (4.0, 3.0)
-    assert (later.forward, later.backward) == (3.5, 4.0)
+    windows = OverlapWindows(
+        before_s=1.0, before_backward_s=3.0, experts_s=9.0, experts_backward_s=9.0
+    )
+    soon = windows.cover(2.0, 2.0, delayed_s=0.0, delayed_experts_s=0.0)
+    later = windows.cover(2.0, 2.0, delayed_s=1.5, delayed_experts_s=0.0)
+    assert (soon.forward_s, soon.backward_s) == (4.0, 3.0)
+    assert (later.forward_s, later.backward_s) == (3.5, 4.0)
 
 
 def test_delayed_gradients_are_about_neutral_where_they_were_measured() -> None:
@@ -85,11 +89,11 @@ def test_shared_experts_hide_no_more_of_the_exchange_than_they_take() -> None:
 def test_parts_gathered_over_expert_tensor_ranks_are_padded_to_the_widest() -> None:
     layout = Layout(world_size=8, ep=2, etp=4)
     even, drawn = WORK, replace(WORK, routing=Routing.LEARNED, load_factor=1.0)
-    assert gathered_rows(even, layout, 4000) == 4000
-    padded = gathered_rows(drawn, layout, 4000)
+    assert etp_gathered_rows(even, layout, 4000) == 4000
+    padded = etp_gathered_rows(drawn, layout, 4000)
     # The largest of four draws about 1,000 with a deviation of 27: a little above one of them.
     assert 4 * 1020 < padded < 4 * 1040
-    assert gathered_rows(drawn, replace(layout, etp=1), 4000) == 4000
+    assert etp_gathered_rows(drawn, replace(layout, etp=1), 4000) == 4000
 
 
 def test_copies_of_a_shard_are_summed_in_the_open() -> None:

@@ -12,9 +12,16 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind, Hardware
-from moewright.spec.ledger import FlopOp, Phase
+from moewright.spec.ledger import FlopOp, StepPhase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.workload import DataSpec, Documents, Dtype, FusedKernels, Routing, Workload
+from moewright.spec.workload import (
+    DataSpec,
+    DocumentMasking,
+    Dtype,
+    FusedKernels,
+    Routing,
+    Workload,
+)
 
 
 def of(
@@ -133,11 +140,11 @@ def test_nothing_overlaps_on_a_cpu() -> None:
     assert all(share.hidden_s == 0 for share in found.shares)
     phases = {row.phase for row in found.ledgers[0].time}
     assert {
-        Phase.FORWARD,
-        Phase.BACKWARD,
-        Phase.OPTIMIZER,
-        Phase.GRAD_REDUCE,
-        Phase.PARAM_GATHER,
+        StepPhase.FORWARD,
+        StepPhase.BACKWARD,
+        StepPhase.OPTIMIZER,
+        StepPhase.GRAD_REDUCE,
+        StepPhase.PARAM_GATHER,
     } <= phases
 
 
@@ -172,7 +179,7 @@ def test_another_world_is_refused() -> None:
 def test_documents_that_bound_attention_take_their_share_of_it(text: str) -> None:
     whole, packed = (
         of(text),
-        of(text, data=DataSpec(documents=Documents.BOUNDED, attended_share=0.25)),
+        of(text, data=DataSpec(documents=DocumentMasking.BOUNDED, attended_share=0.25)),
     )
     assert seconds(packed, TimePart.ATTENTION) == pytest.approx(
         0.25 * seconds(whole, TimePart.ATTENTION)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.ledger import predict_rank
+from moewright.cost.ledger import predict_rank_ledger
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, FlopOp, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, RouterSpec
@@ -50,7 +50,7 @@ def memory(ledger: Ledger, component: Component) -> dict[str, int]:
 def ledger(
     rank: int = 0, *, selection: Selection | None = None, text: str = "ep2", work: Workload = WORK
 ) -> Ledger:
-    return predict_rank(
+    return predict_rank_ledger(
         MODEL, work, parse_layout(text, world_size=2), rank=rank, selection=selection
     )
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.codec import layout_text, parse_layout
+from moewright.codec import format_layout, parse_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
-from moewright.cost.memory import Head, head_bytes
-from moewright.cost.model_states import bucket_sets, copied_bytes
-from moewright.cost.symbols import sizes
+from moewright.cost.memory import HeadBytes, head_bytes
+from moewright.cost.model_states import bucket_sets, checkpoint_copy_bytes
+from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
-from moewright.rules.legality import illegal
-from moewright.rules.parameters import count
+from moewright.rules.legality import check_legality
+from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Recompute
@@ -47,8 +47,8 @@ def held(
 )
 def test_numbers_in_a_set_are_read_and_written(text: str) -> None:
     layout = parse_layout(f"{CUT},{text}", world_size=256)
-    assert parse_layout(layout_text(layout), world_size=256) == layout
-    assert text in layout_text(layout).replace("moe_act+optimizer0.25", "optimizer0.25+moe_act")
+    assert parse_layout(format_layout(layout), world_size=256) == layout
+    assert text in format_layout(layout).replace("moe_act+optimizer0.25", "optimizer0.25+moe_act")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_block_and_uniform_exclude_each_other() -> None:
     layout = Layout(
         world_size=256, tp=2, sp=True, ep=8, pp=8, recompute=(Recompute.FULL,), recompute_block=5
     )
-    assert not illegal(QWEN, WORK, layout)
+    assert not check_legality(QWEN, WORK, layout)
     both = parse_layout(f"{CUT},recompute=block5+uniform2", world_size=256)
-    assert "exclude each other" in str(illegal(QWEN, WORK, both)[0])
+    assert "exclude each other" in str(check_legality(QWEN, WORK, both)[0])
 
 
 def test_full_recompute_of_the_first_layers_of_each_chunk() -> None:
@@ -133,14 +133,16 @@ def test_what_a_piece_of_the_logits_takes(kind: DeviceKind) -> None:
     """
     model, work = catalogue.model("Qwen3-8B"), Workload(seq_len=16384, global_batch=64)
     layout = parse_layout("tp2,recompute=loss", world_size=16)
-    size = sizes(model, work, layout, kind=kind, load=1.0, router_share=1.0)
+    size = build_symbols(model, work, layout, device_kind=kind, load=1.0, router_efficiency=1.0)
     found = head_bytes(Constants(catalogue.hardware("16xH100")), size)
     piece, weight = 16384 * 4096, 151936 * 4096 // 2
     assert piece == 16384 * model.hidden_size  # also the numbers of the head's input
     if kind is DeviceKind.CPU:
-        assert found == Head(forward=2 * piece, backward=4 * piece + 2 * weight + 4 * piece)
+        assert found == HeadBytes(forward=2 * piece, backward=4 * piece + 2 * weight + 4 * piece)
     else:
-        assert found == Head(forward=4 * piece + 2 * weight + 2 * piece + 4 * piece, backward=0)
+        assert found == HeadBytes(
+            forward=4 * piece + 2 * weight + 2 * piece + 4 * piece, backward=0
+        )
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
@@ -165,10 +167,12 @@ def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:
     for text in ("tp2,ep4,pp2", "ep2,pp2,zero0"):
         layout = parse_layout(text, world_size=16)
         copied = [
-            copied_bytes(beside, layout, bucket_sets(tiny, beside, layout, rank))
+            checkpoint_copy_bytes(beside, layout, bucket_sets(tiny, beside, layout, rank))
             for rank in range(16)
         ]
-        assert sum(copied) == pytest.approx(12 * count(tiny).total, rel=1e-3)  # buckets are padded
+        assert sum(copied) == pytest.approx(
+            12 * count_parameters(tiny).total, rel=1e-3
+        )  # buckets are padded
     on_gpu = catalogue.hardware("16xH800")
     cpu = replace(on_gpu, device=replace(on_gpu.device, kind=DeviceKind.CPU))
     for hardware, more in ((on_gpu, 0), (cpu, copied[0])):

@@ -53,7 +53,9 @@ def of(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
 def allocated_bytes(found: Estimate) -> int:
     beyond = (Component.FRAGMENTATION, Component.COMMUNICATION)
     return sum(
-        row.bytes for row in found.ledgers[found.peak_rank].on_device if row.component not in beyond
+        row.bytes
+        for row in found.ledgers[found.peak_rank].device_rows
+        if row.component not in beyond
     )
 
 

@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.pipeline_time import Rows, closed_s, pipeline_of, shown_transfers, simulated_s
+from moewright.cost.pipeline_time import (
+    TimetableRows,
+    build_pipeline,
+    closed_form_s,
+    exposed_transfers,
+    simulate_pipeline_s,
+)
 from moewright.intake import catalogue
 from moewright.rules.simulate import StageSeconds
-from moewright.rules.stages import layout_string, parse_stages
+from moewright.rules.stages import even_layout_string, parse_stages
 from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.workload import Workload
 
@@ -27,8 +33,10 @@ def both(
         StageSeconds(forward=f, input_backward=b / 2, weight_backward=b / 2)
         for f, b in zip(forward, backward, strict=True)
     ]
-    exact = simulated_s(layout, stages, micro_batches=micro_batches, transfer_s=0.0)
-    return pipeline_of(layout, micro_batches).total_s(np.array(forward), np.array(backward)), exact
+    exact = simulate_pipeline_s(layout, stages, micro_batches=micro_batches, transfer_s=0.0)
+    return build_pipeline(layout, micro_batches).total_s(
+        np.array(forward), np.array(backward)
+    ), exact
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,7 +57,7 @@ def test_equal_chunks_take_the_closed_form(
     )
     assert found == pytest.approx(exact, rel=1e-9)
     whole = stages * (1 + back) * length
-    coarse = closed_s(
+    coarse = closed_form_s(
         whole / pp, whole, pp=pp, vpp=stages // pp, micro_batches=rounds * pp, transfer_s=0.0
     )
     assert float(coarse) == pytest.approx(exact, rel=1e-9)
@@ -91,7 +99,7 @@ def spread(layers: int, stages: int, *, embedding: int, loss: int, head: float) 
     """Lengths of stages in layers, of a layout string as the search makes them; a head takes `head`
     layers."""
     found = parse_stages(
-        layout_string(layers, mtp=0, stages=stages, embedding=embedding, loss=loss)
+        even_layout_string(layers, mtp=0, stages=stages, embedding=embedding, loss=loss)
     )
     return [
         letters.count("t") + 0.15 * letters.count("E") + head * letters.count("L")
@@ -113,12 +121,12 @@ def test_groups_left_out_of_a_long_table_take_as_long_as_the_others(
     layout = parse_layout(f"pp{pp},vpp{vpp}{interleaved}", world_size=pp)
     count = 3 * 512 // vpp // (group or pp) * (group or pp)
     pipeline, rows, stages, draw = (
-        pipeline_of(layout, count),
-        Rows(layout, count),
+        build_pipeline(layout, count),
+        TimetableRows(layout, count),
         pp * vpp,
         np.random.default_rng(pp),
     )
-    assert pipeline.left_out
+    assert pipeline.groups_left_out
     ends = [
         spread(3 * stages + more, stages, embedding=embedding, loss=loss, head=head)
         for more in (0, 1, stages - 1)
@@ -146,11 +154,11 @@ def test_paths_are_as_long_as_the_rows_where_found_and_never_longer(
     text, micro_batches, stages = pipeline
     layout = parse_layout(text, world_size=parse_layout(text, world_size=10**4).pp)
     rows, here = (
-        pipeline_of(layout, micro_batches),
+        build_pipeline(layout, micro_batches),
         (np.array(forward[:stages]), np.array(backward[:stages])),
     )
     there = [each * np.random.default_rng(seed).uniform(0.5, 2.0, stages) for each in here]
-    paths = rows.along_paths(*(each[:, None] for each in here))
+    paths = rows.restrict_to_longest_paths(*(each[:, None] for each in here))
     assert paths.total_s(*here) == pytest.approx(rows.total_s(*here), rel=1e-9)
     assert paths.total_s(*there) <= rows.total_s(*there) * (1 + 1e-9)
 
@@ -165,9 +173,9 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 def test_interleaving_hides_transfers_but_for_fill_and_drain() -> None:
     # What a rank sends and what it receives pass each other on the wire.
-    assert shown_transfers(4, 1, 8) == (4 + 7) * 2
-    assert shown_transfers(4, 2, 8) == 2 * 4
-    assert shown_transfers(1, 1, 8) == 0
+    assert exposed_transfers(4, 1, 8) == (4 + 7) * 2
+    assert exposed_transfers(4, 2, 8) == 2 * 4
+    assert exposed_transfers(1, 1, 8) == 0
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev"])

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.collective_time import Links, Span, span
+from moewright.cost.collective_time import CollectiveModel, GroupSpan, group_span
 from moewright.cost.estimate import estimate
-from moewright.cost.op_time import OpRow, Rates, interpolate, misses
+from moewright.cost.op_time import DeviceRates, OpRow, find_uncovered_rates, interpolate
 from moewright.intake import catalogue
 from moewright.rules import grid
 from moewright.spec.hardware import (
@@ -21,7 +21,7 @@ from moewright.spec.hardware import (
     Op,
     OpRate,
 )
-from moewright.spec.layout import Dispatcher
+from moewright.spec.layout import DispatcherKind
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Workload
@@ -40,8 +40,8 @@ def h800(*constants: tuple[str, float]) -> Hardware:
     return replace(base, constants=(*base.constants, *own))
 
 
-def links(hardware: Hardware) -> Links:
-    return Links(hardware, Rates(hardware).constants)
+def links(hardware: Hardware) -> CollectiveModel:
+    return CollectiveModel(hardware, DeviceRates(hardware).constants)
 
 
 def row(op: Op, x: float) -> OpRow:
@@ -58,8 +58,8 @@ def test_interpolation_is_log_log_and_flat_outside() -> None:
 def test_misses_name_what_the_file_lacks() -> None:
     base = h800()
     rates = (OpRate(op=Op.GEMM, dtype=Dtype.BF16, curve=curve((1e6, 1e12), (1e9, 2e12))),)
-    found = misses(
-        Rates(replace(base, device=replace(base.device, rates=rates))),
+    found = find_uncovered_rates(
+        DeviceRates(replace(base, device=replace(base.device, rates=rates))),
         [row(Op.GEMM, 1e7), row(Op.GEMM, 1e12), row(Op.ATTENTION, 4096)],
     )
     assert [one.name for one in found] == ["rate gemm bf16 at a row", "rate attention bf16"]
@@ -68,7 +68,8 @@ def test_misses_name_what_the_file_lacks() -> None:
 
 def test_the_hardware_file_wins_over_defaults() -> None:
     fast, slow = (
-        Rates(h800(("gemm_time_scale", scale))).seconds(row(Op.GEMM, 1e12)) for scale in (1.0, 2.0)
+        DeviceRates(h800(("gemm_time_scale", scale))).seconds(row(Op.GEMM, 1e12))
+        for scale in (1.0, 2.0)
     )
     assert slow == pytest.approx(2 * fast)
 
@@ -92,14 +93,14 @@ def test_span(text: str, group: str, expected: tuple[int, int, int]) -> None:
     ranks = grid.group_ranks(layout, group, 0)
     nodes = [rank // 8 for rank in ranks]
     assert (len(ranks), nodes.count(0), len(set(nodes))) == expected
-    found = span(layout, group, 8)
-    assert (found.size, found.inside, found.domains) == expected
+    found = group_span(layout, group, 8)
+    assert (found.size, found.ranks_per_domain, found.domains) == expected
 
 
 def test_all_to_all_uses_both_levels_in_turn() -> None:
     scales = (("alltoall_inside_time_scale", 1.0), ("alltoall_between_time_scale", 1.0))
     found = links(h800(*scales)).seconds(
-        Collective.ALL_TO_ALL, Span(size=32, inside=8, domains=4), 1e9
+        Collective.ALL_TO_ALL, GroupSpan(size=32, ranks_per_domain=8, domains=4), 1e9
     )
     # A quarter of the payload stays in the node, 7/8 of it leaves the rank at 140 GB/s; 3/4 leaves
     # at 45 GB/s.
@@ -107,13 +108,16 @@ def test_all_to_all_uses_both_levels_in_turn() -> None:
 
 
 def test_ring_collectives() -> None:
-    near = Span(size=8, inside=8, domains=1)
+    near = GroupSpan(size=8, ranks_per_domain=8, domains=1)
     one = links(h800())
     scatter = one.seconds(Collective.REDUCE_SCATTER, near, 8e9)
     assert scatter == pytest.approx(7e9 / 140e9, rel=1e-3)
     assert one.seconds(Collective.ALL_GATHER, near, 1e9) == pytest.approx(scatter)
     assert one.seconds(Collective.ALL_REDUCE, near, 8e9) == pytest.approx(2 * scatter)
-    assert one.seconds(Collective.ALL_REDUCE, Span(size=1, inside=1, domains=1), 8e9) == 0.0
+    assert (
+        one.seconds(Collective.ALL_REDUCE, GroupSpan(size=1, ranks_per_domain=1, domains=1), 8e9)
+        == 0.0
+    )
 
 
 def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
@@ -122,13 +126,13 @@ def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
         op=Collective.ALL_TO_ALL, group_size=2, curve=curve((1e3, 1e-4), (1e6, 1e-3))
     )
     one = links(replace(base, fabric=replace(base.fabric, times=(measured,))))
-    pair = Span(size=2, inside=2, domains=1)
+    pair = GroupSpan(size=2, ranks_per_domain=2, domains=1)
     assert one.seconds(Collective.ALL_TO_ALL, pair, 1e6) == pytest.approx(1e-3)
     assert one.seconds(Collective.ALL_TO_ALL, pair, 4e6) == pytest.approx(
         4e-3
     )  # by bytes beyond the last point
     assert one.seconds(Collective.ALL_GATHER, pair, 1e6) != pytest.approx(1e-3)
-    four = Span(size=4, inside=4, domains=1)
+    four = GroupSpan(size=4, ranks_per_domain=4, domains=1)
     assert one.seconds(Collective.ALL_TO_ALL, four, 1e6) < 1e-4
 
 
@@ -139,7 +143,7 @@ def test_deduplication_pays_between_nodes() -> None:
     """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks
     (docs/formulas.md 3)."""
     plain = parse_layout("tp2,ep32,pp8", world_size=256)
-    dedup = replace(plain, dispatcher=Dispatcher.DEEPEP)
+    dedup = replace(plain, dispatcher=DispatcherKind.DEEPEP)
     one = links(h800(*((f"{kind}_time_scale", 1.0) for kind in SCALES)))
     slow, fast = (
         one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
@@ -161,7 +165,7 @@ def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
         layout = replace(dedup, ep_node=node)
         return one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
 
-    assert grid.on_fabric(dedup, 8).ep_node == 8
+    assert grid.with_fabric_nodes(dedup, 8).ep_node == 8
     assert seconds(8) == seconds(0) < seconds(4) < seconds(2)
     inside = parse_layout("ep8,dispatcher=dedup", world_size=8)
     near = [
@@ -174,7 +178,10 @@ def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
 
 
 def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
-    near, both = Span(size=4, inside=4, domains=1), Span(size=16, inside=8, domains=2)
+    near, both = (
+        GroupSpan(size=4, ranks_per_domain=4, domains=1),
+        GroupSpan(size=16, ranks_per_domain=8, domains=2),
+    )
     fast, slow = (links(h800()).seconds(Collective.P2P, where, 1e9) for where in (near, both))
     assert slow > 2 * fast
     assert slow == pytest.approx(1e9 / (50e9 * 0.9), rel=0.01)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from moewright.codec import read_toml
-from moewright.diagnosis.bandwidth import bandwidths, slow_links
+from moewright.diagnosis.bandwidth import compute_bandwidths, find_slow_links
 from moewright.spec.hardware import Collective, CollectiveTime, Curve, Hardware, Link
 from moewright.spec.sourced import Sourced, SourceKind
 
@@ -28,7 +28,9 @@ def of(**seconds):
 def test_bus_bandwidth_is_that_of_nccl_tests():
     found = {
         one.op: one
-        for one in bandwidths(of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, p2p=1.0))
+        for one in compute_bandwidths(
+            of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, p2p=1.0)
+        )
     }
     assert found[Collective.ALL_REDUCE].bus_Bps == pytest.approx(1e9 * 2 * 7 / 8)
     assert found[Collective.REDUCE_SCATTER].bus_Bps == pytest.approx(1e9 * 7 / 8)
@@ -39,9 +41,13 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
 
 
 def test_the_collective_whose_bus_is_far_below_the_others_is_pointed_out():
-    found = bandwidths(of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, all_to_all=4.0))
-    assert [one.op for one in found if one.slow] == [Collective.ALL_TO_ALL]
-    assert not any(one.slow for one in bandwidths(of(all_reduce=1.0, reduce_scatter=1.0)))
+    found = compute_bandwidths(
+        of(all_reduce=1.0, reduce_scatter=1.0, all_gather=8.0, all_to_all=4.0)
+    )
+    assert [one.op for one in found if one.is_slow] == [Collective.ALL_TO_ALL]
+    assert not any(
+        one.is_slow for one in compute_bandwidths(of(all_reduce=1.0, reduce_scatter=1.0))
+    )
 
 
 def test_slow_links_are_named_with_the_rank_that_is_on_most_of_them():
@@ -59,9 +65,9 @@ def test_slow_links_are_named_with_the_rank_that_is_on_most_of_them():
             )
             for a, b in pairs
         )
-        return slow_links(replace(base, fabric=replace(base.fabric, links=found)))
+        return find_slow_links(replace(base, fabric=replace(base.fabric, links=found)))
 
-    assert links([]) == slow_links(base) == ()
+    assert links([]) == find_slow_links(base) == ()
     (one,) = links([(1, 3)])
     assert (one.link.first, one.link.second, one.rank) == (1, 3, -1)
     assert [each.rank for each in links([(0, 2), (1, 2)])] == [2, 2]

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.diagnosis.compare_ledgers import Rule, Section, Status, compare
+from moewright.diagnosis.compare_ledgers import AgreementRule, LineStatus, Section, compare_ledgers
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import (
@@ -13,7 +13,7 @@ from moewright.spec.ledger import (
     Ledger,
     MemoryRow,
     Module,
-    Phase,
+    StepPhase,
     TimeRow,
 )
 
@@ -31,7 +31,7 @@ LEDGER = Ledger(
         FlopRow(op=FlopOp.GEMM, module=Module.ROUTER, flops=10),
         FlopRow(op=FlopOp.GROUPED_GEMM, module=Module.EXPERTS, flops=10**15 + 1),
     ),
-    time=(TimeRow(phase=Phase.FORWARD, seconds=1.5),),
+    time=(TimeRow(phase=StepPhase.FORWARD, seconds=1.5),),
     notes=("saved softmax is kept twice on this device",),
 )
 
@@ -42,11 +42,11 @@ def line(comparison, section, *key):
 
 
 def test_a_ledger_equals_itself_line_by_line():
-    comparison = compare(LEDGER, LEDGER)
-    assert comparison.exact
-    assert comparison.bounded
-    assert {each.status for each in comparison.lines} == {Status.EQUAL}
-    assert all(each.difference == 0 and each.relative == 0 for each in comparison.lines)
+    comparison = compare_ledgers(LEDGER, LEDGER)
+    assert comparison.is_exact
+    assert comparison.is_within_bound
+    assert {each.status for each in comparison.lines} == {LineStatus.EQUAL}
+    assert all(each.difference == 0 and each.relative_difference == 0 for each in comparison.lines)
     assert line(comparison, Section.FLOPS, "model FLOPs", "all but router").counted == 10**15 + 1
     assert line(comparison, Section.MEMORY, "saved activations", "total").predicted == 3000
 
@@ -69,12 +69,16 @@ def test_a_ledger_equals_itself_line_by_line():
     ],
 )
 def test_one_byte_call_or_flop_breaks_exactness_and_only_there(change, section, key):
-    comparison = compare(LEDGER, replace(LEDGER, **change))
-    assert not comparison.exact
-    assert comparison.bounded
+    comparison = compare_ledgers(LEDGER, replace(LEDGER, **change))
+    assert not comparison.is_exact
+    assert comparison.is_within_bound
     found = line(comparison, Section(section), *key)
-    assert (found.rule, found.status, abs(found.difference)) == (Rule.EXACT, Status.DIFFERS, 1)
-    broken = {each.key for each in comparison.lines if not each.kept}
+    assert (found.rule, found.status, abs(found.difference)) == (
+        AgreementRule.EXACT,
+        LineStatus.DIFFERS,
+        1,
+    )
+    broken = {each.key for each in comparison.lines if not each.keeps_rule}
     assert broken - {("model FLOPs", "all but router")} == {key}
 
 
@@ -84,36 +88,48 @@ def activations(attention, experts):
 
 
 def test_activations_are_bound_in_total_and_only_listed_by_module():
-    shifted = compare(activations(1200, 1800), LEDGER)  # same total, other modules
-    assert shifted.exact
-    assert shifted.bounded
+    shifted = compare_ledgers(activations(1200, 1800), LEDGER)  # same total, other modules
+    assert shifted.is_exact
+    assert shifted.is_within_bound
     module = line(shifted, Section.MEMORY, "activations", "attention")
-    assert (module.rule, module.status, module.kept) == (Rule.LISTED, Status.DIFFERS, True)
-    assert module.relative == pytest.approx(0.2)
-    within = line(
-        compare(activations(1090, 2000), LEDGER), Section.MEMORY, "saved activations", "total"
+    assert (module.rule, module.status, module.keeps_rule) == (
+        AgreementRule.LISTED,
+        LineStatus.DIFFERS,
+        True,
     )
-    assert (within.status, within.kept) == (Status.WITHIN, True)
-    beyond = compare(activations(1091, 2000), LEDGER)
-    assert not beyond.bounded
-    assert beyond.exact
+    assert module.relative_difference == pytest.approx(0.2)
+    within = line(
+        compare_ledgers(activations(1090, 2000), LEDGER),
+        Section.MEMORY,
+        "saved activations",
+        "total",
+    )
+    assert (within.status, within.keeps_rule) == (LineStatus.WITHIN, True)
+    beyond = compare_ledgers(activations(1091, 2000), LEDGER)
+    assert not beyond.is_within_bound
+    assert beyond.is_exact
 
 
 def test_logits_count_among_the_saved_activations():
     logits = MemoryRow(component=Component.LOGITS, module=Module.HEAD, bytes=3000)
-    comparison = compare(replace(LEDGER, memory=(*LEDGER.memory, logits)), LEDGER)
-    assert not comparison.bounded
-    assert line(comparison, Section.MEMORY, "logits", "head").status is Status.ONLY_PREDICTED
+    comparison = compare_ledgers(replace(LEDGER, memory=(*LEDGER.memory, logits)), LEDGER)
+    assert not comparison.is_within_bound
+    assert line(comparison, Section.MEMORY, "logits", "head").status is LineStatus.ONLY_PREDICTED
 
 
 def test_rows_of_one_side_are_named_and_have_no_relative_difference():
     bare = replace(LEDGER, comm=())
-    missing = line(compare(LEDGER, bare), Section.COMM, "all_to_all", "ep")
-    assert (missing.status, missing.relative, missing.counted) == (Status.ONLY_PREDICTED, None, 0)
-    assert (
-        line(compare(bare, LEDGER), Section.CALLS, "all_to_all", "ep").status is Status.ONLY_COUNTED
+    missing = line(compare_ledgers(LEDGER, bare), Section.COMM, "all_to_all", "ep")
+    assert (missing.status, missing.relative_difference, missing.counted) == (
+        LineStatus.ONLY_PREDICTED,
+        None,
+        0,
     )
-    assert not compare(bare, LEDGER).exact
+    assert (
+        line(compare_ledgers(bare, LEDGER), Section.CALLS, "all_to_all", "ep").status
+        is LineStatus.ONLY_COUNTED
+    )
+    assert not compare_ledgers(bare, LEDGER).is_exact
 
 
 def test_an_unpredictable_allowance_and_time_do_not_break_exactness():
@@ -121,16 +137,16 @@ def test_an_unpredictable_allowance_and_time_do_not_break_exactness():
     ours = replace(
         LEDGER,
         memory=(*LEDGER.memory, allowance),
-        time=(TimeRow(phase=Phase.FORWARD, seconds=1.0),),
+        time=(TimeRow(phase=StepPhase.FORWARD, seconds=1.0),),
         notes=("b", "a"),
     )
-    comparison = compare(ours, LEDGER)
-    assert comparison.exact
-    assert comparison.bounded
-    assert line(comparison, Section.TIME, "total").relative == pytest.approx(-1 / 3)
+    comparison = compare_ledgers(ours, LEDGER)
+    assert comparison.is_exact
+    assert comparison.is_within_bound
+    assert line(comparison, Section.TIME, "total").relative_difference == pytest.approx(-1 / 3)
     assert comparison.notes == ("b", "a", *LEDGER.notes)
 
 
 def test_ledgers_of_other_ranks_are_refused():
     with pytest.raises(BadInput, match=r"ledger\.rank=1.*nearest legal value: 0"):
-        compare(LEDGER, replace(LEDGER, rank=0))
+        compare_ledgers(LEDGER, replace(LEDGER, rank=0))

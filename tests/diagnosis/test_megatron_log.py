@@ -5,7 +5,7 @@ import math
 import pytest
 
 from moewright.cli.main import main
-from moewright.diagnosis.traces.log_verdict import findings
+from moewright.diagnosis.traces.log_findings import diagnose_log
 from moewright.diagnosis.traces.megatron_log import parse_log, printed_flops_per_token
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.units import GIB, MIB
@@ -47,8 +47,8 @@ def test_steps_arguments_and_rates_are_read():
     assert found.tflops_per_device == pytest.approx(216.4)
     assert found.iterations[0].loss == pytest.approx(9.876543)
     assert found.iterations[-1].global_batch == 2048
-    assert found.argument("expert_model_parallel_size") == "8"
-    assert found.argument("recompute_modules") == "['moe_act', 'layernorm']"
+    assert found.find_argument("expert_model_parallel_size") == "8"
+    assert found.find_argument("recompute_modules") == "['moe_act', 'layernorm']"
     assert printed_flops_per_token(found, seq_len=4096, devices=256) == pytest.approx(
         148.05e9, rel=1e-3
     )
@@ -78,7 +78,7 @@ def test_memory_reports_of_megatron_and_of_bridge():
     )
     ours, theirs = parse_log(
         log(tail=f"{REPORT.format(rank=0, most=60000.0, held=70000.0)}\n{bridge}")
-    ).memory
+    ).memory_reports
     assert (ours.max_allocated_bytes, ours.max_reserved_bytes) == (60000 * MIB, 70000 * MIB)
     assert (theirs.rank, theirs.max_allocated_bytes, theirs.max_reserved_bytes) == (
         2,
@@ -100,9 +100,9 @@ def test_memory_reports_of_megatron_and_of_bridge():
 def test_failed_allocations_are_a_memory_wall(line):
     found = parse_log(log(steps=2, tail=line))
     (failure,) = found.failures
-    assert failure.wanted_bytes == round(2.5 * GIB)
+    assert failure.requested_bytes == round(2.5 * GIB)
     assert failure.capacity_bytes == round(79.11 * GIB)
-    first = findings(found, None)[0]
+    first = diagnose_log(found, None)[0]
     assert (first.wall, first.cause) == (Wall.MEMORY, Cause.CAPACITY)
     assert "expandable_segments" in first.fixes[0].megatron
 
@@ -113,7 +113,7 @@ def test_what_the_allocator_holds_and_does_not_give_out_is_fragmentation():
         tail=tail
         + "\nCUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
     )
-    assert findings(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
+    assert diagnose_log(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
 
 
 def test_the_command_explains_120_where_others_report_277(tmp_path, capsys):
@@ -155,11 +155,11 @@ def timers(**changed):
 
 def test_timers_tell_measured_walls():
     found = timers()
-    assert found.timers["forward-backward"].most_s == pytest.approx(
+    assert found.timers["forward-backward"].max_s == pytest.approx(
         22.15
     )  # not the first iteration's
-    assert found.timers["forward-compute"].least_s == pytest.approx(6.9)
-    first = findings(found, None)[0]
+    assert found.timers["forward-compute"].min_s == pytest.approx(6.9)
+    first = diagnose_log(found, None)[0]
     assert (first.wall, first.cause) == (Wall.COMMUNICATION, Cause.PP)
     assert first.share == pytest.approx((22.15 - 7.1 - 9.3 - 0.15) / 22.42)
     assert any("6.9 s to 7.1 s over the ranks" in line for line in first.evidence)
@@ -175,7 +175,7 @@ def test_timers_tell_measured_walls():
     ],
 )
 def test_each_timer_has_its_cause(changed, wall, cause, share):
-    said = {each.cause: each for each in findings(timers(**changed), None)}
+    said = {each.cause: each for each in diagnose_log(timers(**changed), None)}
     assert said[cause].wall is wall
     assert said[cause].share == pytest.approx(share)
 
@@ -187,12 +187,12 @@ def test_timers_of_one_line_and_of_every_rank():
         "| backward-compute: 138.84 | backward-send-forward-recv: 2.60 | backward-params-all-reduce: 10.17 "
         "| optimizer: 49.42"
     )
-    said = {each.cause: each.share for each in findings(parse_log(old), None)}
+    said = {each.cause: each.share for each in diagnose_log(parse_log(old), None)}
     assert said[Cause.PP] == pytest.approx((38.38 + 2.60) / 430)
     assert said[Cause.DP] == pytest.approx(10.17 / 430)
     ranks = "times across ranks (ms):\n  forward-backward:\n     rank  0: 9000.00\n     rank  1: 9001.00\nsaving"
     timer = parse_log(ranks).timers["forward-backward"]
-    assert (timer.least_s, timer.most_s) == pytest.approx((9.0, 9.001))
+    assert (timer.min_s, timer.max_s) == pytest.approx((9.0, 9.001))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from made_traces import (
+from sample_traces import (
     A2A,
     COMPUTE_MS,
     EXPOSED_EP_MS,
@@ -19,14 +19,18 @@ from made_traces import (
 )
 
 from moewright.cli.main import main
-from moewright.diagnosis.traces import spans as sets
-from moewright.diagnosis.traces.across import across
-from moewright.diagnosis.traces.breakdown import Idle, breakdown
-from moewright.diagnosis.traces.capture import Work, op_of, work_of
-from moewright.diagnosis.traces.classes import CommClass, classify
+from moewright.diagnosis.traces import intervals as sets
+from moewright.diagnosis.traces.breakdown import IdleCause, break_down_step
+from moewright.diagnosis.traces.capture import KernelKind, collective_in_name, kernel_kind
+from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.nsight import read_nsight
-from moewright.diagnosis.traces.verdict import findings, peak_of, waterfall
+from moewright.diagnosis.traces.rank_skew import measure_rank_skew
+from moewright.diagnosis.traces.trace_findings import (
+    build_trace_waterfall,
+    diagnose_traces,
+    find_peak_rate,
+)
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.hardware import Collective
@@ -40,13 +44,13 @@ def spans(*pairs):
 
 
 def test_sets_of_intervals_are_joined_cut_and_subtracted():
-    one = sets.union(spans((3, 5), (0, 2), (1, 2.5), (4, 4.5), (9, 9)))
+    one = sets.merge(spans((3, 5), (0, 2), (1, 2.5), (4, 4.5), (9, 9)))
     assert one.tolist() == [[0, 2.5], [3, 5]]
     other = spans((2, 4), (4.5, 8))
-    assert sets.both(one, other).tolist() == [[2, 2.5], [3, 4], [4.5, 5]]
-    assert sets.without(one, other).tolist() == [[0, 2], [4, 4.5]]
-    assert sets.total_s(sets.without(one, sets.NONE)) == 4.5
-    assert not len(sets.both(one, sets.NONE))
+    assert sets.intersect(one, other).tolist() == [[2, 2.5], [3, 4], [4.5, 5]]
+    assert sets.subtract(one, other).tolist() == [[0, 2], [4, 4.5]]
+    assert sets.total_s(sets.subtract(one, sets.NO_INTERVALS)) == 4.5
+    assert not len(sets.intersect(one, sets.NO_INTERVALS))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -58,75 +62,84 @@ def test_sets_agree_with_counting_points(seed):
         ends = np.sort(dice.integers(0, 1000, (40, 2)), axis=1)
         for low, high in ends:
             row[low:high] = True
-        made.append(sets.union(ends.astype(float)))
-    assert sets.total_s(sets.both(*made)) == (grid[0] & grid[1]).sum()
-    assert sets.total_s(sets.without(*made)) == (grid[0] & ~grid[1]).sum()
-    assert sets.total_s(sets.joined(*made)) == (grid[0] | grid[1]).sum()
+        made.append(sets.merge(ends.astype(float)))
+    assert sets.total_s(sets.intersect(*made)) == (grid[0] & grid[1]).sum()
+    assert sets.total_s(sets.subtract(*made)) == (grid[0] & ~grid[1]).sum()
+    assert sets.total_s(sets.unite(*made)) == (grid[0] | grid[1]).sum()
 
 
 @pytest.mark.parametrize(
     ("name", "work"),
     [
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Work.COMMUNICATION),
+        (
+            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            KernelKind.COMMUNICATION,
+        ),
         (
             "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
-            Work.COMMUNICATION,
+            KernelKind.COMMUNICATION,
         ),
-        ("void deep_ep::internode::dispatch<false, 8>(int4*)", Work.COMMUNICATION),
-        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", Work.ATTENTION),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", Work.ATTENTION),
+        ("void deep_ep::internode::dispatch<false, 8>(int4*)", KernelKind.COMMUNICATION),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", KernelKind.ATTENTION),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
+            KernelKind.ATTENTION,
+        ),
         (
             "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupProblemShape>>",
-            Work.GROUPED_GEMM,
+            KernelKind.GROUPED_GEMM,
         ),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64", Work.GEMM),
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", Work.GEMM),
-        ("Memcpy DtoH (Device -> Pinned)", Work.COPY),
-        ("void at::native::elementwise_kernel<128, 4>", Work.OTHER),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64", KernelKind.GEMM),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", KernelKind.GEMM),
+        ("Memcpy DtoH (Device -> Pinned)", KernelKind.COPY),
+        ("void at::native::elementwise_kernel<128, 4>", KernelKind.OTHER),
     ],
 )
 def test_kernels_are_known_by_their_names(name, work):
-    assert work_of(name) is work
+    assert kernel_kind(name) is work
 
 
 def test_collectives_are_known_by_their_names():
-    assert op_of("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL") is Collective.REDUCE_SCATTER
-    assert op_of("_allgather_base") is Collective.ALL_GATHER
-    assert op_of("all_to_allv") is Collective.ALL_TO_ALL
-    assert op_of("ncclDevKernel_SendRecv") is None
+    assert (
+        collective_in_name("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL")
+        is Collective.REDUCE_SCATTER
+    )
+    assert collective_in_name("_allgather_base") is Collective.ALL_GATHER
+    assert collective_in_name("all_to_allv") is Collective.ALL_TO_ALL
+    assert collective_in_name("ncclDevKernel_SendRecv") is None
 
 
 def test_a_step_is_taken_apart_into_what_was_put_in(tmp_path):
     (capture,) = read_traces(kineto(tmp_path / "trace.json.gz"))
-    part = breakdown(capture)
+    part = break_down_step(capture)
     assert (part.rank, part.steps, part.device) == (0, 3, "NVIDIA H100 80GB HBM3")
-    comms = {each.comm: each for each in part.comms}
+    comms = {each.comm: each for each in part.comm_times}
     assert part.compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
     assert comms[CommClass.EP].exposed_s == pytest.approx(EXPOSED_EP_MS / 1e3, abs=EXACT)
     assert comms[CommClass.EP].busy_s == pytest.approx(0.020, abs=EXACT)
     assert comms[CommClass.EP].bytes == 2_000_000
     assert comms[CommClass.DP].exposed_s == 0
-    idle = dict(part.idle)
-    assert idle[Idle.LAUNCH] == pytest.approx(
+    idle = dict(part.idle_times)
+    assert idle[IdleCause.LAUNCH] == pytest.approx(
         LAUNCH_MS / 1e3, rel=0.07
     )  # the last step ends with its last kernel
-    assert idle[Idle.SYNC] == pytest.approx(SYNC_MS / 1e3, rel=0.07)
+    assert idle[IdleCause.SYNC] == pytest.approx(SYNC_MS / 1e3, rel=0.07)
     assert part.compute_s + part.exposed_s + part.copies_s + part.idle_s == pytest.approx(
         part.step_s, abs=EXACT
     )
     flops = 2 * 4096 * 8192 * (8192 + 12288)
-    assert part.product_flops == flops
-    assert part.product_s == pytest.approx(0.050, abs=EXACT)
-    assert part.top[0].name.startswith("sm90_xmma")
+    assert part.known_matrix_flops == flops
+    assert part.known_matrix_s == pytest.approx(0.050, abs=EXACT)
+    assert part.top_kernels[0].name.startswith("sm90_xmma")
 
 
 def test_nsight_tells_the_same_seconds_as_kineto(tmp_path):
-    ours = breakdown(read_traces(kineto(tmp_path / "trace.json"))[0])
-    theirs = breakdown(read_nsight(nsight(tmp_path / "profile.sqlite"))[0])
+    ours = break_down_step(read_traces(kineto(tmp_path / "trace.json"))[0])
+    theirs = break_down_step(read_nsight(nsight(tmp_path / "profile.sqlite"))[0])
     assert theirs.compute_s == pytest.approx(ours.compute_s, abs=EXACT)
     assert theirs.step_s == pytest.approx(ours.step_s, abs=EXACT)
-    assert dict(theirs.idle) == pytest.approx(dict(ours.idle), abs=EXACT)
-    exchange = {each.comm: each.exposed_s for each in theirs.comms}
+    assert dict(theirs.idle_times) == pytest.approx(dict(ours.idle_times), abs=EXACT)
+    exchange = {each.comm: each.exposed_s for each in theirs.comm_times}
     assert exchange[CommClass.EP] == pytest.approx(
         EXPOSED_EP_MS / 1e3, abs=EXACT
     )  # by the NVTX range around its launch
@@ -134,7 +147,9 @@ def test_nsight_tells_the_same_seconds_as_kineto(tmp_path):
 
 def test_the_layouts_groups_win_over_descriptions(tmp_path):
     (capture,) = read_traces(kineto(tmp_path / "trace.json"))
-    (exchange, how), *_ = [(c.comm, c.how) for c in classify(capture, Layout(world_size=8, ep=4))]
+    (exchange, how), *_ = [
+        (c.comm, c.evidence) for c in classify_channels(capture, Layout(world_size=8, ep=4))
+    ]
     assert exchange is CommClass.EP
     assert "layout's ep group" in how
 
@@ -153,8 +168,8 @@ def test_ranks_that_wait_for_one_another_are_found(tmp_path):
                 )  # it comes last
         path.write_text(json.dumps(data))
     captures = read_traces(folder)
-    parts = tuple(breakdown(capture) for capture in captures)
-    beside = across(captures, parts)
+    parts = tuple(break_down_step(capture) for capture in captures)
+    beside = measure_rank_skew(captures, parts)
     assert [each.rank for each in captures] == [0, 1, 2, 3]
     (waiting,) = beside.waiting
     assert waiting.comm is CommClass.EP
@@ -162,13 +177,13 @@ def test_ranks_that_wait_for_one_another_are_found(tmp_path):
 
 
 def test_the_verdict_names_the_wall_and_the_waterfall_closes(tmp_path):
-    parts = (breakdown(read_traces(kineto(tmp_path / "trace.json"))[0]),)
-    peak = peak_of(parts, None)
+    parts = (break_down_step(read_traces(kineto(tmp_path / "trace.json"))[0]),)
+    peak = find_peak_rate(parts, None)
     assert peak.flops == pytest.approx(989e12, rel=0.01)
-    found = findings(parts, None, None, peak)
+    found = diagnose_traces(parts, None, None, peak)
     assert (found[0].wall, found[0].cause) in ((Wall.HOST, Cause.LAUNCH), (Wall.HOST, Cause.SYNC))
     assert found[0].fixes[0].megatron
-    fall = waterfall(parts, None, None, peak)
+    fall = build_trace_waterfall(parts, None, None, peak)
     assert fall.ideal_s + sum(drop.seconds for drop in fall.drops) == pytest.approx(fall.measured_s)
     assert abs(fall.drops[-1].seconds) < 1e-6  # nothing is unexplained in a trace that was made
 
@@ -181,17 +196,19 @@ def test_damaged_traces_give_what_is_whole(tmp_path):
     )
     (tmp_path / "a.json").write_text(spoilt.replace('"dur": 5,', '"dur": -nan,'))
     (capture,) = read_traces(tmp_path / "a.json")
-    assert breakdown(capture).compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
+    assert break_down_step(capture).compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
     (tmp_path / "b.json").write_text(text[: int(0.8 * len(text))])
-    assert breakdown(read_traces(tmp_path / "b.json")[0]).compute_s > 0
+    assert break_down_step(read_traces(tmp_path / "b.json")[0]).compute_s > 0
     (tmp_path / "c.json").write_text(json.dumps(events()))  # a bare list
-    assert breakdown(read_traces(tmp_path / "c.json")[0]).steps == 1
+    assert break_down_step(read_traces(tmp_path / "c.json")[0]).steps == 1
     bare = [
         {k: v for k, v in event.items() if k in ("ph", "cat", "name", "ts", "dur")}
         for event in events()
     ]
     (tmp_path / "d.json").write_text(json.dumps(bare))
-    assert dict(breakdown(read_traces(tmp_path / "d.json")[0]).idle)[Idle.UNKNOWN] > 0
+    assert (
+        dict(break_down_step(read_traces(tmp_path / "d.json")[0]).idle_times)[IdleCause.UNKNOWN] > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +259,7 @@ def test_an_unnamed_group_is_guessed_and_says_so(tmp_path):
         "args": bare | {"stream": 30},
     }
     (capture,) = read_traces(kineto(tmp_path / "t.json", extra=(extra,)))
-    assert any("guessed" in each.how for each in classify(capture, None))
+    assert any("guessed" in each.evidence for each in classify_channels(capture, None))
 
 
 def test_the_command_prints_parts_walls_and_waterfall(tmp_path, capsys):

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moewright.engine.checkpoint import Piece, Saver, alone, commit, committed, latest, load
+from moewright.engine.checkpoint import (
+    CheckpointSaver,
+    LocalShard,
+    commit,
+    find_latest,
+    list_checkpoints,
+    load_checkpoint,
+    single_process,
+)
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import CheckpointSpec, SaveMode
 
@@ -24,7 +32,7 @@ class Gate:
         self.reached = threading.Event()
         write = commit.write_payload
 
-        def write_when_open(path: Path, pieces: tuple[Piece, ...]) -> object:
+        def write_when_open(path: Path, pieces: tuple[LocalShard, ...]) -> object:
             self.reached.set()
             assert self._open.wait(PATIENCE_S)
             return write(path, pieces)
@@ -35,25 +43,25 @@ class Gate:
         self._open.set()
 
 
-def saver(directory: Path, **spec: int) -> Saver:
-    return Saver(
+def saver(directory: Path, **spec: int) -> CheckpointSaver:
+    return CheckpointSaver(
         directory,
         spec=CheckpointSpec(mode=SaveMode.ASYNC, **spec),
         extra={"seed": 7},
-        comm=alone(),
-        aside=alone,
+        comm=single_process(),
+        build_background_comm=single_process,
     )
 
 
-def piece(tensor: torch.Tensor) -> Piece:
-    return Piece(
+def piece(tensor: torch.Tensor) -> LocalShard:
+    return LocalShard(
         name="w", global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor
     )
 
 
 def stored(checkpoint: Path) -> torch.Tensor:
     found = torch.zeros(6)
-    load(checkpoint, pieces=[piece(found)], comm=alone())
+    load_checkpoint(checkpoint, shards=[piece(found)], comm=single_process())
     return found
 
 
@@ -67,13 +75,13 @@ def test_what_is_stored_is_the_state_of_the_call(
     first = saving.save(1, [piece(weight)])  # returns although nothing can be written yet
     assert gate.reached.wait(PATIENCE_S)
     weight += 100
-    assert latest(tmp_path) is None
-    saving.check()
+    assert find_latest(tmp_path) is None
+    saving.raise_failure()
     gate.open()
     second = saving.save(2, [piece(weight)])
-    assert committed(tmp_path)[0] == first  # the second waited for the first
+    assert list_checkpoints(tmp_path)[0] == first  # the second waited for the first
     weight += 100
-    saving.finish()
+    saving.wait()
     assert torch.equal(stored(first), torch.arange(6.0))
     assert torch.equal(stored(second), torch.arange(6.0) + 100)
 
@@ -94,29 +102,29 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     gate.open()
     assert returned.wait(PATIENCE_S)
     waiting.join()
-    saving.finish()
-    assert [path.name for path in committed(tmp_path)] == ["step-00000001", "step-00000002"]
+    saving.wait()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
-def until_told(saving: Saver) -> None:
+def until_told(saving: CheckpointSaver) -> None:
     """Steps of training, until one raises."""
     pause = threading.Event()
     for _ in range(1000):
-        saving.check()
+        saving.raise_failure()
         pause.wait(0.01)
 
 
-def by_next_save(saving: Saver) -> None:
+def by_next_save(saving: CheckpointSaver) -> None:
     saving.save(3, [piece(torch.arange(6.0))])
 
 
-@pytest.mark.parametrize("meet", [until_told, Saver.finish, by_next_save])
+@pytest.mark.parametrize("meet", [until_told, CheckpointSaver.wait, by_next_save])
 def test_a_failure_is_told_with_its_cause_and_the_last_good_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meet: Callable[[Saver], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meet: Callable[[CheckpointSaver], None]
 ) -> None:
     weight, saving = torch.arange(6.0), saver(tmp_path)
     good = saving.save(1, [piece(weight)])
-    saving.finish()
+    saving.wait()
 
     def full(path: Path, pieces: object) -> None:
         path.write_bytes(b"half")
@@ -129,15 +137,15 @@ def test_a_failure_is_told_with_its_cause_and_the_last_good_checkpoint_stays(
             meet(saving)
     assert [path.name for path in tmp_path.iterdir()] == [good.name]
     assert torch.equal(stored(good), weight)
-    saving.check()  # told once
+    saving.raise_failure()  # told once
     saving.save(4, [piece(weight)])
-    saving.finish()
-    assert latest(tmp_path) == tmp_path / "step-00000004"
+    saving.wait()
+    assert find_latest(tmp_path) == tmp_path / "step-00000004"
 
 
 def test_checkpoints_at_multiples_are_kept_for_good(tmp_path: Path) -> None:
     saving = saver(tmp_path, keep=2, keep_every_steps=4)
     for step in range(1, 12):
         saving.save(step, [piece(torch.arange(6.0))])
-    saving.finish()
-    assert [int(path.name[-2:]) for path in committed(tmp_path)] == [4, 8, 10, 11]
+    saving.wait()
+    assert [int(path.name[-2:]) for path in list_checkpoints(tmp_path)] == [4, 8, 10, 11]

@@ -9,35 +9,42 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moewright.engine.kernels.attention import Runs
-from moewright.engine.model.attention_blocks import Host, Meeting
-from moewright.rules.context_parallel import attended, held
+from moewright.engine.kernels.attention import Segments
+from moewright.engine.model.attention_blocks import AttentionBlock, BlockPlanner
+from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
 
 LENGTH = 16
 Cuts = list[set[int]]  # of each row the places where another document starts
 
 
-def runs_of(cuts: Cuts) -> Runs:
+def build_segments(cuts: Cuts) -> Segments:
     lengths = [stop - start for row in cuts for start, stop in pairwise(sorted({0, LENGTH} | row))]
-    return Runs(
-        lengths=tuple(lengths), starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return Segments(
+        lengths=tuple(lengths),
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
     )
 
 
-def pairs(met: tuple[Meeting, ...], mine: list[int], theirs: list[int]) -> list[tuple[int, int]]:
+def list_pairs(
+    met: tuple[AttentionBlock, ...], mine: list[int], theirs: list[int]
+) -> list[tuple[int, int]]:
     """Positions of every query and key that meet; those of both sides by place."""
-    return [pair for meeting in met for pair in pairs_of(meeting, mine, theirs)]
+    return [pair for meeting in met for pair in list_block_pairs(meeting, mine, theirs)]
 
 
-def pairs_of(meeting: Meeting, mine: list[int], theirs: list[int]) -> list[tuple[int, int]]:
+def list_block_pairs(
+    meeting: AttentionBlock, mine: list[int], theirs: list[int]
+) -> list[tuple[int, int]]:
     queries = [mine[place] for part in meeting.queries for place in part]
     keys = [theirs[place] for part in meeting.keys for place in part]
-    of_queries = meeting.runs.slices if meeting.runs else [slice(0, len(queries))]
+    of_queries = (
+        meeting.query_segments.slices if meeting.query_segments else [slice(0, len(queries))]
+    )
     of_keys = (
-        meeting.others.slices
-        if meeting.others
-        else meeting.runs.slices
-        if meeting.runs
+        meeting.key_segments.slices
+        if meeting.key_segments
+        else meeting.query_segments.slices
+        if meeting.query_segments
         else [slice(0, len(keys))]
     )
     found = []
@@ -62,14 +69,14 @@ def test_documents_meet_themselves_and_nothing_else(
     cuts: Cuts, ranks: int, gathers: bool, window: int
 ) -> None:
     """Of one row without a cut, and with a window, rows are alike."""
-    runs, found = runs_of(cuts), []
+    runs, found = build_segments(cuts), []
     bounds = None if window and cuts == [set()] else runs
     count = 0
     local = [
         [
             row * LENGTH + at
             for row in range(len(cuts))
-            for part in held(LENGTH, ranks, rank)
+            for part in rank_positions(LENGTH, ranks, rank)
             for at in part
         ]
         for rank in range(ranks)
@@ -79,29 +86,33 @@ def test_documents_meet_themselves_and_nothing_else(
         at for row in range(len(cuts)) for one in local for at in one[row * size : (row + 1) * size]
     ]
     for here in range(ranks):
-        host = Host(
-            length=LENGTH,
-            ranks=ranks,
-            here=here,
-            together=ranks if gathers else 1,
-            runs=bounds,
+        host = BlockPlanner(
+            seq_len=LENGTH,
+            cp=ranks,
+            rank=here,
+            gathered_ranks=ranks if gathers else 1,
+            segments=bounds,
             window=window,
         )
         before = len(found)
         if gathers:
-            met = (*host.own(), *host.others(range(here)), *host.others(range(here + 1, ranks)))
-            found += pairs(met, local[here], together)
+            met = (
+                *host.own_blocks(),
+                *host.blocks_from(range(here)),
+                *host.blocks_from(range(here + 1, ranks)),
+            )
+            found += list_pairs(met, local[here], together)
         else:
-            found += pairs(host.own(), local[here], local[here])
+            found += list_pairs(host.own_blocks(), local[here], local[here])
             for source in range(ranks):
                 if source != here:
-                    found += pairs(
-                        host.others(range(source, source + 1)), local[here], local[source]
+                    found += list_pairs(
+                        host.blocks_from(range(source, source + 1)), local[here], local[source]
                     )
         # Twice the pairs, of a token with itself a half: what a causal kernel is said to do.
         own = sum(query == key for query, key in found[before:])
         assert (
-            attended(runs.lengths, LENGTH, held(LENGTH, ranks, here), window)
+            twice_attended_pairs(runs.lengths, LENGTH, rank_positions(LENGTH, ranks, here), window)
             == 2 * (len(found) - before) - own
         )
         count += own
@@ -120,7 +131,9 @@ def test_whole_sequences_meet_in_slices(ranks: int) -> None:
     """Without documents every block is met as one piece of itself: keys that come by are not
     copied."""
     for here in range(ranks):
-        host = Host(length=LENGTH, ranks=ranks, here=here, together=1, runs=None)
+        host = BlockPlanner(seq_len=LENGTH, cp=ranks, rank=here, gathered_ranks=1, segments=None)
         for source in range(ranks):
-            (meeting,) = host.own() if source == here else host.others(range(source, source + 1))
-            assert (len(meeting.queries), len(meeting.keys), meeting.runs) == (1, 1, None)
+            (meeting,) = (
+                host.own_blocks() if source == here else host.blocks_from(range(source, source + 1))
+            )
+            assert (len(meeting.queries), len(meeting.keys), meeting.query_segments) == (1, 1, None)

@@ -17,21 +17,21 @@ import torch
 from safetensors.torch import load_file
 
 from moewright.engine.checkpoint import (
-    Piece,
-    alone,
-    committed,
-    latest,
-    load,
+    LocalShard,
+    find_latest,
+    find_resume_point,
+    list_checkpoints,
+    load_checkpoint,
+    lock_run_dir,
     read_index,
     refuse_mismatch,
-    resume_from,
-    run_lock,
-    save,
+    save_checkpoint,
+    single_process,
 )
 from moewright.engine.checkpoint import index as index_module
-from moewright.engine.run.restore import identity_of, steps_done
+from moewright.engine.run.restore import build_identity, read_steps_done
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import DataSpec, Documents
+from moewright.spec.workload import DataSpec, DocumentMasking
 from sharded import LAYOUTS, bits, blank, full_state, on_ranks, pieces_of
 from tiny_jobs import plan, workload
 
@@ -44,10 +44,10 @@ def saved(
     state = full_state(step)
     results = on_ranks(
         world,
-        lambda comm: save(
+        lambda comm: save_checkpoint(
             directory,
             step=step,
-            pieces=pieces_of(state, layout, comm.rank, world),
+            shards=pieces_of(state, layout, comm.rank, world),
             extra=EXTRA,
             keep=keep,
             comm=comm,
@@ -61,7 +61,9 @@ def refusal(checkpoint: Path) -> str:
     """The one line with which all ranks of two refuse to load, their tensors untouched."""
     untouched = [blank(pieces_of(full_state(), "columns", rank, 2)) for rank in range(2)]
     wanted = [blank(pieces) for pieces in untouched]
-    results = on_ranks(2, lambda comm: load(checkpoint, pieces=wanted[comm.rank], comm=comm))
+    results = on_ranks(
+        2, lambda comm: load_checkpoint(checkpoint, shards=wanted[comm.rank], comm=comm)
+    )
     assert all(isinstance(result, BadInput) for result in results), results
     assert [bits(pieces) for pieces in wanted] == [bits(pieces) for pieces in untouched]
     (text,) = {str(result) for result in results}
@@ -78,7 +80,9 @@ def test_any_sharding_loads_into_any_other_bit_for_bit(
     checkpoint = saved(tmp_path, layout=source, world=before)
     truth = full_state(5)
     wanted = [blank(pieces_of(truth, target, rank, after)) for rank in range(after)]
-    extras = on_ranks(after, lambda comm: load(checkpoint, pieces=wanted[comm.rank], comm=comm))
+    extras = on_ranks(
+        after, lambda comm: load_checkpoint(checkpoint, shards=wanted[comm.rank], comm=comm)
+    )
     assert extras == [EXTRA] * after
     for rank in range(after):
         assert bits(wanted[rank]) == bits(pieces_of(truth, target, rank, after))
@@ -132,13 +136,13 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str
 
 
 def test_a_flipped_bit_in_any_byte_of_the_index_is_refused(tmp_path: Path) -> None:
-    checkpoint = save(
+    checkpoint = save_checkpoint(
         tmp_path,
         step=1,
-        pieces=[Piece(name="w", global_shape=(2,), offsets=(0,), tensor=torch.ones(2))],
+        shards=[LocalShard(name="w", global_shape=(2,), offsets=(0,), tensor=torch.ones(2))],
         extra={"seed": 7},
         keep=1,
-        comm=alone(),
+        comm=single_process(),
     )
     path = checkpoint / "index.json"
     data = path.read_bytes()
@@ -204,14 +208,14 @@ def test_an_index_that_disagrees_with_its_file_is_refused(tmp_path: Path) -> Non
         ),
     )
     assert "final_norm.weight (dtype)" in refusal(checkpoint)
-    wanted = Piece(
+    wanted = LocalShard(
         name="final_norm.weight",
         global_shape=(7,),
         offsets=(0,),
         tensor=torch.zeros(7, dtype=torch.int32),
     )
     with pytest.raises(BadInput, match=r"rank-0000\d\.safetensors.* is F32"):
-        load(checkpoint, pieces=[wanted], comm=alone())
+        load_checkpoint(checkpoint, shards=[wanted], comm=single_process())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,9 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
     digest = index_module.hashlib.sha256(payload).hexdigest()
     forge(checkpoint, lambda b: b["files"][0].update(bytes=len(payload), sha256=digest))
     wanted = [blank(pieces_of(full_state(), "rows", rank, 2)) for rank in range(2)]
-    results = on_ranks(2, lambda comm: load(checkpoint, pieces=wanted[comm.rank], comm=comm))
+    results = on_ranks(
+        2, lambda comm: load_checkpoint(checkpoint, shards=wanted[comm.rank], comm=comm)
+    )
     assert all("rank-00000.safetensors" in str(result) for result in results)
     assert not canary.exists()
     os.mkdir(canary)  # the canary works:
@@ -267,7 +273,7 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
 
 def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    assert latest(directory) is None
+    assert find_latest(directory) is None
     saved(directory, step=20)
     good = saved(directory, step=30)
     (directory / ".saving-step-00000040").mkdir()
@@ -276,23 +282,23 @@ def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -
     (directory / "step-60").mkdir()
     (directory / "step-00000070").write_text("a file")
     (directory / "notes.txt").write_text("stray")
-    assert latest(directory) == good
-    assert latest(directory / "notes.txt") is None
+    assert find_latest(directory) == good
+    assert find_latest(directory / "notes.txt") is None
     later = saved(directory, step=50)  # replaces the half-written one
-    assert latest(directory) == later
+    assert find_latest(directory) == later
     assert not (directory / ".saving-step-00000040").exists()
 
 
 def test_what_is_newer_than_the_newest_checkpoint_is_told(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    assert resume_from(directory) == (None, ())
+    assert find_resume_point(directory) == (None, ())
     good = saved(directory, step=30)
-    assert resume_from(directory) == (good, ())
+    assert find_resume_point(directory) == (good, ())
     (directory / ".saving-step-00000040").mkdir()
     half = directory / "step-00000050"
     half.mkdir()
     (directory / "notes.txt").write_text("stray")
-    assert resume_from(directory) == (good, (half,))
+    assert find_resume_point(directory) == (good, (half,))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +312,7 @@ def test_what_is_offered_in_place_of_a_checkpoint_is_refused_unopened(
     path.parent.mkdir(parents=True)
     path.write_bytes(pickle.dumps(Canary(canary)))
     with pytest.raises(BadInput, match="a checkpoint"):
-        resume_from(directory)
+        find_resume_point(directory)
     assert not canary.exists()
 
 
@@ -314,24 +320,24 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     saved(directory, step=3).rename(directory / "step-00000009")
     with pytest.raises(BadInput, match=r"holds step 3; nearest legal value: .*step-00000003"):
-        resume_from(directory)
+        find_resume_point(directory)
 
 
 def test_a_checkpoint_that_lost_its_index_is_refused(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "checkpoints", step=3)
     (checkpoint / "index.json").unlink()
     with pytest.raises(BadInput, match=r"it has no index\.json but rank-00000"):
-        resume_from(checkpoint.parent)
+        find_resume_point(checkpoint.parent)
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saved(tmp_path, step=step, keep=2)
-    assert [path.name for path in committed(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     saved(
         tmp_path, step=1, keep=1
     )  # an earlier step than those there: kept, being the one just written
-    assert [path.name for path in committed(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
 
 
@@ -340,10 +346,10 @@ def failed_save(directory: Path) -> str:
     state = full_state(6)
     results = on_ranks(
         2,
-        lambda comm: save(
+        lambda comm: save_checkpoint(
             directory,
             step=6,
-            pieces=pieces_of(state, "rows", comm.rank, 2),
+            shards=pieces_of(state, "rows", comm.rank, 2),
             extra=EXTRA,
             keep=1,
             comm=comm,
@@ -374,7 +380,7 @@ def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
     assert "no room" in text
     assert [path.name for path in tmp_path.iterdir()] == [old.name]
     wanted = blank(pieces_of(full_state(5), "flat", 0, 1))
-    load(old, pieces=wanted, comm=alone())
+    load_checkpoint(old, shards=wanted, comm=single_process())
     assert bits(wanted) == bits(pieces_of(full_state(5), "flat", 0, 1))
 
 
@@ -389,22 +395,26 @@ def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path)
     before = (saved(tmp_path) / "index.json").stat()
     assert (saved(tmp_path) / "index.json").stat() == before
     with pytest.raises(BadInput, match="same step of another job"):
-        save(tmp_path, step=5, pieces=[], extra={"seed": 2}, keep=1, comm=alone())
+        save_checkpoint(
+            tmp_path, step=5, shards=[], extra={"seed": 2}, keep=1, comm=single_process()
+        )
 
 
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
         (
-            Piece(name="absent", global_shape=(3,), offsets=(0,), tensor=torch.zeros(3)),
+            LocalShard(name="absent", global_shape=(3,), offsets=(0,), tensor=torch.zeros(3)),
             "absent: is not in the checkpoint",
         ),
         (
-            Piece(name="final_norm.weight", global_shape=(8,), offsets=(0,), tensor=torch.zeros(8)),
+            LocalShard(
+                name="final_norm.weight", global_shape=(8,), offsets=(0,), tensor=torch.zeros(8)
+            ),
             r"final_norm.weight \(shape\)=\[8\].*nearest legal value: \[7\]",
         ),
         (
-            Piece(
+            LocalShard(
                 name="final_norm.weight",
                 global_shape=(7,),
                 offsets=(0,),
@@ -414,15 +424,15 @@ def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path)
         ),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, piece: Piece, said: str) -> None:
+def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, piece: LocalShard, said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        load(saved(tmp_path), pieces=[piece], comm=alone())
+        load_checkpoint(saved(tmp_path), shards=[piece], comm=single_process())
 
 
 def box(
     name: str, offset: int, size: int, *, extent: int = 4, dtype: torch.dtype = torch.float32
-) -> Piece:
-    return Piece(
+) -> LocalShard:
+    return LocalShard(
         name=name, global_shape=(extent,), offsets=(offset,), tensor=torch.zeros(size, dtype=dtype)
     )
 
@@ -440,12 +450,12 @@ def box(
     ],
 )
 def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
-    tmp_path: Path, by_rank: list[list[Piece]], said: str
+    tmp_path: Path, by_rank: list[list[LocalShard]], said: str
 ) -> None:
     results = on_ranks(
         2,
-        lambda comm: save(
-            tmp_path / "c", step=1, pieces=by_rank[comm.rank], extra={}, keep=1, comm=comm
+        lambda comm: save_checkpoint(
+            tmp_path / "c", step=1, shards=by_rank[comm.rank], extra={}, keep=1, comm=comm
         ),
     )
     for result in results:
@@ -459,7 +469,7 @@ def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
 )
 def test_extra_must_be_plain_json(tmp_path: Path, extra: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        save(tmp_path, step=1, pieces=[], extra=extra, keep=1, comm=alone())
+        save_checkpoint(tmp_path, step=1, shards=[], extra=extra, keep=1, comm=single_process())
     assert not list(tmp_path.iterdir())
 
 
@@ -496,7 +506,7 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
     """Fields of the model, of a part of it, and of what trains it; a ramp and ends of documents
     that nobody said."""
     job = plan(workload(DataSpec()), "", world_size=1)
-    extra = json.loads(json.dumps(identity_of(job, "ab")))
+    extra = json.loads(json.dumps(build_identity(job, "ab")))
     for lacking in (
         "model.mlp_bias",
         "model.moe.expert_bias",
@@ -506,11 +516,13 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
         *folders, name = lacking.split(".")
         reduce(lambda data, part: data[part], folders, extra).pop(name)
     pieces = pieces_of(full_state(5), "rows", 0, 1)
-    save(tmp_path / "checkpoints", step=5, pieces=pieces, extra=extra, keep=1, comm=alone())
+    save_checkpoint(
+        tmp_path / "checkpoints", step=5, shards=pieces, extra=extra, keep=1, comm=single_process()
+    )
     as_then = replace(
         job, workload=replace(job.workload, loss=replace(job.workload.loss, z_coeff=0.0))
     )
-    assert steps_done(as_then, tmp_path, identity_of(as_then, "ab")) == 5
+    assert read_steps_done(as_then, tmp_path, build_identity(as_then, "ab")) == 5
     work = as_then.workload
     for other, said in (
         (job, "train.loss.z_coeff is 0.0 in the checkpoint and 0.001 in the job"),
@@ -519,12 +531,14 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
             "model.mlp_bias is False in the checkpoint",
         ),
         (
-            replace(as_then, workload=replace(work, data=DataSpec(documents=Documents.BOUNDED))),
+            replace(
+                as_then, workload=replace(work, data=DataSpec(documents=DocumentMasking.BOUNDED))
+            ),
             "data.documents is joined in the checkpoint and bounded in the job",
         ),
     ):
         with pytest.raises(BadInput) as refused:
-            steps_done(other, tmp_path, identity_of(other, "ab"))
+            read_steps_done(other, tmp_path, build_identity(other, "ab"))
         assert str(refused.value).startswith(f"resume: {said}")
         assert ";" not in str(refused.value).split(" in the job")[0]
 
@@ -532,13 +546,13 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
 def test_a_run_directory_takes_one_job(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with (
-        run_lock(run_dir),
+        lock_run_dir(run_dir),
         pytest.raises(BadInput, match=f"in use by another job .process {os.getpid()}"),
-        run_lock(run_dir),
+        lock_run_dir(run_dir),
     ):
         pass
-    with run_lock(run_dir):  # the file that was left behind does not matter
+    with lock_run_dir(run_dir):  # the file that was left behind does not matter
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="File exists"), run_lock(tmp_path / "file"):
+    with pytest.raises(BadInput, match="File exists"), lock_run_dir(tmp_path / "file"):
         pass

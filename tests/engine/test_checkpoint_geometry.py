@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moewright.engine.checkpoint import boxes, flat_pieces
-from moewright.engine.checkpoint.geometry import Box, tiling_fault
+from moewright.engine.checkpoint import flat_range_boxes, flat_range_shards
+from moewright.engine.checkpoint.geometry import Box, find_tiling_fault
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -33,22 +33,24 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
 @given(ranges())
 def test_boxes_are_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    found = [number for box in boxes(shape, start, stop) for number in elements(shape, box)]
+    found = [
+        number for box in flat_range_boxes(shape, start, stop) for number in elements(shape, box)
+    ]
     assert found == list(range(start, stop))
 
 
 @given(ranges())
 def test_boxes_are_at_most_two_d_minus_one(case: tuple[tuple[int, ...], int, int]) -> None:
-    assert len(boxes(*case)) <= max(1, 2 * len(case[0]) - 1)
+    assert len(flat_range_boxes(*case)) <= max(1, 2 * len(case[0]) - 1)
 
 
 def test_the_bound_is_reached() -> None:
-    assert len(boxes((4, 4, 4), 5 + 16, 64 - 5)) == 5
+    assert len(flat_range_boxes((4, 4, 4), 5 + 16, 64 - 5)) == 5
 
 
 def test_a_range_outside_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"range \[2, 7\)"):
-        boxes((2, 3), 2, 7)
+        flat_range_boxes((2, 3), 2, 7)
 
 
 @settings(max_examples=200)
@@ -60,17 +62,17 @@ def test_tilings_are_told_from_gaps_and_overlaps(
         data.draw(st.sets(st.integers(1, max(1, prod(shape) - 1)), max_size=3)) - {prod(shape)}
     )
     edges = [0, *cuts, prod(shape)]
-    parts = [box for low, high in pairwise(edges) for box in boxes(shape, low, high)]
-    assert tiling_fault(shape, parts) == ""
+    parts = [box for low, high in pairwise(edges) for box in flat_range_boxes(shape, low, high)]
+    assert find_tiling_fault(shape, parts) == ""
     victim = data.draw(st.sampled_from(parts))
-    assert "cover" in tiling_fault(shape, [part for part in parts if part != victim])
-    assert "overlap" in tiling_fault(shape, [*parts, victim])
+    assert "cover" in find_tiling_fault(shape, [part for part in parts if part != victim])
+    assert "overlap" in find_tiling_fault(shape, [*parts, victim])
 
 
 def test_an_overlap_that_makes_up_for_a_gap_is_found() -> None:
-    assert "overlap" in tiling_fault((4,), [((0,), (2,)), ((1,), (2,))])
-    assert "not within" in tiling_fault((4,), [((0,), (2,)), ((3,), (2,))])
-    assert "not one of" in tiling_fault((4,), [((0, 0), (2, 2))])
+    assert "overlap" in find_tiling_fault((4,), [((0,), (2,)), ((1,), (2,))])
+    assert "not within" in find_tiling_fault((4,), [((0,), (2,)), ((3,), (2,))])
+    assert "not one of" in find_tiling_fault((4,), [((0, 0), (2, 2))])
 
 
 @given(ranges())
@@ -81,7 +83,7 @@ def test_flat_pieces_write_through_to_the_flat_buffer(
     flat = torch.zeros(stop - start, dtype=torch.int64)
     wide = tuple(extent + 2 for extent in shape)
     shard = torch.arange(prod(shape)).view(shape)
-    pieces = flat_pieces(
+    pieces = flat_range_shards(
         "w", global_shape=wide, offsets=(1,) * len(shape), local_shape=shape, start=start, flat=flat
     )
     for piece in pieces:

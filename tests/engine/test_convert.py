@@ -282,7 +282,7 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
     good = dict(names._LAYER)
-    same, half = names.Spelling, names._same
+    same, half = names.NamePattern, names._patterns
     for part, wrong, said in (
         (
             "attention.k.weight",

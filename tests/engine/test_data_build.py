@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from moewright.engine.data.build import (
-    Outcome,
-    Rebuild,
-    build,
+from moewright.engine.data.build_corpus import (
+    BuildOutcome,
+    RebuildPolicy,
+    build_corpus,
     read_corpus,
     split_documents,
     unigram_entropy,
 )
 from moewright.engine.data.indexed import open_indexed
-from moewright.engine.data.source import STDLIB_LEFT_OUT, find_source, read_texts
+from moewright.engine.data.source import STDLIB_EXCLUDED, find_source, read_documents
 from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer
 from moewright.spec.errors import BadInput
 
@@ -59,9 +59,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder(folder: Path, tmp_path: Path) -> None:
-    report = build(folder, tmp_path / "out", vocab_size=300, heldout_fraction=0.2)
+    report = build_corpus(folder, tmp_path / "out", vocab_size=300, heldout_fraction=0.2)
     corpus = report.corpus
-    assert report.outcome is Outcome.BUILT
+    assert report.outcome is BuildOutcome.BUILT
     assert (corpus.files, corpus.skipped_files, corpus.vocab_size) == (31, 2, 300)
     assert corpus.train.documents + corpus.heldout.documents == 30
     assert corpus.heldout.documents == pytest.approx(6, abs=2)
@@ -84,7 +84,7 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
 
 
 def test_entropy_by_hand(folder: Path, tmp_path: Path) -> None:
-    report = build(folder, tmp_path / "out", tokenizer=TokenizerKind.BYTES)
+    report = build_corpus(folder, tmp_path / "out", tokenizer=TokenizerKind.BYTES)
     train, heldout = (
         open_indexed(tmp_path / "out" / "train"),
         open_indexed(tmp_path / "out" / "heldout"),
@@ -105,34 +105,36 @@ def test_the_same_corpus_is_used_again_and_a_changed_one_is_not(
 ) -> None:
     out = tmp_path / "out"
 
-    def run(vocab_size: int = 280, rebuild: Rebuild = Rebuild.IF_CHANGED) -> Outcome:
-        return build(folder, out, vocab_size=vocab_size, rebuild=rebuild).outcome
+    def run(
+        vocab_size: int = 280, rebuild: RebuildPolicy = RebuildPolicy.IF_CHANGED
+    ) -> BuildOutcome:
+        return build_corpus(folder, out, vocab_size=vocab_size, rebuild=rebuild).outcome
 
-    assert run() is Outcome.BUILT
+    assert run() is BuildOutcome.BUILT
     first = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert run() is Outcome.REUSED
-    assert run(rebuild=Rebuild.ALWAYS) is Outcome.BUILT
+    assert run() is BuildOutcome.REUSED
+    assert run(rebuild=RebuildPolicy.ALWAYS) is BuildOutcome.BUILT
     assert {path.name: path.read_bytes() for path in out.iterdir()} == first
-    assert run(vocab_size=290) is Outcome.BUILT
+    assert run(vocab_size=290) is BuildOutcome.BUILT
     (folder / "a" / "new.txt").write_text("one more document\n")
-    assert run(vocab_size=290) is Outcome.BUILT
+    assert run(vocab_size=290) is BuildOutcome.BUILT
     damaged = out / "train.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
-    assert run(vocab_size=290) is Outcome.BUILT
+    assert run(vocab_size=290) is BuildOutcome.BUILT
     (out / "tokenizer.json").unlink()
-    assert run(vocab_size=290) is Outcome.BUILT
-    assert run(vocab_size=290) is Outcome.REUSED
+    assert run(vocab_size=290) is BuildOutcome.BUILT
+    assert run(vocab_size=290) is BuildOutcome.REUSED
 
 
 def test_one_file_is_cut_into_documents(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     lines = [f"line {number} of a book with {number * 7919 % 1000}\n" for number in range(2000)]
     path.write_text("".join(lines))
-    texts = read_texts(find_source(path, tmp_path / "out"), limit_bytes=10**6)
+    texts = read_documents(find_source(path, tmp_path / "out"), limit_bytes=10**6)
     assert "".join(texts.documents) == "".join(lines)
     assert 64 <= len(texts.documents) <= 80
     assert all(document.endswith("\n") for document in texts.documents)
-    assert build(path, tmp_path / "out").corpus.heldout.documents >= 3
+    assert build_corpus(path, tmp_path / "out").corpus.heldout.documents >= 3
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_the_limit_cuts_at_lines_or_characters(
 ) -> None:
     path = tmp_path / "t.txt"
     path.write_text(text, "utf-8")
-    texts = read_texts(find_source(path, tmp_path / "out"), limit_bytes=limit)
+    texts = read_documents(find_source(path, tmp_path / "out"), limit_bytes=limit)
     assert "".join(texts.documents) == kept
     assert texts.text_bytes == len(kept.encode())
 
@@ -158,8 +160,8 @@ def test_order_does_not_depend_on_the_file_system(folder: Path, tmp_path: Path) 
     for name in ("latin.txt", "zero.bin", "empty.txt"):
         (moved / name).write_bytes((folder / name).read_bytes())
     limit = 8000
-    first = read_texts(find_source(folder, tmp_path / "out"), limit_bytes=limit)
-    assert read_texts(find_source(moved, tmp_path / "out"), limit_bytes=limit) == first
+    first = read_documents(find_source(folder, tmp_path / "out"), limit_bytes=limit)
+    assert read_documents(find_source(moved, tmp_path / "out"), limit_bytes=limit) == first
     assert 7000 < first.text_bytes <= limit
 
 
@@ -173,10 +175,10 @@ def test_equal_documents_are_on_one_side() -> None:
 
 def test_out_inside_the_source_is_not_read(folder: Path) -> None:
     out = folder / "corpus"
-    assert build(folder, out, vocab_size=280).outcome is Outcome.BUILT
-    assert build(folder, out, vocab_size=280).outcome is Outcome.REUSED
+    assert build_corpus(folder, out, vocab_size=280).outcome is BuildOutcome.BUILT
+    assert build_corpus(folder, out, vocab_size=280).outcome is BuildOutcome.REUSED
     with pytest.raises(BadInput, match="is the source itself"):
-        build(folder, folder)
+        build_corpus(folder, folder)
 
 
 def test_standard_library() -> None:
@@ -185,9 +187,9 @@ def test_standard_library() -> None:
     assert len(source.files) > 300
     assert all(path.suffix == ".py" for path in source.files)
     assert not any(
-        STDLIB_LEFT_OUT & set(path.relative_to(source.root).parts) for path in source.files
+        STDLIB_EXCLUDED & set(path.relative_to(source.root).parts) for path in source.files
     )
-    report_texts = read_texts(source, limit_bytes=200_000)
+    report_texts = read_documents(source, limit_bytes=200_000)
     assert 150_000 < report_texts.text_bytes <= 200_000
 
 
@@ -211,5 +213,5 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     )
     for source, target, changes, words in cases:
         with pytest.raises(BadInput, match=words):
-            build(source, target, **changes)  # type: ignore[arg-type]
+            build_corpus(source, target, **changes)  # type: ignore[arg-type]
     assert not out.exists() or not any(out.iterdir())

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from moewright.engine.data.indexed import open_indexed, write_indexed
 from moewright.engine.data.sampler import (
-    Order,
+    SampleOrder,
     Sampler,
-    fetch,
+    build_sampler,
+    count_whole_batches,
+    micro_batch_rows,
     permute,
-    rows_of,
+    read_samples,
     sample_count,
-    sampler_of,
-    whole_batches,
 )
 from moewright.spec.errors import BadInput
 
@@ -40,14 +40,14 @@ def test_permutation_is_one(size: int, seed: int, epoch: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, SEEDS, st.integers(1, 97), st.sampled_from(Order))
+@given(SIZES, SEEDS, st.integers(1, 97), st.sampled_from(SampleOrder))
 def test_each_epoch_holds_every_sample_once(
-    samples: int, seed: int, global_batch: int, order: Order
+    samples: int, seed: int, global_batch: int, order: SampleOrder
 ) -> None:
     sampler = Sampler(samples=samples, seed=seed, order=order)
     steps = -(-3 * samples // global_batch)
     stream = np.concatenate(
-        [sampler.ids(step * global_batch, global_batch) for step in range(steps)]
+        [sampler.sample_ids(step * global_batch, global_batch) for step in range(steps)]
     )
     for epoch in range(3):
         assert sorted(stream[epoch * samples : (epoch + 1) * samples].tolist()) == list(
@@ -64,13 +64,13 @@ def test_layouts_share_one_order(
     process sees."""
     global_batch = dp * mbs * micro_batches
     one = Sampler(samples=samples, seed=seed)
-    expected = one.ids(0, 5 * global_batch)
+    expected = one.sample_ids(0, 5 * global_batch)
     seen = []
     for step in range(5):
         resumed = Sampler(samples=samples, seed=seed)
         for dp_rank in range(dp):
             for micro_batch in range(micro_batches):
-                rows = rows_of(
+                rows = micro_batch_rows(
                     global_batch=global_batch,
                     dp=dp,
                     dp_rank=dp_rank,
@@ -78,7 +78,7 @@ def test_layouts_share_one_order(
                     micro_batch=micro_batch,
                 )
                 assert len(rows) == mbs
-                seen += resumed.ids(step * global_batch, global_batch)[
+                seen += resumed.sample_ids(step * global_batch, global_batch)[
                     rows.start : rows.stop
                 ].tolist()
     assert seen == expected.tolist()
@@ -86,11 +86,13 @@ def test_layouts_share_one_order(
 
 def test_rows_by_hand() -> None:
     def rows(dp_rank: int, micro_batch: int) -> list[int]:
-        return list(rows_of(global_batch=8, dp=2, dp_rank=dp_rank, mbs=2, micro_batch=micro_batch))
+        return list(
+            micro_batch_rows(global_batch=8, dp=2, dp_rank=dp_rank, mbs=2, micro_batch=micro_batch)
+        )
 
     assert [rows(0, 0), rows(0, 1), rows(1, 0), rows(1, 1)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(BadInput, match="nearest legal value: 8"):
-        rows_of(global_batch=10, dp=2, dp_rank=0, mbs=2, micro_batch=0)
+        micro_batch_rows(global_batch=10, dp=2, dp_rank=0, mbs=2, micro_batch=0)
     with pytest.raises(ValueError, match="micro-batch 2 of 2"):
         rows(0, 2)
 
@@ -118,16 +120,19 @@ def test_fetch_packs_documents(prefix: Path) -> None:
     assert sample_count(data, 5) == 6
     assert sample_count(data, 30) == 1
     assert sample_count(data, 31) == 0
-    rows = fetch(data, np.array([5, 0]), seq_len=5, vocab_size=31)
+    rows = read_samples(data, np.array([5, 0]), seq_len=5, vocab_size=31)
     assert rows.dtype == np.int64
     assert rows.tolist() == [[25, 26, 27, 28, 29, 30], [0, 1, 2, 3, 4, 5]]
 
 
 def test_every_target_once(prefix: Path) -> None:
     data = open_indexed(prefix)
-    sampler = sampler_of(data, seq_len=5, global_batch=3, seed=3)
+    sampler = build_sampler(data, seq_len=5, global_batch=3, seed=3)
     rows = np.concatenate(
-        [fetch(data, sampler.ids(step * 3, 3), seq_len=5, vocab_size=31) for step in range(2)],
+        [
+            read_samples(data, sampler.sample_ids(step * 3, 3), seq_len=5, vocab_size=31)
+            for step in range(2)
+        ],
     )
     assert sorted(rows[:, 1:].ravel().tolist()) == list(range(1, 31))
 
@@ -137,7 +142,7 @@ def test_token_outside_the_vocabulary(prefix: Path) -> None:
     with pytest.raises(
         BadInput, match=r"d\.bin: token 28 at position 28 is outside the vocabulary.*below 28"
     ):
-        fetch(data, np.array([0, 5]), seq_len=5, vocab_size=28)
+        read_samples(data, np.array([0, 5]), seq_len=5, vocab_size=28)
 
 
 def test_file_cut_while_in_use(prefix: Path) -> None:
@@ -148,29 +153,29 @@ def test_file_cut_while_in_use(prefix: Path) -> None:
     with pytest.raises(
         BadInput, match=r"d\.bin: changed while in use: 62 bytes when opened, 20 now"
     ):
-        fetch(data, np.array([5]), seq_len=5, vocab_size=31)
+        read_samples(data, np.array([5]), seq_len=5, vocab_size=31)
     path.unlink()
     with pytest.raises(BadInput, match="went away"):
-        fetch(data, np.array([5]), seq_len=5, vocab_size=31)
+        read_samples(data, np.array([5]), seq_len=5, vocab_size=31)
 
 
 def test_too_little_for_a_batch(prefix: Path) -> None:
     data = open_indexed(prefix)
     with pytest.raises(BadInput, match="31 tokens give 6 samples of 5; a global batch needs 7"):
-        sampler_of(data, seq_len=5, global_batch=7, seed=0)
+        build_sampler(data, seq_len=5, global_batch=7, seed=0)
 
 
 def test_held_out_batches_do_not_repeat(prefix: Path) -> None:
-    sampler = sampler_of(
-        open_indexed(prefix), seq_len=5, global_batch=4, seed=0, order=Order.SEQUENTIAL
+    sampler = build_sampler(
+        open_indexed(prefix), seq_len=5, global_batch=4, seed=0, order=SampleOrder.SEQUENTIAL
     )
-    assert whole_batches(sampler, global_batch=4, wanted=8) == 1
-    assert sampler.ids(0, 4).tolist() == [0, 1, 2, 3]
+    assert count_whole_batches(sampler, global_batch=4, limit=8) == 1
+    assert sampler.sample_ids(0, 4).tolist() == [0, 1, 2, 3]
 
 
 def test_large_epochs_cost_no_memory() -> None:
     sampler = Sampler(samples=10**12, seed=5)
-    ids = sampler.ids(12_345_678 * 1024, 1024)
+    ids = sampler.sample_ids(12_345_678 * 1024, 1024)
     assert len(set(ids.tolist())) == 1024
     assert ids.min() >= 0
     assert ids.max() < 10**12

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moewright.engine.data.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
-    byte_tokenizer,
+    build_byte_tokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -20,7 +20,7 @@ from moewright.spec.errors import BadInput
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 40, "größe ünï 漢字 🙂\n" * 20]
 BPE = train_bpe(TEXTS, vocab_size=280)
-BYTES = byte_tokenizer()
+BYTES = build_byte_tokenizer()
 
 
 @settings(max_examples=150, deadline=None)

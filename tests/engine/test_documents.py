@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_model_oracle import single_process_model
 
-from moewright.engine.data.batch import batch_here
 from moewright.engine.data.indexed import open_indexed, write_indexed
-from moewright.engine.data.sampler import attended_share, documents_end
-from moewright.engine.kernels.attention import Runs
+from moewright.engine.data.micro_batch import build_micro_batch
+from moewright.engine.data.sampler import attended_share, document_ends
+from moewright.engine.kernels.attention import Segments
 from moewright.engine.model.transformer import Transformer
 from moewright.spec.ledger import FlopOp
 from moewright.spec.model import AttentionKind, AttentionSpec, RopeSpec
-from moewright.spec.workload import DataSpec, Documents
+from moewright.spec.workload import DataSpec, DocumentMasking
 from tiny_jobs import MODEL, workload
 
 LENGTHS = ((5, 1, 20, 6), (32,), (3, 29))
@@ -27,24 +27,26 @@ LATENT = AttentionSpec(
 )  # fmt: skip
 
 
-def runs_of(*lengths: int) -> Runs:
-    return Runs(lengths=lengths, starts=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32))
+def build_segments(*lengths: int) -> Segments:
+    return Segments(
+        lengths=lengths, cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    )
 
 
 def gradients(
-    model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Runs | None
+    model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Segments | None
 ) -> list[torch.Tensor]:
     """Loss of every token that has a target, in order, and every gradient of their sum."""
     model.zero_grad()
-    nll = model(batch_here(model._run, ids, targets, runs)).nll
+    nll = model(build_micro_batch(model._run, ids, targets, runs)).nll
     nll.sum().backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [nll.detach()[targets.flatten() >= 0], *(grad.clone() for grad in grads)]
 
 
-@pytest.mark.parametrize("documents", [Documents.BOUNDED, Documents.RESTARTED])
+@pytest.mark.parametrize("documents", [DocumentMasking.BOUNDED, DocumentMasking.RESTARTED])
 @pytest.mark.parametrize("latent", [False, True])
-def test_packed_documents_equal_each_alone(documents: Documents, latent: bool) -> None:
+def test_packed_documents_equal_each_alone(documents: DocumentMasking, latent: bool) -> None:
     """Alone: each document first in a row of its own, behind it other tokens that have no
     target."""
     spec = replace(MODEL, attention=LATENT) if latent else MODEL
@@ -62,7 +64,7 @@ def test_packed_documents_equal_each_alone(documents: Documents, latent: bool) -
             alone_targets[-1][:length] = targets[row, start : start + length]
             start += length
     packed = gradients(
-        model, inputs, targets, runs_of(*(n for lengths in LENGTHS for n in lengths))
+        model, inputs, targets, build_segments(*(n for lengths in LENGTHS for n in lengths))
     )
     wanted = gradients(model, torch.stack(alone), torch.stack(alone_targets), None)
     for ours, theirs in zip(packed, wanted, strict=True):
@@ -72,13 +74,13 @@ def test_packed_documents_equal_each_alone(documents: Documents, latent: bool) -
 
 
 def test_attention_works_inside_documents_alone() -> None:
-    model = single_process_model(MODEL, workload(DataSpec(documents=Documents.BOUNDED)))
-    books, attention = model._run.books, FlopOp.ATTENTION
+    model = single_process_model(MODEL, workload(DataSpec(documents=DocumentMasking.BOUNDED)))
+    books, attention = model._run.counters, FlopOp.ATTENTION
     ids = torch.zeros(2, 32, dtype=torch.int64)
     counted = []
-    for runs in (runs_of(8, 24, 16, 16), None):
+    for runs in (build_segments(8, 24, 16, 16), None):
         with books.counting():
-            model(batch_here(model._run, ids, ids, runs)).nll.sum().backward()
+            model(build_micro_batch(model._run, ids, ids, runs)).nll.sum().backward()
         counted.append(sum(flops for (op, _), flops in books.flops.items() if op is attention))
     assert counted[0] * (32 * 32 * 2) == counted[1] * (8 * 8 + 24 * 24 + 2 * 16 * 16)
 
@@ -89,13 +91,13 @@ def test_where_documents_end(tmp_path: Path) -> None:
     documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
     write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
     data = open_indexed(tmp_path / "d")
-    assert documents_end(data, 0, seq_len=5) == (3,)
-    assert documents_end(data, 1, seq_len=5) == (2, 3)
-    assert documents_end(data, 0, seq_len=7) == (
+    assert document_ends(data, 0, seq_len=5) == (3,)
+    assert document_ends(data, 1, seq_len=5) == (2, 3)
+    assert document_ends(data, 0, seq_len=7) == (
         3,
         7,
     )  # the target after the last token is of another document
-    assert documents_end(data, 1, seq_len=7) == (1,)
+    assert document_ends(data, 1, seq_len=7) == (1,)
 
 
 def test_the_share_of_attention_that_documents_leave(tmp_path: Path) -> None:

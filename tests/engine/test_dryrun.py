@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import tiny_jobs
 from moewright.codec import parse_layout
-from moewright.cost.ledger import predict_rank
-from moewright.diagnosis.compare_ledgers import Section, Status, compare
-from moewright.engine.run.dryrun import dry_run
+from moewright.cost.ledger import predict_rank_ledger
+from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
+from moewright.engine.run.dry_run import dry_run
 from moewright.intake import catalogue
 from moewright.rules.legality import micro_batches
-from moewright.rules.routing import selection_in_turn
+from moewright.rules.routing import round_robin_selection
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
@@ -26,20 +26,20 @@ from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, Route
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
     found = dry_run(model, workload, layout, rank=rank)
-    selection = selection_in_turn(
+    selection = round_robin_selection(
         model, workload, layout, micro_batches=micro_batches(workload, layout)
     )
-    comparison = compare(
-        predict_rank(model, workload, layout, rank=rank, selection=selection), found.ledger
+    comparison = compare_ledgers(
+        predict_rank_ledger(model, workload, layout, rank=rank, selection=selection), found.ledger
     )
     wrong = [
         line
         for line in comparison.lines
-        if line.section is not Section.TIME and line.status is not Status.EQUAL
+        if line.section is not Section.TIME and line.status is not LineStatus.EQUAL
     ]
     assert not wrong, wrong
     saved = (Component.ACTIVATIONS, Component.LOGITS)
-    assert sum(size for _, size in found.beside) > sum(
+    assert sum(size for _, size in found.peak_by_module) > sum(
         r.bytes for r in found.ledger.memory if r.component in saved
     )
     assert not dist.is_initialized()
@@ -97,12 +97,12 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
     nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.counters import Books
-    from moewright.engine.run.dryrun import Meter
+    from moewright.engine.observe.counters import Counters
+    from moewright.engine.run.dry_run import MemoryMeter
 
-    with FakeTensorMode(), Meter() as meter:
+    with FakeTensorMode(), MemoryMeter() as meter:
         state = torch.zeros(1000)
-        meter.start(Books())
+        meter.start(Counters())
         state.add_(1.0)
         a, b = torch.ones(8, 4), torch.ones(4, 8)
         c = a @ b
@@ -110,7 +110,7 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
         del a, b, c
         more = copy + 1
         del copy, more
-    assert sum(meter.fullest.values()) == 4 * (32 + 32 + 64 + 64)
+    assert sum(meter.peak_by_module.values()) == 4 * (32 + 32 + 64 + 64)
 
 
 def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> None:
@@ -118,25 +118,25 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
     they come from."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.counters import Books
-    from moewright.engine.run.dryrun import Meter
+    from moewright.engine.observe.counters import Counters
+    from moewright.engine.run.dry_run import MemoryMeter
 
     def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:
         weight.untyped_storage().resize_(32)
         torch.ops.fsdp.split_with_sizes_copy(gathered, [8], 0, out=[weight])
 
-    with FakeTensorMode(), Meter() as meter:
+    with FakeTensorMode(), MemoryMeter() as meter:
         first, second = torch.empty(8), torch.empty(8)
         for weight in (first, second):
             weight.untyped_storage().resize_(0)
-        meter.start(Books())
+        meter.start(Counters())
         gathered = torch.zeros(8)
         fill(first, gathered)
         first.untyped_storage().resize_(0)
         fill(second, gathered)
         del gathered
         torch.zeros(4)
-    assert sum(meter.fullest.values()) == 32 + 32
+    assert sum(meter.peak_by_module.values()) == 32 + 32
 
 
 def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:

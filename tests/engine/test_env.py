@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.engine.run.env import torchrun
+from moewright.engine.run.env import read_torchrun_env
 from moewright.spec.errors import BadInput
 
 GIVEN = {
@@ -21,9 +21,9 @@ def variables(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 
 def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     variables(monkeypatch)
-    env = torchrun()
+    env = read_torchrun_env()
     assert env is not None
-    assert (env.rank, env.world, env.local_rank, env.host, env.port) == (
+    assert (env.rank, env.world_size, env.local_rank, env.host, env.port) == (
         1,
         2,
         1,
@@ -31,10 +31,10 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         29500,
     )
     monkeypatch.delenv("RANK")
-    assert torchrun() is None
+    assert read_torchrun_env() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     with pytest.raises(BadInput, match="SLURM_STEP_NUM_TASKS=8: srun started so many tasks"):
-        torchrun()
+        read_torchrun_env()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_it_cannot_have_set_is_refused(
 ) -> None:
     variables(monkeypatch, **{key: value})
     with pytest.raises(BadInput) as refused:
-        torchrun()
+        read_torchrun_env()
     assert said in str(refused.value)
 
 
@@ -65,4 +65,4 @@ def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     variables(monkeypatch)
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(BadInput, match="MASTER_PORT: is not set"):
-        torchrun()
+        read_torchrun_env()

@@ -22,33 +22,33 @@ TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
 
 def call_all() -> None:
     """Every kernel in bf16, and each of its branches."""
-    from moewright.engine.kernels.fused.triton import Compiled
+    from moewright.engine.kernels.fused.triton import TritonKernels
 
-    kernels, make = Compiled(), torch.Generator().manual_seed(0)
+    kernels, make = TritonKernels(), torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(TOKENS, WIDTH, generator=make).bfloat16(),
         torch.ones(WIDTH, dtype=torch.bfloat16),
     )
     ids, one = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS)
-    kernels.spread(x, ids)
-    kernels.sum_slots(x, ids[:, None], True)
+    kernels.permute(x, ids)
+    kernels.unpermute(x, ids[:, None], True)
     for of_rows, clamped in ((None, False), (one, True)):
         kernels.swiglu(x, of_rows, clamped)
         kernels.swiglu_backward(x[:, : WIDTH // 2], x, of_rows, clamped)
-    kernels.norm(x, weight, 1e-6)
+    kernels.rms_norm(x, weight, 1e-6)
     for scale in (None, one[:, None]):
-        kernels.norm_backward(x, x, weight, 1e-6, scale, slice(1, 9))
+        kernels.rms_norm_backward(x, x, weight, 1e-6, scale, slice(1, 9))
     angle = torch.zeros(TOKENS // 2, HEAD // 2)
     for heads in (1, HEADS):
         kernels.rotate(torch.zeros(2, TOKENS // 2, heads, HEAD, dtype=torch.bfloat16), angle, angle)
     logits = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bfloat16)
-    kernels.losses(logits, ids)
-    kernels.sums(logits[:, :-3], one)
+    kernels.cross_entropy(logits, ids)
+    kernels.sum_exp(logits[:, :-3], one)
     for log_sum in (None, one):
-        kernels.losses_backward(one, logits, ids, log_sum, VOCABULARY - 3)
+        kernels.cross_entropy_backward(one, logits, ids, log_sum, VOCABULARY - 3)
     for score in ScoreFunction:
         scores = torch.zeros(TOKENS, EXPERTS, requires_grad=True)
-        _, weights, scored = kernels.weigh(
+        _, weights, scored = kernels.route_tokens(
             scores, RouterSpec(top_k=2, score=score), torch.zeros(EXPERTS), None
         )
         (weights.sum() + scored.sum()).backward()

@@ -10,8 +10,8 @@ import pytest
 
 import tiny_jobs
 from moewright.engine.kernels.fused import select
-from moewright.engine.kernels.fused.reference import Plain
-from moewright.engine.run.train import run
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.run.train import train
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.workload import DataSpec, FusedKernels
@@ -51,17 +51,17 @@ def test_what_a_job_gets(
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     monkeypatch.setattr(select, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(select, "version", lambda name: "3.7")
-    rules = [reason.rule for reason in select.unavailable(asked, device)]
+    rules = [reason.rule for reason in select.unavailable_reasons(asked, device)]
     assert len(rules) == bool(said)
     assert all(rule.startswith(said) for rule in rules)
     if given is not None:
-        assert select.implementation(asked, device).split()[0] == given
+        assert select.implementation_name(asked, device).split()[0] == given
 
 
 def test_the_reference_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "find_spec", lambda name: None)
     for asked, device in product((FusedKernels.AUTO, FusedKernels.PLAIN), DeviceKind):
-        assert isinstance(select.kernels_for(asked, device), Plain)
+        assert isinstance(select.build_kernels(asked, device), TorchKernels)
 
 
 def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,5 +70,5 @@ def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         BadInput, match=r"train.fused_kernels=triton: needs .*; nearest legal value: auto"
     ):
-        run(tiny_jobs.plan(work, "", world_size=1), tmp_path / "run")
+        train(tiny_jobs.plan(work, "", world_size=1), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -14,19 +14,19 @@ from itertools import product
 import pytest
 import torch
 
-from moewright.engine.kernels.fused.reference import Plain
-from moewright.engine.run.env import interprets_triton
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.run.env import is_triton_interpreted
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 pytest.importorskip(
     "triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone"
 )
 
-from moewright.engine.kernels.fused.triton import Compiled
+from moewright.engine.kernels.fused.triton import TritonKernels
 
 CLOSE = 32 * 2.0**-24
-DEVICE = torch.device("cpu" if interprets_triton() else "cuda")
-PLAIN, FUSED = Plain(), Compiled()
+DEVICE = torch.device("cpu" if is_triton_interpreted() else "cuda")
+PLAIN, FUSED = TorchKernels(), TritonKernels()
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +54,11 @@ def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None
     make, rows = dice(tokens), max(1, tokens * slots - 2)
     x, routed = torch.randn(tokens, width, generator=make), torch.randn(rows, width, generator=make)
     of_row = torch.randint(0, max(1, tokens), (rows if tokens else 0,), generator=make)
-    assert torch.equal(FUSED.spread(x, of_row), PLAIN.spread(x, of_row))
+    assert torch.equal(FUSED.permute(x, of_row), PLAIN.permute(x, of_row))
     of_slot = torch.randint(0, rows + 1, (tokens, slots), generator=make)
-    assert_close(FUSED.sum_slots(routed, of_slot, False), PLAIN.sum_slots(routed, of_slot, False))
+    assert_close(FUSED.unpermute(routed, of_slot, False), PLAIN.unpermute(routed, of_slot, False))
     of_slot.clamp_(max=rows - 1)
-    assert_close(FUSED.sum_slots(routed, of_slot, True), PLAIN.sum_slots(routed, of_slot, True))
+    assert_close(FUSED.unpermute(routed, of_slot, True), PLAIN.unpermute(routed, of_slot, True))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(20, 1100), (7, 24), (1, 1), (0, 8)])
@@ -98,18 +98,18 @@ def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
     extra = 3 if cut else 0
     x, grad = (torch.randn(*outer, width + extra, generator=make)[..., :width] for _ in range(2))
     weight = 1 + torch.randn(width, generator=make)
-    (found, scale), (wanted, wanted_scale) = (k.norm(x, weight, 1e-5) for k in (FUSED, PLAIN))
+    (found, scale), (wanted, wanted_scale) = (k.rms_norm(x, weight, 1e-5) for k in (FUSED, PLAIN))
     assert_close(found, wanted)
     assert_close(scale, wanted_scale)
     rows = math.prod(outer)
     for mine in (slice(None), slice(rows // 3, rows - rows // 3), slice(rows, rows)):
         given = (grad, x, weight, 1e-5, wanted_scale if kept else None, mine)
         (of_x, of_weight), (wanted_x, wanted_weight) = (
-            k.norm_backward(*given) for k in (FUSED, PLAIN)
+            k.rms_norm_backward(*given) for k in (FUSED, PLAIN)
         )
         assert_close(of_x, wanted_x)
         assert_close(of_weight, wanted_weight, 8 * CLOSE)
-        assert torch.equal(of_weight, FUSED.norm_backward(*given)[1])
+        assert torch.equal(of_weight, FUSED.rms_norm_backward(*given)[1])
 
 
 def test_a_norm_rounds_before_its_weight() -> None:
@@ -119,10 +119,10 @@ def test_a_norm_rounds_before_its_weight() -> None:
         torch.randn(9, 256, generator=make).half(),
         (1 + torch.randn(256, generator=make) / 8).half(),
     )
-    found, wanted = (k.norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
+    found, wanted = (k.rms_norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
     assert found.dtype == torch.float16
     assert float((found != wanted).float().mean()) < 0.01
-    once = (x * PLAIN.norm(x, weight, 1e-5)[1] * weight).half()
+    once = (x * PLAIN.rms_norm(x, weight, 1e-5)[1] * weight).half()
     assert float((once != wanted).float().mean()) > 0.1
 
 
@@ -165,16 +165,16 @@ def test_losses(tokens: int, width: int, pads: int) -> None:
     targets[1::3] = -1
     grad = torch.randn(tokens, generator=make)
     meant = targets >= 0
-    found, wanted = (k.losses(logits, targets) for k in (FUSED, PLAIN))
+    found, wanted = (k.cross_entropy(logits, targets) for k in (FUSED, PLAIN))
     assert_close(found[meant], wanted[meant])
     assert found.isfinite().all()
     inside = logits[:, :size]
     top = inside.amax(-1) + torch.rand(tokens, generator=make)
-    found, wanted = (k.sums(inside, top) for k in (FUSED, PLAIN))
+    found, wanted = (k.sum_exp(inside, top) for k in (FUSED, PLAIN))
     assert_close(found, wanted)
     for log_sum in (None, top + wanted.log()):
         given = (grad, logits, targets, log_sum, size)
-        found, wanted = (k.losses_backward(*given) for k in (FUSED, PLAIN))
+        found, wanted = (k.cross_entropy_backward(*given) for k in (FUSED, PLAIN))
         assert_close(found, wanted)
         assert not found[:, size:].any()
 
@@ -215,7 +215,7 @@ def test_router(spec: RouterSpec, dtype: torch.dtype, given: str) -> None:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            chosen, weights, scores = kernels.weigh(leaf, spec, bias, forced)
+            chosen, weights, scores = kernels.route_tokens(leaf, spec, bias, forced)
         loss = (weights * pull).sum() if given != "scores alone" else 0.0
         loss = loss + ((scores * push).sum() if given != "weights alone" else 0.0)
         torch.as_tensor(loss).backward()
@@ -229,7 +229,7 @@ def test_router(spec: RouterSpec, dtype: torch.dtype, given: str) -> None:
 
 def test_no_token_is_routed() -> None:
     logits = torch.empty(0, 8, requires_grad=True)
-    chosen, weights, scores = FUSED.weigh(logits, RouterSpec(top_k=2), None, None)
+    chosen, weights, scores = FUSED.route_tokens(logits, RouterSpec(top_k=2), None, None)
     (weights.sum() + scores.sum()).backward()
     assert chosen.shape == (0, 2)
     assert logits.grad is not None

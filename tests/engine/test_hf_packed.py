@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_families import write_fp8, write_model
 from moewright.cli.main import main
-from moewright.engine.hf.packed import FP8, Stored, unpacked
+from moewright.engine.hf.packed import FP8, StoredTensor, unpack
 
 SIZES = (2, 300, 150)  # experts, rows and columns, the last blocks of 128 cut off
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -34,8 +34,8 @@ def test_any_box_is_that_of_the_whole(box: tuple[slice, ...], dims: int) -> None
     held = {"x": ones, "x_scale_inv": 2.0 ** torch.arange(12).view(2, 3, 2)}
     expert, row, column = torch.meshgrid(*map(torch.arange, SIZES), indexing="ij")
     wanted = 2.0 ** (6 * expert + 2 * (row >= 128) + 2 * (row >= 256) + (column >= 128))
-    stored = Stored(file="", dtype=FP8, shape=SIZES, block=(128, 128))
-    found = unpacked("x", stored, box[:dims], lambda name, part: held[name][part])
+    stored = StoredTensor(file="", dtype=FP8, shape=SIZES, block=(128, 128))
+    found = unpack("x", stored, box[:dims], lambda name, part: held[name][part])
     assert torch.equal(found, wanted[box[:dims]])
 
 
@@ -73,8 +73,8 @@ def test_blocks_that_divide_a_tensor_are_scaled_as_transformers_does() -> None:
         factors = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128, generator=dice)
         for given_as in (factors, factors.bfloat16()):
             held = {"x": values, "x_scale_inv": given_as}
-            stored = Stored(file="", dtype=FP8, shape=shape, block=(128, 128))
-            found = unpacked("x", stored, (), lambda name, part, held=held: held[name][part])
+            stored = StoredTensor(file="", dtype=FP8, shape=shape, block=(128, 128))
+            found = unpack("x", stored, (), lambda name, part, held=held: held[name][part])
             for dtype in (torch.float32, torch.bfloat16):
                 assert torch.equal(found.to(dtype), rule._dequantize_one(values, given_as, dtype))
 

@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
-from moewright.engine.kernels.fused.reference import Plain
-from moewright.engine.model.linear_loss import LinearLoss
-from moewright.engine.model.parallel_linear import ColumnLinear
-from moewright.engine.model.vocab_parallel import CrossEntropy, Part
-from moewright.engine.observe.counters import Books
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.model.linear_loss import LinearCrossEntropy
+from moewright.engine.model.parallel_linear import ColumnParallelLinear
+from moewright.engine.model.vocab_parallel import VocabParallelCrossEntropy, VocabShard
+from moewright.engine.observe.counters import Counters
 from moewright.spec.ledger import FlopOp, Module
 
 T, K, VOCABULARY = 12, 16, 37
 
 
-def alone(books: Books, size: int = VOCABULARY) -> Part:
+def single_rank_shard(books: Counters, size: int = VOCABULARY) -> VocabShard:
     """The whole vocabulary, on one rank."""
-    group = Group(name="tp", ranks=(0,), index=0, handle=None, books=books)
-    return Part(tp=TensorParallel(group=group, sequence=False), start=0, size=size)
+    group = Group(name="tp", ranks=(0,), index=0, handle=None, counters=books)
+    return VocabShard(tp=TensorParallel(group=group, sequence_parallel=False), start=0, size=size)
 
 
-def drawn(
+def draw_inputs(
     dtype: torch.dtype, rows: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inputs, a table with large and small logits, targets of which some are none, and gradients of
@@ -36,13 +36,13 @@ def drawn(
     return x, w, targets, torch.rand(T, generator=dice)
 
 
-def whole(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    books = Books()
-    part = alone(books)
-    (logits,) = ColumnLinear.apply(x, part.tp, books, w)
+def full_logits_loss(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    books = Counters()
+    part = single_rank_shard(books)
+    (logits,) = ColumnParallelLinear.apply(x, part.tp, books, w)
     if len(w) == VOCABULARY:
-        return CrossEntropy.apply(logits, targets, part, Plain())
-    return CrossEntropy.apply(logits[:, :VOCABULARY], targets, part, Plain())
+        return VocabParallelCrossEntropy.apply(logits, targets, part, TorchKernels())
+    return VocabParallelCrossEntropy.apply(logits[:, :VOCABULARY], targets, part, TorchKernels())
 
 
 def results(
@@ -56,10 +56,17 @@ def results(
 def test_equals_the_loss_of_whole_logits(most: int, rows: int) -> None:
     """Also where the last rows of the table are padding, which gets no gradient, a whole piece of
     it or part of one."""
-    x, w, targets, grad = drawn(torch.float32, rows)
-    books = Books()
-    wanted = results(whole(x, w, targets), grad, x, w)
-    found = results(LinearLoss.apply(x, w, targets, alone(books), most, books, Plain()), grad, x, w)
+    x, w, targets, grad = draw_inputs(torch.float32, rows)
+    books = Counters()
+    wanted = results(full_logits_loss(x, w, targets), grad, x, w)
+    found = results(
+        LinearCrossEntropy.apply(
+            x, w, targets, single_rank_shard(books), most, books, TorchKernels()
+        ),
+        grad,
+        x,
+        w,
+    )
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
     assert not found[0][targets < 0].any()
@@ -70,26 +77,31 @@ def test_rounds_as_the_loss_of_whole_logits_does() -> None:
     """bf16, against fp64 of the same values. A kernel that rounds its result rounds the parts of
     x's gradient once each and then their sum: as far off again, in another direction.
     """
-    x, w, targets, grad = drawn(torch.bfloat16)
+    x, w, targets, grad = draw_inputs(torch.bfloat16)
     exact_x, exact_w = (each.detach().double().requires_grad_() for each in (x, w))
     loss = torch.nn.functional.cross_entropy(exact_x @ exact_w.T, targets, reduction="none")
     exact = results(loss, grad.double(), exact_x, exact_w)
-    books = Books()
-    wanted = results(whole(x, w, targets), grad, x, w)
-    found = results(LinearLoss.apply(x, w, targets, alone(books), 8, books, Plain()), grad, x, w)
+    books = Counters()
+    wanted = results(full_logits_loss(x, w, targets), grad, x, w)
+    found = results(
+        LinearCrossEntropy.apply(x, w, targets, single_rank_shard(books), 8, books, TorchKernels()),
+        grad,
+        x,
+        w,
+    )
     for ours, theirs, truth, more in zip(found, wanted, exact, (1.01, 2**0.5, 1.01), strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - truth).norm() <= more * (theirs - truth).norm()
 
 
 def test_keeps_no_logits_and_makes_no_more_than_a_piece_of_them() -> None:
-    x, w, targets, grad = drawn(torch.float32)
-    books, most, widths, kept = Books(), 8, [], []
+    x, w, targets, grad = draw_inputs(torch.float32)
+    books, most, widths, kept = Counters(), 8, [], []
 
-    class Seen(Plain):
+    class Seen(TorchKernels):
         def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
             widths.append(logits_TV.shape[1])
-            return super().sums(logits_TV, top_T)
+            return super().sum_exp(logits_TV, top_T)
 
         def losses_backward(
             self,
@@ -100,15 +112,17 @@ def test_keeps_no_logits_and_makes_no_more_than_a_piece_of_them() -> None:
             size: int,
         ) -> torch.Tensor:
             widths.append(logits_TV.shape[1])
-            return super().losses_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
+            return super().cross_entropy_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
-    with books.counting(), books.within(Module.HEAD):
+    with books.counting(), books.attribute_to(Module.HEAD):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = LinearLoss.apply(x, w, targets, alone(books), most, books, Seen())
+            loss = LinearCrossEntropy.apply(
+                x, w, targets, single_rank_shard(books), most, books, Seen()
+            )
         loss.backward(grad)
     assert widths == 2 * [8, 8, 8, 8, 5]
     assert kept == [

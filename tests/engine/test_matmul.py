@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moewright.engine.kernels.attention import attention, attention_backward
-from moewright.engine.kernels.fused.reference import Plain
+from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.model.activations import SwiGlu
-from moewright.engine.model.autograd import SumSlots
-from moewright.engine.observe.counters import Books
+from moewright.engine.model.autograd import Unpermute
+from moewright.engine.observe.counters import Counters
 from moewright.spec.ledger import FlopOp
 
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
@@ -22,7 +22,7 @@ SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
 @pytest.fixture(params=["MKL", "oneDNN"])
 def _fp32_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an Intel CPU, and as on another."""
-    monkeypatch.setattr(matmul, "_mkl_is_fast", lambda: request.param == "MKL")
+    monkeypatch.setattr(matmul_module, "_mkl_is_fast", lambda: request.param == "MKL")
 
 
 @pytest.mark.usefixtures("_fp32_by")
@@ -42,7 +42,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
         torch.randn(sum(sizes), 12, generator=make),
         torch.tensor(sizes).cumsum(0).to(torch.int32),
     )
-    books = Books()
+    books = Counters()
     with books.counting():
         out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
     rows = list(zip(a.split(sizes), g.split(sizes), b, strict=True))
@@ -56,7 +56,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
 def test_a_large_product_is_fp32_throughout_and_booked() -> None:
     make = torch.Generator().manual_seed(2)
     a, b = torch.randn(256, 384, generator=make), torch.randn(96, 384, generator=make)
-    books = Books()
+    books = Counters()
     with books.counting():
         out = matmul(a, b.T)
     wide = a.double() @ b.double().T
@@ -97,7 +97,7 @@ def test_swiglu_in_parts_has_the_gradients_of_its_formula(weighted: bool) -> Non
     leaves = [leaf for leaf in (x, weight) if leaf is not None]
     gate, up = x.chunk(2, -1)
     plain = torch.sigmoid(gate) * gate * up * (1.0 if weight is None else weight[:, None])
-    ours = SwiGlu.apply(x, weight, Plain(1 << 13))
+    ours = SwiGlu.apply(x, weight, TorchKernels(1 << 13))
     torch.testing.assert_close(ours, plain)
     for found, wanted in zip(
         torch.autograd.grad(ours, leaves, grad),
@@ -111,7 +111,7 @@ def test_slots_without_a_row_add_nothing() -> None:
     rows = torch.arange(12.0).view(4, 3).requires_grad_()
     places = torch.tensor([[0, 2], [4, 4], [3, 1]])
     tokens = torch.tensor([0, 2, 0, 2])
-    out = SumSlots.apply(rows, tokens, places, False, Plain())
+    out = Unpermute.apply(rows, tokens, places, False, TorchKernels())
     torch.testing.assert_close(
         out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1]))
     )
@@ -140,7 +140,7 @@ def test_a_window_in_blocks_is_that_window(
     scores = scores.masked_fill(~seen, float("-inf"))
     wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(2, 2))
     grad = torch.randn(wanted.shape, generator=make)
-    books = Books()
+    books = Counters()
     with books.counting():
         out, rest = attention(*inputs, causal=causal, window=window)
         found = attention_backward(grad, *inputs, out, rest, causal=causal, window=window)

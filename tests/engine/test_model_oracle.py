@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.mesh import build_mesh
-from moewright.engine.data.batch import batch_here
-from moewright.engine.kernels.fused.reference import Plain
-from moewright.engine.memory.saved_tensors import Keeper
-from moewright.engine.model.layers import slots_of
-from moewright.engine.model.transformer import Transformer, initial_value
-from moewright.engine.observe.counters import Books
+from moewright.engine.data.micro_batch import build_micro_batch
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.model.layers import list_parameters
+from moewright.engine.model.transformer import Transformer, draw_initial_value
+from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import parameters
-from moewright.rules.stages import chunks
+from moewright.rules.stages import pipeline_chunks
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, LossSpec, Workload
 from tiny_jobs import MODEL, plan, workload
@@ -29,23 +29,23 @@ transformers = pytest.importorskip("transformers")
 def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
     """The engine's model of one process, weights in place."""
     job = plan(work, "", world_size=1, model=spec)
-    books = Books()
+    books = Counters()
     run = Runtime(
         model=spec,
         workload=work,
         mesh=build_mesh(job.layout, 0, books),
-        books=books,
-        keeper=Keeper(books, at_work=False),
-        kernels=Plain(),
+        counters=books,
+        saved_tensors=SavedTensorManager(books, replaces_tensors=False),
+        kernels=TorchKernels(),
         device=torch.device("cpu"),
     )
-    model = Transformer(run, chunks(spec, job.layout))
-    for slot in slots_of(model):
-        slot.owner.weight = nn.Parameter(initial_value(slot, run))
+    model = Transformer(run, pipeline_chunks(spec, job.layout))
+    for slot in list_parameters(model):
+        slot.owner.weight = nn.Parameter(draw_initial_value(slot, run))
     return model
 
 
-def hf_names(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def to_hf_names(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors that transformers keeps under its own names for one of ours."""
     table = {
         "embedding.weight": "model.embed_tokens.weight",
@@ -100,8 +100,8 @@ def hf_model(spec: ModelSpec, ours: Transformer) -> nn.Module:
     )
     model = transformers.Qwen3MoeForCausalLM(config).float()
     state = {}
-    for slot in slots_of(ours):
-        state |= hf_names(slot.name, slot.parameter.detach().clone())
+    for slot in list_parameters(ours):
+        state |= to_hf_names(slot.name, slot.parameter.detach().clone())
     if spec.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state)
@@ -123,7 +123,7 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = ours(batch_here(ours._run, inputs, targets, None))
+    out = ours(build_micro_batch(ours._run, inputs, targets, None))
     out.nll.sum().backward()
     logits = theirs(inputs).logits
     nll = nn.functional.cross_entropy(
@@ -132,9 +132,9 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
     nll.sum().backward()
     torch.testing.assert_close(out.nll, nll, rtol=1e-5, atol=1e-5)
     expected = dict(theirs.named_parameters())
-    for slot in slots_of(ours):
+    for slot in list_parameters(ours):
         assert slot.parameter.grad is not None, slot.name
-        for name, grad in hf_names(slot.name, slot.parameter.grad).items():
+        for name, grad in to_hf_names(slot.name, slot.parameter.grad).items():
             reference = expected[name].grad
             assert reference is not None
             error = (grad - reference).norm() / reference.norm()
@@ -149,7 +149,7 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = model(batch_here(model._run, inputs, targets, None))
+    out = model(build_micro_batch(model._run, inputs, targets, None))
 
     def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * norm.weight
@@ -162,9 +162,9 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(
         0, 1
     )  # the model's length
-    x = depth.layer(None, model._rotary.sequences(3, None, None), for_layer)[0].unflatten(
-        0, (3, 32)
-    )[:, :-1]
+    x = depth.layer(None, model._rotary.build(3, None, None), for_layer)[0].unflatten(0, (3, 32))[
+        :, :-1
+    ]
     logits = normed(x, depth.final_norm) @ model.head.weight.T
     wanted = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1, reduction="sum"
@@ -178,16 +178,18 @@ def test_the_model_holds_the_inventory() -> None:
     for tied in (False, True):
         spec = replace(MODEL, tie_embeddings=tied, mtp_layers=2 * tied)
         model = single_process_model(spec, workload(DataSpec()))
-        built = [(slot.name, tuple(slot.parameter.shape), slot.module) for slot in slots_of(model)]
+        built = [
+            (slot.name, tuple(slot.parameter.shape), slot.module) for slot in list_parameters(model)
+        ]
         listed = [(p.name, p.shape, p.module) for p in parameters(spec)]
         assert sorted(built) == sorted(listed)
         assert [name for name, _, _ in built] == [p.name for p in parameters(spec)]
-        experts = {slot.name for slot in slots_of(model) if ".experts." in slot.name}
-        assert experts == {p.name for p in parameters(spec) if p.expert}
+        experts = {slot.name for slot in list_parameters(model) if ".experts." in slot.name}
+        assert experts == {p.name for p in parameters(spec) if p.is_expert}
         # Drawn by name: no two matrices alike, layers of one shape neither.
         drawn = [
             slot.parameter.detach().flatten()[:8].tolist()
-            for slot in slots_of(model)
+            for slot in list_parameters(model)
             if len(slot.parameter.shape) > 1
         ]
         assert len({tuple(values) for values in drawn}) == len(drawn)

@@ -12,12 +12,12 @@ import torch
 from layout_proof import _initial, assert_equal_lines, batches_of
 from layout_space import Case, job
 from moewright.codec import parse_layout
-from moewright.cost.ledger import predict
-from moewright.engine.optim.update import sgd_update
-from moewright.engine.run.build import trainee
+from moewright.cost.ledger import predict_ledger
+from moewright.engine.optim.update_rules import sgd_update
+from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.spec.ledger import Selection
-from moewright.spec.workload import Documents
+from moewright.spec.workload import DocumentMasking
 
 CHOICES = (
     "recompute=full",
@@ -30,7 +30,7 @@ CHOICES = (
 )
 
 
-def gradients(text: str, documents: Documents) -> dict[str, torch.Tensor]:
+def gradients(text: str, documents: DocumentMasking) -> dict[str, torch.Tensor]:
     """Every gradient of a counted step, whose ledger is held against its prediction."""
     case = Case(
         name="", shape="ahead", layout=parse_layout(text, world_size=1), documents=documents
@@ -38,28 +38,30 @@ def gradients(text: str, documents: Documents) -> dict[str, torch.Tensor]:
     assert not case.refusals
     plan = job(case)
     data = batches_of(plan.workload, plan.model)
-    here = trainee(
-        plan.model, plan.workload, plan.layout, data, rank=0, device=torch.device("cpu"), initial=_initial,
-        rule=sgd_update,
+    here = build_train_state(
+        plan.model, plan.workload, plan.layout, data, rank=0, device=torch.device("cpu"), initial_value=_initial,
+        update_rule=sgd_update,
     )  # fmt: skip
     found: dict[str, torch.Tensor] = {}
     update = here.optimizer.update
 
     def watched(*, lr: float, scale: float) -> None:
-        found.update((piece.name, piece.tensor.clone()) for piece in here.optimizer.gradients())
+        found.update(
+            (piece.name, piece.tensor.clone()) for piece in here.optimizer.gradient_shards()
+        )
         update(lr=lr, scale=scale)
 
     here.optimizer.update = watched  # type: ignore[method-assign]
-    result = train_step(here, step=1, lr=0.0, stop_asked=False, counted=True)
-    books = here.run.books.ledger(
-        rank=0, pp_rank=0, state=here.optimizer.memory(), time=(), notes=()
+    result = train_step(here, step=1, lr=0.0, stop_requested=False, count_ledger=True)
+    books = here.runtime.counters.build_ledger(
+        rank=0, pp_rank=0, state=here.optimizer.memory_rows(), time=(), notes=()
     )
     counts = tuple(
-        tuple((tuple(layer),) for layer in of_batch) for of_batch in result.counts.tolist()
+        tuple((tuple(layer),) for layer in of_batch) for of_batch in result.expert_counts.tolist()
     )
-    attended = () if documents is Documents.JOINED else (result.attended,)
+    attended = () if documents is DocumentMasking.JOINED else (result.attended_pairs,)
     selection = Selection(step=1, counts=counts, attended=attended)
-    assert_equal_lines(predict(plan, rank=0, selection=selection), books)
+    assert_equal_lines(predict_ledger(plan, rank=0, selection=selection), books)
     return found
 
 
@@ -71,7 +73,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_depths_replay_and_offload_as_layers_do(choice: str) -> None:
-    documents = Documents.RESTARTED if "block" in choice else Documents.JOINED
+    documents = DocumentMasking.RESTARTED if "block" in choice else DocumentMasking.JOINED
     wanted, found = gradients("mbs2", documents), gradients(f"mbs2,{choice}", documents)
     assert any(name.startswith("grad/mtp.1.") for name in wanted)
     assert wanted.keys() == found.keys()
@@ -85,8 +87,8 @@ def test_depths_replay_and_offload_as_layers_do(choice: str) -> None:
 def test_depths_share_a_loss_that_keeps_no_logits(choice: str) -> None:
     """Sums in another order: equal to rounding, not bit by bit as what is replayed."""
     wanted, found = (
-        gradients("mbs2", Documents.JOINED),
-        gradients(f"mbs2,{choice}", Documents.JOINED),
+        gradients("mbs2", DocumentMasking.JOINED),
+        gradients(f"mbs2,{choice}", DocumentMasking.JOINED),
     )
     assert wanted.keys() == found.keys()
     for name, gradient in wanted.items():

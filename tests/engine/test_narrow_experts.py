@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moewright.engine.comm.mesh import build_mesh
-from moewright.engine.kernels.fused.reference import Plain
-from moewright.engine.memory.saved_tensors import Keeper
-from moewright.engine.model.moe import Moe
-from moewright.engine.observe.counters import Books
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.model.moe import MoeLayer
+from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.intake import hf, hf_write
 from moewright.rules.flops import model_flops_per_token
-from moewright.rules.parameters import count
+from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.workload import DataSpec
@@ -26,19 +26,19 @@ assert MODEL.moe is not None
 NARROW = replace(MODEL, moe=replace(MODEL.moe, latent_size=12, shared_ffn_size=16))
 
 
-def layer() -> Moe:
+def layer() -> MoeLayer:
     """One process, weights drawn wide."""
-    books = Books()
+    books = Counters()
     run = Runtime(
         model=NARROW,
         workload=workload(DataSpec()),
         mesh=build_mesh(Layout(world_size=1), 0, books),
-        books=books,
-        keeper=Keeper(books, at_work=False),
+        counters=books,
+        saved_tensors=SavedTensorManager(books, replaces_tensors=False),
         device=torch.device("cpu"),
-        kernels=Plain(),
+        kernels=TorchKernels(),
     )
-    made, draws = Moe(run, 2), torch.Generator().manual_seed(0)
+    made, draws = MoeLayer(run, 2), torch.Generator().manual_seed(0)
     for module in made.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(
@@ -99,7 +99,9 @@ def test_what_a_narrower_space_takes() -> None:
     assert moe is not None
     fewer = 3 * moe.ffn_size * (h - 12)
     projections = 2 * 12 * h
-    assert count(NARROW).total - count(plain).total == layers * (projections - moe.experts * fewer)
+    assert count_parameters(NARROW).total - count_parameters(plain).total == layers * (
+        projections - moe.experts * fewer
+    )
     flops = model_flops_per_token(NARROW, 64) - model_flops_per_token(plain, 64)
     assert flops == 6 * layers * (projections - moe.router.top_k * fewer)
 
@@ -111,9 +113,9 @@ def test_a_config_says_it_and_none_is_written() -> None:
         "intermediate_size": 64, "vocab_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "moe_latent_size": 12,
     }  # fmt: skip
-    model = hf.spec_of(table, where="job.toml: model", name="narrow")
+    model = hf.parse_config(table, where="job.toml: model", name="narrow")
     assert model.expert_width == 12
     with pytest.raises(BadInput, match="has no HF form"):
-        hf_write.config_of(model)
+        hf_write.build_config(model)
     with pytest.raises(BadInput, match="moe_latent_size=33"):
-        hf.spec_of({**table, "moe_latent_size": 33}, where="job.toml: model", name="wide")
+        hf.parse_config({**table, "moe_latent_size": 33}, where="job.toml: model", name="wide")

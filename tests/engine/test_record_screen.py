@@ -6,7 +6,7 @@ from typing import TextIO, cast
 import pytest
 
 import sample_run
-from moewright.engine.observe.record import Screen
+from moewright.engine.observe.record import ConsoleWriter
 
 
 class Leaving(io.StringIO):
@@ -29,9 +29,9 @@ class Leaving(io.StringIO):
 )
 def test_a_screen_nobody_reads_does_not_end_a_run(error: OSError) -> None:
     stream = Leaving(error)
-    screen = Screen(first_step=1, last_step=8, stream=cast(TextIO, stream))
+    screen = ConsoleWriter(first_step=1, last_step=8, stream=cast(TextIO, stream))
     for step in sample_run.record(steps=8).steps:
-        screen.step(step)
+        screen.write_step(step)
     screen.close()
     assert stream.getvalue().startswith("step 1/8  loss")
     assert "step 8/8" not in stream.getvalue()

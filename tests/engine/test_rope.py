@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moewright.engine.model.rope import frequencies, softmax_factor
+from moewright.engine.model.rope import rope_frequencies, softmax_factor
 from moewright.spec.model import RopeSpec
 
 utils = pytest.importorskip("transformers.modeling_rope_utils")
@@ -27,7 +27,9 @@ LLAMA3 = {
 }
 
 
-def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[torch.Tensor, float]:
+def hf_frequencies(
+    kind: str, table: dict[str, Any], theta: float, dim: int
+) -> tuple[torch.Tensor, float]:
     parameters = {"rope_type": kind, "rope_theta": theta, **table}
     config = SimpleNamespace(
         rope_parameters=parameters, head_dim=dim, hidden_size=4 * dim, num_attention_heads=4,
@@ -72,8 +74,8 @@ def theirs(kind: str, table: dict[str, Any], theta: float, dim: int) -> tuple[to
     ],
 )
 def test_frequencies_and_magnitude(kind: str, table: dict[str, Any], spec: RopeSpec) -> None:
-    wanted, factor = theirs(kind, table, spec.theta, 64)
-    found, ours = frequencies(spec, 64, rounded=table.get("truncate", True))
+    wanted, factor = hf_frequencies(kind, table, spec.theta, 64)
+    found, ours = rope_frequencies(spec, 64, rounded=table.get("truncate", True))
     torch.testing.assert_close(found.float(), wanted, rtol=1e-5, atol=0)
     assert ours == pytest.approx(factor)
 

@@ -12,24 +12,24 @@ import torch
 from layout_proof import WORK, batches
 from moewright.codec import parse_layout
 from moewright.engine.comm.mesh import build_mesh
-from moewright.engine.dispatch.dedup import first_of_each
-from moewright.engine.kernels.fused.reference import Plain, choose, scores_of
-from moewright.engine.memory.saved_tensors import Keeper
-from moewright.engine.model.layers import Slot
-from moewright.engine.model.router import Router, select, sinkhorn
-from moewright.engine.model.router_jitter import uniform
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.observe.counters import Books
-from moewright.engine.run.build import trainee
-from moewright.engine.run.step import Clock, accumulate
+from moewright.engine.dispatch.dedup import mask_repeats
+from moewright.engine.kernels.fused.reference import TorchKernels, choose_experts, compute_scores
+from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.router import Router, select_experts, sinkhorn
+from moewright.engine.model.router_jitter import uniform_noise
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.observe.counters import Counters
+from moewright.engine.run.build_state import build_train_state
+from moewright.engine.run.step import PhaseClock, forward_backward
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
 from moewright.spec.workload import (
-    Assignment,
     DataSpec,
     DropPolicy,
     LossSpec,
+    RouterAssignment,
     RouterDtype,
     RouterForce,
     RouterTraining,
@@ -55,14 +55,14 @@ def router(
     moe = MODEL.moe
     assert moe is not None
     model: ModelSpec = replace(MODEL, moe=replace(moe, router=spec))
-    books = Books()
+    books = Counters()
     run = Runtime(
         model=model,
         workload=workload(DataSpec(), loss=loss, router=training),
         mesh=build_mesh(Layout(world_size=1), 0, books),
-        books=books,
-        keeper=Keeper(books, at_work=False),
-        kernels=Plain(),
+        counters=books,
+        saved_tensors=SavedTensorManager(books, replaces_tensors=False),
+        kernels=TorchKernels(),
         device=torch.device("cpu"),
     )
     made = Router(run, moe.experts, 2)
@@ -78,7 +78,7 @@ def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(
     score: ScoreFunction,
 ) -> None:
     x = logits()
-    found = select(x, RouterSpec(top_k=4, score=score, scaling_factor=2.5), Plain())
+    found = select_experts(x, RouterSpec(top_k=4, score=score, scaling_factor=2.5), TorchKernels())
     torch.testing.assert_close(found.weights.sum(-1), torch.full((64,), 2.5))
     plain = {
         ScoreFunction.SOFTMAX: lambda v: v.exp(),  # any common factor of a token falls out
@@ -94,7 +94,7 @@ def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:
     x, bias = logits(), torch.zeros(16)
     bias[3] = 10.0
     spec = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, renormalize=False, selection_bias=True)
-    found = select(x, spec, Plain(), bias)
+    found = select_experts(x, spec, TorchKernels(), bias)
     assert (found.experts == 3).any(1).all()
     torch.testing.assert_close(found.weights, torch.sigmoid(x).gather(1, found.experts))
 
@@ -103,8 +103,8 @@ def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:
 def test_experts_come_from_the_best_groups(groups: tuple[int, int]) -> None:
     count, kept = groups
     spec = RouterSpec(top_k=4, groups=count, top_groups=kept, group_scores=2)
-    scores = scores_of(logits().detach(), ScoreFunction.SOFTMAX)
-    chosen = choose(scores, spec)
+    scores = compute_scores(logits().detach(), ScoreFunction.SOFTMAX)
+    chosen = choose_experts(scores, spec)
     size = 16 // count
     for token in range(64):
         of_group = [
@@ -135,7 +135,7 @@ def test_the_choice_and_its_weights_are_those_of_deepseek_v3_in_transformers() -
         top_k=4, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
         selection_bias=True,
     )  # fmt: skip
-    found = select(x, spec, Plain(), bias)
+    found = select_experts(x, spec, TorchKernels(), bias)
     ours, order = found.experts.sort(-1)
     other, other_order = indices.sort(-1)
     assert torch.equal(ours, other)
@@ -148,14 +148,14 @@ def test_gradients_of_the_weights_are_those_of_the_plain_formula() -> None:
         spec = RouterSpec(top_k=3, score=score, scaling_factor=1.7)
         pull = torch.randn(64, 3, dtype=torch.float64)
         assert torch.autograd.gradcheck(
-            lambda v, spec=spec: select(v, spec, Plain()).weights, (x,), eps=1e-6
+            lambda v, spec=spec: select_experts(v, spec, TorchKernels()).weights, (x,), eps=1e-6
         )
-        (select(x, spec, Plain()).weights * pull).sum().backward()
+        (select_experts(x, spec, TorchKernels()).weights * pull).sum().backward()
         assert x.grad is not None
         assert (x.grad != 0).any()
 
 
-def aux(loss: LossSpec, spec: RouterSpec) -> tuple[torch.Tensor, Router]:
+def run_aux_losses(loss: LossSpec, spec: RouterSpec) -> tuple[torch.Tensor, Router]:
     torch.manual_seed(3)
     made = router(spec, loss)
     return made(torch.randn(64, MODEL.hidden_size))[1], made
@@ -207,9 +207,9 @@ def test_losses_add_up() -> None:
     ]
     together = LossSpec(aux_coeff=0.1, seq_aux_coeff=0.2, global_aux_coeff=0.3, z_coeff=0.4)
     for spec in (RouterSpec(top_k=2), SIGMOID):
-        found = aux(together, spec)[0]
+        found = run_aux_losses(together, spec)[0]
         assert found.all()
-        torch.testing.assert_close(found, sum(aux(part, spec)[0] for part in parts))
+        torch.testing.assert_close(found, sum(run_aux_losses(part, spec)[0] for part in parts))
 
 
 def gradients(
@@ -218,17 +218,24 @@ def gradients(
     """Of every weight, after a step of one process; routers that are `flat` like all experts
     alike."""
 
-    def initial(slot: Slot, run: Runtime) -> torch.Tensor:
-        made = initial_value(slot, run)
+    def initial(slot: NamedParameter, run: Runtime) -> torch.Tensor:
+        made = draw_initial_value(slot, run)
         return torch.zeros_like(made) if flat and "router" in slot.name else made
 
     work, chosen = replace(WORK, loss=loss), parse_layout(layout, world_size=1)
-    job = trainee(
-        MODEL, work, chosen, batches(MODEL), rank=0, device=torch.device("cpu"), initial=initial
+    job = build_train_state(
+        MODEL,
+        work,
+        chosen,
+        batches(MODEL),
+        rank=0,
+        device=torch.device("cpu"),
+        initial_value=initial,
     )
-    accumulate(job, Clock(), step=1)
+    forward_backward(job, PhaseClock(), step=1)
     return {
-        (piece.name, piece.offsets): piece.tensor.clone() for piece in job.optimizer.gradients()
+        (piece.name, piece.offsets): piece.tensor.clone()
+        for piece in job.optimizer.gradient_shards()
     }
 
 
@@ -262,7 +269,7 @@ def test_the_bias_moves_by_its_rate_against_the_load() -> None:
     """arXiv 2408.15664: up by the rate where an expert got fewer rows than the mean, down where it
     got more."""
     made = router(SIGMOID, training=RouterTraining(bias_update_rate=0.01))
-    made.rebalance(torch.tensor([10, 0, 5, 5, 5, 5, 5, 5]))
+    made.update_selection_bias(torch.tensor([10, 0, 5, 5, 5, 5, 5, 5]))
     assert made.selection_bias is not None
     torch.testing.assert_close(
         made.selection_bias, 0.01 * torch.tensor([-1.0, 1, 0, 0, 0, 0, 0, 0])
@@ -284,9 +291,9 @@ def test_forced_experts() -> None:
 
 @pytest.mark.parametrize("policy", list(DropPolicy))
 def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) -> None:
-    found = select(logits(), RouterSpec(top_k=4), Plain())
-    kept = found.within(10, policy)
-    assert torch.equal(found.within(64, policy), found.experts)
+    found = select_experts(logits(), RouterSpec(top_k=4), TorchKernels())
+    kept = found.drop_over_capacity(10, policy)
+    assert torch.equal(found.drop_over_capacity(64, policy), found.experts)
     for expert in range(16):
         rows = (found.experts == expert).nonzero()
         here = {tuple(place) for place in (kept == expert).nonzero().tolist()}
@@ -311,10 +318,12 @@ def test_sinkhorn_evens_the_load_whatever_the_preference(skew: float) -> None:
     torch.testing.assert_close(
         ratio, (x[0, 0] + x[1, 1] - x[0, 1] - x[1, 0]).double(), rtol=1e-4, atol=1e-6
     )
-    loads = torch.bincount(choose(sinkhorn(x, 0), RouterSpec(top_k=2)).flatten(), minlength=16)
+    loads = torch.bincount(
+        choose_experts(sinkhorn(x, 0), RouterSpec(top_k=2)).flatten(), minlength=16
+    )
     assert loads.max() < 1.5 * 32
     if skew:
-        plain = torch.bincount(choose(x, RouterSpec(top_k=2)).flatten(), minlength=16)
+        plain = torch.bincount(choose_experts(x, RouterSpec(top_k=2)).flatten(), minlength=16)
         assert plain.max() > 3 * 32
         assert plain.min() == 0
 
@@ -330,12 +339,12 @@ def test_one_sinkhorn_iteration_is_its_formula() -> None:
 def test_sinkhorn_chooses_in_training_alone_and_weighs_by_the_scores() -> None:
     torch.manual_seed(3)
     spec = RouterSpec(top_k=2, pre_softmax=True, renormalize=False)
-    made = router(spec, training=RouterTraining(assignment=Assignment.SINKHORN))
+    made = router(spec, training=RouterTraining(assignment=RouterAssignment.SINKHORN))
     x = torch.randn(64, MODEL.hidden_size)
     trained, seen = made(x, first=0)[0], made(x)[0]
     logits_TE = x @ made.weight.T
-    assert torch.equal(seen.experts, choose(logits_TE, spec))
-    assert torch.equal(trained.experts, choose(sinkhorn(logits_TE, 0), spec))
+    assert torch.equal(seen.experts, choose_experts(logits_TE, spec))
+    assert torch.equal(trained.experts, choose_experts(sinkhorn(logits_TE, 0), spec))
     probs = logits_TE.softmax(-1).gather(1, trained.experts)
     pull = torch.randn(64, 2)
     torch.testing.assert_close(trained.weights, probs)
@@ -349,7 +358,10 @@ def test_jitter_scales_the_routers_input_by_noise_of_the_token_alone() -> None:
     made = router(RouterSpec(top_k=2), training=RouterTraining(jitter_eps=0.25))
     x = torch.randn(64, MODEL.hidden_size, requires_grad=True)
     noise = torch.stack(
-        [uniform(torch.tensor([n]), MODEL.hidden_size, seed=1234, stream=2)[0] for n in range(64)]
+        [
+            uniform_noise(torch.tensor([n]), MODEL.hidden_size, seed=1234, stream=2)[0]
+            for n in range(64)
+        ]
     )
     noise = 0.75 + 0.5 * noise
     assert (
@@ -390,8 +402,8 @@ def test_copies_are_the_distinct_ranks_of_each_token() -> None:
     experts = torch.stack(
         [torch.randperm(16, generator=torch.Generator().manual_seed(i))[:4] for i in range(4000)]
     )
-    copies = torch.bincount(first_of_each(experts // 4, 4).flatten(), minlength=5)[:4]
+    copies = torch.bincount(mask_repeats(experts // 4, 4).flatten(), minlength=5)[:4]
     assert copies.tolist() == [int((experts // 4 == rank).any(1).sum()) for rank in range(4)]
     reached = 4 * (1 - comb(12, 4) / comb(16, 4))
     assert copies.sum() / 4000 == pytest.approx(reached, abs=3 * 0.7 / 4000**0.5)
-    assert (first_of_each(torch.full((5, 4), 16) // 4, 4) == 4).all()  # dropped slots go nowhere
+    assert (mask_repeats(torch.full((5, 4), 16) // 4, 4) == 4).all()  # dropped slots go nowhere

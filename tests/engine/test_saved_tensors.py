@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.memory.saved_tensors import Keeper, replayed
-from moewright.engine.observe.counters import Books
+from moewright.engine.memory.saved_tensors import SavedTensorManager, run_checkpointed
+from moewright.engine.observe.counters import Counters
 
 
 def nothing_resident(tensor: torch.Tensor) -> bool:
@@ -17,17 +17,17 @@ def gone(weak: int) -> bool:
 
 
 def test_a_discarded_tensor_is_freed_and_made_once_for_all_that_kept_it() -> None:
-    books, made = Books(), []
-    keeper = Keeper(books, at_work=True)
+    books, made = Counters(), []
+    keeper = SavedTensorManager(books, replaces_tensors=True)
     x, w = torch.randn(8, 4, requires_grad=True), torch.randn(4, requires_grad=True)
 
     def make(source: torch.Tensor) -> torch.Tensor:
         made.append(source.data_ptr())
         return source * 2
 
-    with keeper.forward((0, 0), nothing_resident):
+    with keeper.track_forward((0, 0), nothing_resident):
         y = make(x)
-        with keeper.discard(y, make, x, asked=True):
+        with keeper.discard_and_recompute(y, make, x, asked=True):
             out = (y * w).sum() + (y[2:, 1:].transpose(0, 1) @ y[2:, :1]).sum()
         weak = y.untyped_storage()._weak_ref()
         del y
@@ -42,18 +42,18 @@ def test_a_discarded_tensor_is_freed_and_made_once_for_all_that_kept_it() -> Non
 
 
 def test_nothing_is_discarded_unless_asked_nor_outside_the_forward() -> None:
-    keeper = Keeper(Books(), at_work=True)
+    keeper = SavedTensorManager(Counters(), replaces_tensors=True)
     x = torch.randn(4, requires_grad=True)
     for asked, inside in ((False, True), (True, False)):
         y = x.exp()
         if inside:
             with (
-                keeper.forward((0, 0), nothing_resident),
-                keeper.discard(y, torch.exp, x, asked=asked),
+                keeper.track_forward((0, 0), nothing_resident),
+                keeper.discard_and_recompute(y, torch.exp, x, asked=asked),
             ):
                 out = (y * y).sum()
         else:
-            with keeper.discard(y, torch.exp, x, asked=asked):
+            with keeper.discard_and_recompute(y, torch.exp, x, asked=asked):
                 out = (y * y).sum()
         weak = y.untyped_storage()._weak_ref()
         del y
@@ -71,8 +71,10 @@ def test_a_replayed_block_keeps_its_inputs_alone() -> None:
         return inner * inner, torch.ones(2, dtype=torch.int64)
 
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    with Keeper(Books(), at_work=True).forward((0, 0), nothing_resident):
-        out, counts = replayed(Books(), block, x)
+    with SavedTensorManager(Counters(), replaces_tensors=True).track_forward(
+        (0, 0), nothing_resident
+    ):
+        out, counts = run_checkpointed(Counters(), block, x)
     assert gone(storages[0])
     assert not counts.requires_grad
     out.sum().backward()
@@ -80,15 +82,15 @@ def test_a_replayed_block_keeps_its_inputs_alone() -> None:
 
 
 def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
-    keeper = Keeper(Books(), at_work=True)
+    keeper = SavedTensorManager(Counters(), replaces_tensors=True)
     x = torch.randn(8, 4, requires_grad=True)
-    with keeper.forward((0, 0), nothing_resident):
+    with keeper.track_forward((0, 0), nothing_resident):
         y = x.exp()
         with keeper.offload(y, asked=True):
             out = (y * y[:, :1]).sum() + (y[2:].T @ y[2:]).sum()
         made = y.detach().clone()
         weak = y.untyped_storage()._weak_ref()
-        with keeper.offload_made(dims=2, asked=True):
+        with keeper.offload_saved(dims=2, asked=True):
             z = out * x.sigmoid()
             kept = z.untyped_storage()._weak_ref()
             z = z.tanh()
@@ -107,8 +109,8 @@ def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
 
 
 def test_a_kept_number_stays_where_it_is() -> None:
-    keeper, scale = Keeper(Books(), at_work=True), torch.tensor(2.0)
+    keeper, scale = SavedTensorManager(Counters(), replaces_tensors=True), torch.tensor(2.0)
     x = torch.randn(4, requires_grad=True)
-    with keeper.forward((0, 0), nothing_resident):
+    with keeper.track_forward((0, 0), nothing_resident):
         out = x * scale
     assert out.grad_fn._saved_other.data_ptr() == scale.data_ptr()

@@ -1,19 +1,19 @@
 """The part of a wait that is the link's: of every call what the rank to come last waited."""
 
-from moewright.engine.observe.step_timing import with_links
+from moewright.engine.observe.step_timing import add_links
 from moewright.spec.layout import Layout
-from moewright.spec.run import GroupWait, HostTime, RankPace
+from moewright.spec.run import GroupWait, HostTime, RankTiming
 
 
-def pace(rank: int, **seconds: float) -> RankPace:
+def pace(rank: int, **seconds: float) -> RankTiming:
     waits = tuple(GroupWait(group=group, seconds=spent) for group, spent in seconds.items())
-    return RankPace(rank=rank, steps=3, phases=(), waits=waits, host=HostTime())
+    return RankTiming(rank=rank, steps=3, phases=(), waits=waits, host=HostTime())
 
 
 def test_of_every_call_what_its_last_rank_waited() -> None:
     layout = Layout(world_size=2, ep=2)
     calls = [[{"ep": [100, 900]}] * 3, [{"ep": [800, 200]}] * 3]
-    first, second = with_links(layout, [pace(0, ep=1e-3), pace(1, ep=1e-3)], calls)
+    first, second = add_links(layout, [pace(0, ep=1e-3), pace(1, ep=1e-3)], calls)
     assert first.links == second.links == (GroupWait(group="ep", seconds=3e-4),)
 
 
@@ -21,7 +21,7 @@ def test_groups_meet_by_themselves_and_neighbours_of_a_pipeline_never() -> None:
     layout = Layout(world_size=8, pp=2, ep=2)
     paces = [pace(rank, ep=1.0, pp=1.0) for rank in range(8)]
     calls = [[{"ep": [1000 * (rank // 2 + 1)], "pp": [5]}] for rank in range(8)]
-    found = with_links(layout, paces, calls)
+    found = add_links(layout, paces, calls)
     assert [each.links[0].seconds for each in found] == [
         1e-3,
         1e-3,
@@ -38,4 +38,4 @@ def test_groups_meet_by_themselves_and_neighbours_of_a_pipeline_never() -> None:
 def test_ranks_that_do_not_tell_the_same_calls_tell_no_link() -> None:
     layout = Layout(world_size=2, ep=2)
     calls = [[{"ep": [100, 900]}], [{"ep": [800]}]]
-    assert with_links(layout, [pace(0, ep=1e-3), pace(1, ep=1e-3)], calls)[0].links == ()
+    assert add_links(layout, [pace(0, ep=1e-3), pace(1, ep=1e-3)], calls)[0].links == ()

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from test_megatron_catalogue import CANNOT, layouts, model, plan_of, workloads
 
 from moewright.codec import parse_layout
-from moewright.exporters.bridge import bridge
-from moewright.exporters.megatron.refusals import refusals
+from moewright.exporters.bridge import render_bridge_recipe
+from moewright.exporters.megatron.refusals import find_refusals
 from moewright.intake import catalogue
-from moewright.rules.legality import illegal
+from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import (
+    BatchRampSpec,
     CheckpointSpec,
     DataSpec,
     Dtype,
-    RampSpec,
     RouterForce,
     RouterTraining,
     Workload,
@@ -75,7 +75,7 @@ def stand_ins():
 
 def built(plan):
     space: dict = {"__name__": "recipe"}
-    exec(compile(bridge(plan), "recipe.py", "exec"), space)
+    exec(compile(render_bridge_recipe(plan), "recipe.py", "exec"), space)
     return space["config"]()
 
 
@@ -149,7 +149,7 @@ def test_narrows_growing_batches_data_and_checkpoints():
             "ep8,pp8",
             steps=50,
             precision=Dtype.FP8,
-            ramp=RampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10_000),
+            ramp=BatchRampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10_000),
             data=DataSpec(train="d/train", heldout="d/held"),
             checkpoint=CheckpointSpec(every_steps=10),
             router=RouterTraining(force=RouterForce.BALANCED),
@@ -169,9 +169,9 @@ def test_every_flag_of_any_plan_has_a_place(data):
     names = [name for name in catalogue.model_names() if "/" in name and name not in CANNOT]
     name = data.draw(st.sampled_from(names))
     layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
-    assume(not illegal(model(name), workload, layout))
+    assume(not check_legality(model(name), workload, layout))
     plan = plan_of(name, layout, workload)
-    assume(not refusals(plan))
+    assume(not find_refusals(plan))
     cfg = built(plan)
     assert cfg.model.tensor_model_parallel_size == layout.tp
     assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp
@@ -183,6 +183,6 @@ def test_models_that_hugging_face_does_not_know_are_refused():
         BadInput,
         match=r"model\.name=GPT3-175B: Megatron Bridge takes models by their Hugging Face name",
     ):
-        bridge(planned("tp8,pp8", name="GPT3-175B"))
+        render_bridge_recipe(planned("tp8,pp8", name="GPT3-175B"))
     with pytest.raises(BadInput, match="de-duplicates tokens in DeepEP"):
-        bridge(replace(planned("ep8,pp8,dispatcher=dedup")))
+        render_bridge_recipe(replace(planned("ep8,pp8,dispatcher=dedup")))

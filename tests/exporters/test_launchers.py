@@ -9,11 +9,11 @@ import pytest
 from test_megatron_catalogue import plan_of
 
 from moewright.codec import parse_layout
-from moewright.exporters.kubernetes import kubernetes
-from moewright.exporters.megatron.script import environment, megatron_flags
-from moewright.exporters.slurm import slurm
+from moewright.exporters.kubernetes import render_train_job
+from moewright.exporters.megatron.script import environment_variables, megatron_flags
+from moewright.exporters.slurm import render_slurm_script
 from moewright.intake import catalogue
-from moewright.intake.megatron.read import launch_of, read
+from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import Workload
 from sample_run import plan as cpu_plan
@@ -46,7 +46,7 @@ scontrol() { printf 'n1\\nn2\\n'; }
 
 def test_slurm_starts_one_torchrun_a_node_that_meets_on_the_first(tmp_path):
     given = planned()
-    script = slurm(given, job="", run_dir="")
+    script = render_slurm_script(given, job="", run_dir="")
     for line in (
         "--nodes=4",
         "--ntasks-per-node=1",
@@ -55,7 +55,7 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_on_the_first(tmp_path):
     ):
         assert f"#SBATCH {line}\n" in script
     words, exported = ran(script, tmp_path)
-    assert exported == dict(environment(given.layout))
+    assert exported == dict(environment_variables(given.layout))
     start = words.index("pretrain_gpt.py")
     assert words[1:start] == shlex.split(
         "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 77 --rdzv-endpoint n1:29500"
@@ -64,12 +64,12 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_on_the_first(tmp_path):
 
 
 def test_slurm_on_one_node_needs_no_rendezvous(tmp_path):
-    words, _ = ran(slurm(planned(world=8), job="", run_dir=""), tmp_path)
+    words, _ = ran(render_slurm_script(planned(world=8), job="", run_dir=""), tmp_path)
     assert words[1:5] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
 
 
 def test_slurm_starts_our_own_engine_on_a_job_and_warns_it(tmp_path):
-    script = slurm(replace(cpu_plan()), job="jobs/a b.toml", run_dir="runs/q")
+    script = render_slurm_script(replace(cpu_plan()), job="jobs/a b.toml", run_dir="runs/q")
     assert "#SBATCH --signal=TERM@120\n" in script
     assert "--gpus-per-node" not in script
     words, exported = ran(script, tmp_path)
@@ -80,9 +80,9 @@ def test_slurm_starts_our_own_engine_on_a_job_and_warns_it(tmp_path):
 def test_a_slurm_script_is_read_back(tmp_path):
     given = planned("tp2,pp4,ep4,vpp3,overlap=p2p")
     path = tmp_path / "job.sh"
-    path.write_text(slurm(given, job="", run_dir=""))
-    command = launch_of(path, {})
-    found = read(command, world=command.world, folder=tmp_path)
+    path.write_text(render_slurm_script(given, job="", run_dir=""))
+    command = read_launch(path, {})
+    found = interpret_launch(command, world_size=command.world_size, folder=tmp_path)
     assert (found.model, found.workload, found.layout) == (
         given.model,
         given.workload,
@@ -92,7 +92,9 @@ def test_a_slurm_script_is_read_back(tmp_path):
 
 def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
     given = planned("tp2,pp4,ep4,layout='Et*12|t*12|t*12|t*12L'")
-    found = yaml.safe_load(kubernetes(given, job="", run_dir="", image="nvcr.io/nvidia/nemo:26.06"))
+    found = yaml.safe_load(
+        render_train_job(given, job="", run_dir="", image="nvcr.io/nvidia/nemo:26.06")
+    )
     assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert found["metadata"]["name"] == "qwen3-30b-a3b"
     assert found["spec"]["runtimeRef"]["name"] == "torch-distributed"
@@ -105,13 +107,15 @@ def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
         "pretrain_gpt.py",
         *(word for flag in megatron_flags(given) for word in flag),
     ]
-    assert {one["name"]: one["value"] for one in trainer["env"]} == dict(environment(given.layout))
+    assert {one["name"]: one["value"] for one in trainer["env"]} == dict(
+        environment_variables(given.layout)
+    )
 
 
 def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices():
-    trainer = yaml.safe_load(kubernetes(cpu_plan(), job='a "b": #.toml', run_dir="r", image="x"))[
-        "spec"
-    ]["trainer"]
+    trainer = yaml.safe_load(
+        render_train_job(cpu_plan(), job='a "b": #.toml', run_dir="r", image="x")
+    )["spec"]["trainer"]
     assert trainer["args"] == ["--no-python", "moewright", "train", 'a "b": #.toml', "--out", "r"]
     assert "resourcesPerNode" not in trainer
     assert "env" not in trainer
@@ -122,18 +126,18 @@ def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices
 )
 def test_names_are_labels(name, label):
     given = replace(cpu_plan(), model=replace(cpu_plan().model, name=name))
-    assert f"--job-name={label}\n" in slurm(given, job="j", run_dir="r")
+    assert f"--job-name={label}\n" in render_slurm_script(given, job="j", run_dir="r")
 
 
 def test_what_cannot_be_started_is_refused():
     with pytest.raises(BadInput, match="--image: is needed for k8s"):
-        kubernetes(planned(), job="", run_dir="", image="")
+        render_train_job(planned(), job="", run_dir="", image="")
     with pytest.raises(
         BadInput, match=r"hardware\.device\.kind=cpu: Megatron-LM trains on CUDA devices"
     ):
-        slurm(cpu_plan(), job="", run_dir="")
+        render_slurm_script(cpu_plan(), job="", run_dir="")
     with pytest.raises(BadInput, match="must fill whole nodes of 8 devices"):
-        slurm(
+        render_slurm_script(
             plan_of("Qwen/Qwen3-0.6B", parse_layout("", world_size=12), planned().workload),
             job="",
             run_dir="",

@@ -4,22 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_parser import check, parsed
+from megatron_parser import check_options, parse_flags
 from moewright.codec import parse_layout
-from moewright.exporters.megatron.script import environment, megatron, megatron_flags
+from moewright.exporters.megatron.script import (
+    environment_variables,
+    megatron_flags,
+    render_megatron_script,
+)
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Dispatcher, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import DispatcherKind, Layout, Offload, Overlap, Recompute
 from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, ScoreFunction
 from moewright.spec.workload import (
+    BatchRampSpec,
     DataSpec,
-    Documents,
+    DocumentMasking,
     DropPolicy,
     Dtype,
     LossSpec,
     OptimizerSpec,
-    RampSpec,
     RouterForce,
     RouterTraining,
 )
@@ -82,7 +86,7 @@ def deepseek(text="tp2,ep8", world=16):
 
 
 def said(given) -> dict[str, tuple[str, ...]]:
-    return parsed(megatron_flags(given))
+    return parse_flags(megatron_flags(given))
 
 
 PLANS = {
@@ -94,7 +98,9 @@ PLANS = {
     "context in two levels": on_gpus("cp8,cp_comm=a2a+p2p", 8, layers=4),
     "packed documents": replace(
         on_gpus("", 1),
-        workload=replace(plan().workload, data=DataSpec(train="a", documents=Documents.RESTARTED)),
+        workload=replace(
+            plan().workload, data=DataSpec(train="a", documents=DocumentMasking.RESTARTED)
+        ),
     ),
     "context and full recompute": on_gpus("tp2,cp2,recompute=full,cp_comm=a2a", 8),
     "ZeRO-3": on_gpus("zero3,ep4", 8),
@@ -120,7 +126,7 @@ PLANS = {
     "growing batches": replace(
         on_gpus("", 1),
         workload=replace(
-            plan().workload, ramp=RampSpec(ramp_start=4, ramp_increment=4, ramp_samples=96)
+            plan().workload, ramp=BatchRampSpec(ramp_start=4, ramp_increment=4, ramp_samples=96)
         ),
     ),
     "three balance losses": replace(
@@ -138,7 +144,11 @@ PLANS = {
 
 @pytest.mark.parametrize("given", PLANS.values(), ids=PLANS.keys())
 def test_every_flag_is_one_that_megatron_parses_and_no_two_exclude_each_other(given):
-    check(parsed(megatron_flags(given)), given.layout.world_size, dict(environment(given.layout)))
+    check_options(
+        parse_flags(megatron_flags(given)),
+        given.layout.world_size,
+        dict(environment_variables(given.layout)),
+    )
 
 
 @pytest.mark.parametrize("text", ["tp2,ep8", "tp4", "tp2,ep4,etp2"])
@@ -238,7 +248,7 @@ def six_of_three(model):
 REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
     (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
-    (changed(dispatcher=Dispatcher.DEDUP), "layout.dispatcher=dedup", "deepep"),
+    (changed(dispatcher=DispatcherKind.DEDUP), "layout.dispatcher=dedup", "deepep"),
     (
         changed(recompute=(Recompute.LAYERNORM, Recompute.LOSS)),
         "layout.recompute=loss",
@@ -293,7 +303,7 @@ def test_what_megatron_cannot_say_is_refused_with_the_nearest_that_it_can(given,
 
 
 def test_the_script_is_one_command_that_a_shell_reads(tmp_path):
-    script = megatron(PLANS["layout string"])
+    script = render_megatron_script(PLANS["layout string"])
     assert "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py" in script
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in script
     path = tmp_path / "run.sh"
@@ -308,15 +318,17 @@ def test_the_script_is_one_command_that_a_shell_reads(tmp_path):
 
 
 def test_several_nodes_meet_at_the_master_and_overlap_of_experts_needs_queues():
-    script = megatron(PLANS["virtual stages"])
+    script = render_megatron_script(PLANS["virtual stages"])
     assert "torchrun --nnodes 8 --nproc-per-node 8 --node-rank $NODE_RANK" in script
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in megatron(PLANS["virtual stages that overlap"])
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in megatron(PLANS["ZeRO-3"])
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in render_megatron_script(
+        PLANS["virtual stages that overlap"]
+    )
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in render_megatron_script(PLANS["ZeRO-3"])
 
 
 def test_a_name_cannot_leave_its_comment():
     base = on_gpus("", 1)
-    script = megatron(
+    script = render_megatron_script(
         replace(base, model=replace(base.model, name="x\nrm -rf y"), layout=Layout(world_size=1))
     )
     assert not [line for line in script.splitlines() if line.startswith("rm")]
@@ -348,7 +360,7 @@ def test_batches_that_grow_count_in_sequences_and_exclude_steps():
         seen += min(size, 4 + 4 * (seen * 3 // 96)) if seen < 96 else size
     assert flags["--train-samples"] == flags["--lr-decay-samples"] == (str(seen),)
     assert seen < steps * size
-    assert "by sequences, the plan by steps" in megatron(given)
+    assert "by sequences, the plan by steps" in render_megatron_script(given)
 
 
 def test_fp16_scales_its_loss_as_the_plan_says():
@@ -392,5 +404,7 @@ def test_narrows_come_with_the_recipe_of_the_device(device, precision, wanted):
 
 
 def test_captured_graphs_do_without_growing_segments():
-    assert "expandable_segments" not in megatron(PLANS["graphs"])
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in megatron(PLANS["folded"])
+    assert "expandable_segments" not in render_megatron_script(PLANS["graphs"])
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in render_megatron_script(
+        PLANS["folded"]
+    )

@@ -6,15 +6,22 @@ from functools import cache
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_parser import check, parsed
+from megatron_parser import check_options, parse_flags
 from moewright.codec import parse_layout
-from moewright.exporters.megatron.refusals import refusals
-from moewright.exporters.megatron.script import environment, megatron_flags
+from moewright.exporters.megatron.refusals import find_refusals
+from moewright.exporters.megatron.script import environment_variables, megatron_flags
 from moewright.intake import catalogue
-from moewright.rules.legality import illegal
+from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Estimate, Plan, Verdict
-from moewright.spec.workload import Dtype, LossSpec, RampSpec, RouterForce, RouterTraining, Workload
+from moewright.spec.workload import (
+    BatchRampSpec,
+    Dtype,
+    LossSpec,
+    RouterForce,
+    RouterTraining,
+    Workload,
+)
 
 NO_ESTIMATE = Estimate(
     ledgers=(),
@@ -72,7 +79,7 @@ def plan_of(name, layout, workload):
 def test_these_models_are_refused_for_these_reasons_and_no_others():
     workload = Workload(seq_len=4096, global_batch=64)
     reasons = {
-        name: refusals(plan_of(name, Layout(world_size=8), workload))
+        name: find_refusals(plan_of(name, Layout(world_size=8), workload))
         for name in catalogue.model_names()
     }
     assert {
@@ -159,9 +166,9 @@ def workloads(draw):
         router=RouterTraining(force=some(draw, *RouterForce)),
         ramp=some(
             draw,
-            RampSpec(),
-            RampSpec(),
-            RampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10**5),
+            BatchRampSpec(),
+            BatchRampSpec(),
+            BatchRampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10**5),
         ),
     )
 
@@ -171,7 +178,9 @@ def workloads(draw):
 def test_what_is_written_is_what_megatron_accepts(data):
     name = data.draw(st.sampled_from(sorted(set(catalogue.model_names()) - set(CANNOT))))
     layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
-    assume(not illegal(model(name), workload, layout))
+    assume(not check_legality(model(name), workload, layout))
     plan = plan_of(name, layout, workload)
-    assume(not refusals(plan))
-    check(parsed(megatron_flags(plan)), layout.world_size, dict(environment(layout)))
+    assume(not find_refusals(plan))
+    check_options(
+        parse_flags(megatron_flags(plan)), layout.world_size, dict(environment_variables(layout))
+    )

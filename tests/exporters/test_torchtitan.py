@@ -8,16 +8,16 @@ import pytest
 from test_megatron_catalogue import plan_of
 
 from moewright.codec import parse_layout
-from moewright.exporters.torchtitan import torchtitan
+from moewright.exporters.torchtitan import render_torchtitan_config
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import ExpertPlacement
 from moewright.spec.workload import (
+    BatchRampSpec,
     CheckpointSpec,
     DataSpec,
     Dtype,
     LossSpec,
     OptimizerSpec,
-    RampSpec,
     Workload,
 )
 from sample_run import plan as cpu_plan
@@ -64,7 +64,7 @@ def planned(text, world=16, name=LLAMA, **work):
 
 
 def written(*given, **more):
-    found = tomllib.loads(torchtitan(planned(*given, **more)))
+    found = tomllib.loads(render_torchtitan_config(planned(*given, **more)))
     assert {
         section: set(fields) <= KNOWN[section] for section, fields in found.items()
     } == dict.fromkeys(found, True)
@@ -174,7 +174,7 @@ REFUSED = [
     (planned("zero3", loss=LossSpec(aux_coeff=0.1)), "workload.aux_coeff", "0"),
     (planned("zero3", data=DataSpec(train="x")), "data.train", "no data"),
     (
-        planned("zero3", ramp=RampSpec(ramp_start=16, ramp_increment=16, ramp_samples=99)),
+        planned("zero3", ramp=BatchRampSpec(ramp_start=16, ramp_increment=16, ramp_samples=99)),
         "workload.ramp_start",
         "0",
     ),
@@ -192,7 +192,7 @@ REFUSED = [
 )
 def test_what_torchtitan_cannot_say_is_refused_by_name(given, field, nearest):
     with pytest.raises(BadInput) as caught:
-        torchtitan(given)
+        render_torchtitan_config(given)
     reason = caught.value.reasons[0]
     assert (reason.field, reason.nearest) == (field, nearest)
     assert reason.rule.startswith("torchtitan ")

@@ -20,12 +20,12 @@ from layout_proof import WORK, batches
 from moewright.bench import overhead as bench
 from moewright.engine.comm import collectives
 from moewright.engine.model.autograd import CausalAttention
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.observe.counters import Books
-from moewright.engine.run.build import join, trainee
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.observe.counters import Counters
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import Clock, accumulate, train_step
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.step import PhaseClock, forward_backward, train_step
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, FusedKernels, RouterForce, RouterTraining
@@ -38,23 +38,23 @@ pytestmark = [
 _BF16_EPS = 2.0**-8
 
 
-def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> Outcome:
+def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
     """Loss and gradients of the first step, left in `folder`."""
-    device = join(seat)
-    job = trainee(
+    device = init_distributed(seat)
+    job = build_train_state(
         plan.model,
         plan.workload,
         plan.layout,
         batches(plan.model),
         rank=0,
         device=device,
-        initial=initial_value,
+        initial_value=draw_initial_value,
     )
-    found = accumulate(job, Clock(), step=1)
-    pieces = {piece.name: piece.tensor.double().cpu() for piece in job.optimizer.gradients()}
+    found = forward_backward(job, PhaseClock(), step=1)
+    pieces = {piece.name: piece.tensor.double().cpu() for piece in job.optimizer.gradient_shards()}
     (folder / "found").write_bytes(pickle.dumps((found.loss, pieces)))
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 def gradients(
@@ -68,7 +68,7 @@ def gradients(
     done = launch(
         partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device
     )
-    assert done is Exit.DONE
+    assert done is ExitCode.DONE
     return pickle.loads((folder / "found").read_bytes())
 
 
@@ -106,29 +106,33 @@ def test_windows_and_sinks_on_the_gpu_are_those_of_the_cpu() -> None:
     found = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         inputs = [x.to(device, dtype).requires_grad_() for x in (q, k, v, torch.ones(4))]
-        out = CausalAttention.apply(*inputs, None, 6, Books())
+        out = CausalAttention.apply(*inputs, None, 6, Counters())
         out.backward(grad.to(device, dtype))
         found.append([x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in inputs))])
     for wanted, ours in zip(*found, strict=True):
         assert float((ours - wanted).norm()) <= 16 * _BF16_EPS * float(wanted.norm())
 
 
-def over_nccl(path: Path, seat: RankContext) -> Outcome:
+def all_reduce_over_nccl(path: Path, seat: RankContext) -> RankOutcome:
     """A group of one rank that NCCL made, and the sum over it."""
-    device = join(seat)
-    collectives.start(rank=0, world_size=1, store=seat.store(), backend="nccl", timeout_s=60.0)
+    device = init_distributed(seat)
+    collectives.join_world(
+        rank=0, world_size=1, store=seat.open_store(), backend="nccl", timeout_s=60.0
+    )
     value = torch.full((3,), 2.0, device=device)
     torch.distributed.all_reduce(value)
     path.write_text(str(value.tolist()))
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 def test_nccl_makes_a_world_of_one(tmp_path: Path) -> None:
     path = tmp_path / "value"
     assert (
-        launch(partial(over_nccl, path), nproc=1, run_dir=tmp_path, device=DeviceKind.CUDA)
-        is Exit.DONE
+        launch(
+            partial(all_reduce_over_nccl, path), nproc=1, run_dir=tmp_path, device=DeviceKind.CUDA
+        )
+        is ExitCode.DONE
     )
     assert path.read_text() == "[2.0, 2.0, 2.0]"
 
@@ -140,7 +144,7 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
     device = torch.device("cuda", 0)
     job = bench._job(device)
     losses = [
-        train_step(job, step=step, lr=1e-3, stop_asked=False, counted=False).loss
+        train_step(job, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
         for step in range(1, 4)
     ]
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
@@ -149,7 +153,7 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
     with torch.profiler.profile(activities=activities) as profile:
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started.record()
-        train_step(job, step=4, lr=1e-3, stop_asked=False, counted=False)
+        train_step(job, step=4, lr=1e-3, stop_requested=False, count_ledger=False)
         ended.record()
         torch.cuda.synchronize()
     busy_ms = sum(row.self_device_time_total for row in profile.key_averages()) * 1e-3
@@ -160,7 +164,7 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
 
 
 def test_the_engine_keeps_up_with_a_plain_loop_on_the_gpu() -> None:
-    found = bench.overhead(torch.device("cuda", 0))
+    found = bench.measure_overhead(torch.device("cuda", 0))
     assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-3)
     assert found.ratio >= 0.95
 
@@ -179,6 +183,6 @@ def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
         run_dir=folder / "run",
         device=DeviceKind.CUDA,
     )
-    assert done is Exit.DONE
+    assert done is ExitCode.DONE
     loss, _ = pickle.loads((folder / "found").read_bytes())
     assert loss == pytest.approx(one.seen.sgd.steps[0][0], rel=1e-3)

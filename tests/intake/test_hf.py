@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moewright.cli.main import main
 from moewright.intake import catalogue, hf
-from moewright.intake.hf_write import config_of
+from moewright.intake.hf_write import build_config
 from moewright.rules import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.model import AttentionKind, QkNorm, ScoreFunction
@@ -46,7 +46,7 @@ MIXTRAL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "vocab_size": 100,
 }
-DEEPSEEK: dict[str, Any] = config_of(catalogue.model("DeepSeek-V3"))
+DEEPSEEK: dict[str, Any] = build_config(catalogue.model("DeepSeek-V3"))
 
 
 def write(folder: Path, config: object) -> Path:
@@ -85,11 +85,13 @@ def test_folder_and_file_read_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["num_experts", "n_routed_experts", "num_local_experts"])
 def test_expert_spellings(spelling: str) -> None:
     config = {key: value for key, value in QWEN.items() if key != "num_experts"} | {spelling: 16}
-    assert hf.spec_of(config, where="c", name="m") == hf.spec_of(QWEN, where="c", name="m")
+    assert hf.parse_config(config, where="c", name="m") == hf.parse_config(
+        QWEN, where="c", name="m"
+    )
 
 
 def test_two_spellings_must_agree(tmp_path: Path) -> None:
-    hf.spec_of(QWEN | {"num_local_experts": 16}, where="c", name="m")
+    hf.parse_config(QWEN | {"num_local_experts": 16}, where="c", name="m")
     assert "num_local_experts=8: disagrees with num_experts" in refused(
         write(tmp_path, QWEN | {"num_local_experts": 8})
     )
@@ -104,8 +106,8 @@ def test_rope_dialects_agree() -> None:
     }
     old = QWEN | {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **yarn}}
     new = QWEN | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", **yarn}}
-    model = hf.spec_of(old, where="c", name="m")
-    assert model == hf.spec_of(new, where="c", name="m")
+    model = hf.parse_config(old, where="c", name="m")
+    assert model == hf.parse_config(new, where="c", name="m")
     rope = model.attention.rope
     assert (rope.theta, rope.scaling, rope.factor, rope.original_max_position) == (
         1e6,
@@ -127,7 +129,7 @@ def test_llama3_rope_keeps_its_factors() -> None:
 
 def test_sparse_step_and_dense_layers() -> None:
     config = QWEN | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    model = hf.spec_of(config, where="c", name="m")
+    model = hf.parse_config(config, where="c", name="m")
     assert model.moe_layers == (False, True, False, False, False, True)
     assert model.dense_ffn_size == 768
 
@@ -170,7 +172,9 @@ def test_gpt_oss_shape() -> None:
 @pytest.mark.parametrize("name", catalogue.model_names())
 def test_written_configs_read_back(name: str) -> None:
     model = catalogue.model(name)
-    assert hf.spec_of(json.loads(json.dumps(config_of(model))), where="c", name=name) == model
+    assert (
+        hf.parse_config(json.loads(json.dumps(build_config(model))), where="c", name=name) == model
+    )
 
 
 def test_transformers_configs_read_and_come_back() -> None:
@@ -191,9 +195,11 @@ def test_transformers_configs_read_and_come_back() -> None:
     }
     for name, settled in classes.items():
         build = getattr(transformers, name)
-        model = hf.spec_of(json.loads(build(**settled).to_json_string()), where=name, name=name)
-        again = hf.spec_of(
-            json.loads(build(**config_of(model)).to_json_string()), where=name, name=name
+        model = hf.parse_config(
+            json.loads(build(**settled).to_json_string()), where=name, name=name
+        )
+        again = hf.parse_config(
+            json.loads(build(**build_config(model)).to_json_string()), where=name, name=name
         )
         assert again == model, name
 
@@ -419,10 +425,10 @@ def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[
     """Whatever stands in a field, the answer is a model whose parameters can be listed, or one
     BadInput."""
     try:
-        model = hf.spec_of(base | junk, where="config.json", name="fuzz")
+        model = hf.parse_config(base | junk, where="config.json", name="fuzz")
     except BadInput:
         return
-    assert parameters.count(model).total > 0
+    assert parameters.count_parameters(model).total > 0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue, job
-from moewright.intake.hf_write import config_of
+from moewright.intake.hf_write import build_config
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import Documents, Dtype
+from moewright.spec.workload import DocumentMasking, Dtype
 
 TEXT = """
 [model]
@@ -44,7 +44,7 @@ def write(folder: Path, text: str = TEXT) -> Path:
     shape = folder / "shape"
     shape.mkdir(exist_ok=True)
     (shape / "config.json").write_text(
-        json.dumps(config_of(catalogue.model("Qwen3-30B-A3B"))), encoding="utf-8"
+        json.dumps(build_config(catalogue.model("Qwen3-30B-A3B"))), encoding="utf-8"
     )
     path = folder / "quickstart.toml"
     path.write_text(text, encoding="utf-8")
@@ -65,7 +65,7 @@ def test_sections_map_onto_the_workload(tmp_path: Path) -> None:
     assert work.checkpoint.every_steps == 30
     assert work.data.train == str(tmp_path.parent / "data" / "train")
     assert (work.data.heldout, work.data.tokenizer) == ("/abs/heldout", "")
-    assert work.data.documents is Documents.RESTARTED
+    assert work.data.documents is DocumentMasking.RESTARTED
     assert (read.layout_text, read.nproc, read.hardware) == (
         "ep2,mbs2",
         2,
@@ -102,7 +102,7 @@ def test_keys_of_loss_scaling_and_growing_batches(tmp_path: Path) -> None:
 def test_least_job_takes_defaults(tmp_path: Path) -> None:
     text = '[model]\nconfig = "qwen3-30b-a3b"\n[train]\nseq_len = 8\nglobal_batch = 2\n'
     read = job.read_job(write(tmp_path, text))
-    assert read.workload.data.documents is Documents.JOINED
+    assert read.workload.data.documents is DocumentMasking.JOINED
     assert (read.layout_text, read.nproc, read.hardware) == ("", 1, job.DEFAULT_HARDWARE)
     assert read.workload.optimizer.beta2 == 0.95
 
@@ -119,7 +119,7 @@ def test_layout_keys_become_text(tmp_path: Path) -> None:
 def test_inline_model(tmp_path: Path) -> None:
     fields = "\n".join(
         f"{key} = {json.dumps(value)}"
-        for key, value in config_of(catalogue.model("Qwen3-30B-A3B")).items()
+        for key, value in build_config(catalogue.model("Qwen3-30B-A3B")).items()
         if value is not None
     )
     read = job.read_job(write(tmp_path, TEXT.replace('config = "shape/config.json"', fields)))

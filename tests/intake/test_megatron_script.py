@@ -9,17 +9,24 @@ from hypothesis import strategies as st
 from test_megatron_catalogue import CANNOT, layouts, model, plan_of, workloads
 
 from moewright.codec import fingerprint, parse_layout
-from moewright.exporters.megatron.refusals import refusals
-from moewright.exporters.megatron.script import megatron
+from moewright.exporters.megatron.refusals import find_refusals
+from moewright.exporters.megatron.script import render_megatron_script
 from moewright.intake import catalogue
-from moewright.intake.megatron.read import launch_of, read
-from moewright.rules.legality import illegal
+from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import (
+    CudaGraphScope,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+)
 from moewright.spec.workload import (
     CheckpointSpec,
     DataSpec,
-    Documents,
+    DocumentMasking,
     Dtype,
     LossSpec,
     OptimizerSpec,
@@ -34,8 +41,10 @@ EXPORTED = sorted(set(catalogue.model_names()) - set(CANNOT))
 def back(text, folder, *, world=None, named=None, **environment):
     script = Path(folder) / "run.sh"
     script.write_text(text)
-    command = launch_of(script, environment)
-    return read(command, world=world or command.world, folder=Path(folder), named=named)
+    command = read_launch(script, environment)
+    return interpret_launch(
+        command, world_size=world or command.world_size, folder=Path(folder), named_model=named
+    )
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -44,7 +53,7 @@ def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, 
     plan."""
     layout = parse_layout("tp2,ep4,mbs2" if model(name).moe else "tp2,mbs2", world_size=16)
     plan = plan_of(name, layout, Workload(seq_len=2048, global_batch=64))
-    found = back(megatron(plan), tmp_path)
+    found = back(render_megatron_script(plan), tmp_path)
     again = fingerprint(found.model, found.workload, plan.hardware, found.layout)
     assert again == fingerprint(plan.model, plan.workload, plan.hardware, plan.layout)
 
@@ -54,12 +63,12 @@ def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, 
 def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_factory, data):
     name = data.draw(st.sampled_from(EXPORTED))
     layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
-    assume(not illegal(model(name), workload, layout))
+    assume(not check_legality(model(name), workload, layout))
     if model(name).moe is None:  # what trains a router says nothing then
         workload = replace(workload, loss=LossSpec(), router=RouterTraining())
     plan = plan_of(name, layout, workload)
-    assume(not refusals(plan))
-    found = back(megatron(plan), tmp_path_factory.mktemp("script"))
+    assume(not find_refusals(plan))
+    found = back(render_megatron_script(plan), tmp_path_factory.mktemp("script"))
     assert (found.model, found.layout, found.workload) == (plan.model, layout, workload)
 
 
@@ -75,11 +84,13 @@ def test_what_a_job_says_beyond_a_plan_comes_back_too(tmp_path):
         optimizer=OptimizerSpec(
             lr=1e-4, min_lr_fraction=0.05, warmup_steps=20, decay_steps=400, beta2=0.98, clip_norm=0
         ),
-        data=DataSpec(train="data/train", heldout="data/held out", documents=Documents.RESTARTED),
+        data=DataSpec(
+            train="data/train", heldout="data/held out", documents=DocumentMasking.RESTARTED
+        ),
         checkpoint=CheckpointSpec(every_steps=100, mode=SaveMode.ASYNC),
     )
     plan = plan_of("Qwen/Qwen3-0.6B", Layout(world_size=8), workload)
-    assert back(megatron(plan), tmp_path).workload == workload
+    assert back(render_megatron_script(plan), tmp_path).workload == workload
 
 
 QWEN = """#!/bin/bash
@@ -139,16 +150,16 @@ def test_a_script_with_arrays_variables_defaults_tests_and_eval(tmp_path):
 
 def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
     found = back(QWEN.replace("--moe-token-dispatcher-type alltoall", ""), tmp_path)
-    assert found.layout.dispatcher is Dispatcher.ALL_GATHER
+    assert found.layout.dispatcher is DispatcherKind.ALL_GATHER
     assert any("so it is allgather" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("more", "field", "value"),
     [
-        ("--external-cuda-graph --cuda-graph-scope attn", "graphs", (Graphs.ATTN,)),
+        ("--external-cuda-graph --cuda-graph-scope attn", "graphs", (CudaGraphScope.ATTN,)),
         ("--recompute-activations", "recompute", (Recompute.CORE_ATTN,)),
-        ("--moe-enable-deepep", "dispatcher", Dispatcher.DEEPEP),
+        ("--moe-enable-deepep", "dispatcher", DispatcherKind.DEEPEP),
         ("--use-megatron-fsdp", "zero", 3),
         ("--overlap-grad-reduce --overlap-param-gather", "overlap", (Overlap.GRAD, Overlap.PARAM)),
         (
@@ -322,14 +333,16 @@ eval $run
 def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(ARGUED)
-    found = read(launch_of(script, {}, ("A3B", "2", "4")), world=8, folder=tmp_path)
+    found = interpret_launch(
+        read_launch(script, {}, ("A3B", "2", "4")), world_size=8, folder=tmp_path
+    )
     assert found.layout == parse_layout("tp4,mbs2,overlap=tp", world_size=8)
     known = model("Qwen/Qwen3-30B-A3B")
     assert (found.model.name, found.model.vocab_size) == (known.name, known.vocab_size)
     assert found.model.initializer_range == 0.008
     assert (found.model.moe.router.pre_softmax, found.model.moe.router.renormalize) == (True, False)
     with pytest.raises(BadInput, match="no command here starts"):  # it exits before
-        launch_of(script, {})
+        read_launch(script, {})
 
 
 SCRIPTS = [

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.exporters.megatron.script import megatron
+from moewright.exporters.megatron.script import render_megatron_script
 from moewright.intake import catalogue
-from moewright.intake.megatron.read import launch_of, read
-from moewright.search.search import plan_of
+from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Verdict
 from moewright.spec.workload import RouterForce
@@ -108,9 +108,9 @@ SIXTEEN = [
 def job(script, folder, *, world, named=None, **environment):
     path = Path(folder) / "run.sh"
     path.write_text(script)
-    command = launch_of(path, environment)
-    assert command.world in (0, world)
-    return read(command, world=world, folder=Path(folder), named=named)
+    command = read_launch(path, environment)
+    assert command.world_size in (0, world)
+    return interpret_launch(command, world_size=world, folder=Path(folder), named_model=named)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_configurations_of_the_guide_go_in_and_out(layout, variables, seconds, t
     assert found.layout == parse_layout(layout, world_size=256)
     assert found.model.name == "Qwen/Qwen3-235B-A22B"
     assert (found.workload.router.force is RouterForce.BALANCED) == ("capacity" not in layout)
-    plan = plan_of(found.model, found.workload, catalogue.hardware("256xH800"), found.layout)
+    plan = build_plan(found.model, found.workload, catalogue.hardware("256xH800"), found.layout)
     # The guide ran them all. Every step within a factor of what it measured: the planner's own
     # errors are held to
     # tighter figures elsewhere; a misread script is off by more (capacity runs were not balanced,
     # and are slower).
     assert plan.estimate.verdict is not Verdict.OOM
     assert 0.5 < plan.estimate.step_s / seconds < 1.6 or "capacity" in layout
-    again = job(megatron(plan), tmp_path, world=256)
+    again = job(render_megatron_script(plan), tmp_path, world=256)
     assert (again.model, again.workload, again.layout) == (
         found.model,
         found.workload,
@@ -192,14 +192,14 @@ def test_the_template_is_put_right_one_mistake_after_another(tmp_path):
     )
     found = job(right, tmp_path, world=1024, named=catalogue.model("Llama-2-70b"))
     assert found.layout == parse_layout("tp8,pp16,overlap=grad,dp8", world_size=1024)
-    plan = plan_of(found.model, found.workload, catalogue.hardware("1024xA100"), found.layout)
+    plan = build_plan(found.model, found.workload, catalogue.hardware("1024xA100"), found.layout)
     # 70B over 128 ranks of 80 GB leaves most of each empty. The post promises 150 TFLOP/s a GPU
     # and, beside it, 15K
     # tokens/s for all, which would be 6.
     assert plan.estimate.verdict is Verdict.FITS
     assert 80 < plan.estimate.tflops_per_device < 220
     assert 1024 * plan.estimate.tokens_per_s_per_device > 10 * 15_000
-    again = job(megatron(plan), tmp_path, world=1024)
+    again = job(render_megatron_script(plan), tmp_path, world=1024)
     assert (again.model, again.workload, again.layout) == (
         found.model,
         found.workload,

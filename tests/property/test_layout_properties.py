@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model_shapes import moe_model
 from moewright.rules.buckets import plan_buckets, shard_range
-from moewright.rules.fsdp import spread
+from moewright.rules.fsdp import fsdp_groups
 from moewright.rules.grid import (
     GROUPS,
     all_groups,
@@ -18,20 +18,26 @@ from moewright.rules.grid import (
     coordinate,
     group_ranks,
     group_size,
-    min_world,
+    min_world_size,
 )
-from moewright.rules.legality import divisors, illegal, micro_batches
+from moewright.rules.legality import check_legality, divisors, micro_batches
 from moewright.rules.schedule import (
-    Kind,
+    RowKind,
     bubble_fraction,
-    in_flight,
-    peak_live,
-    schedule_reasons,
+    check_schedule,
+    max_in_flight,
+    peak_live_chunks,
     timetable,
 )
 from moewright.rules.shards import GRADIENT_GROUPS
-from moewright.rules.simulate import StageSeconds, ends_s
-from moewright.rules.stages import Split, chunks, layout_string, stage_reasons, vpp_choices
+from moewright.rules.simulate import StageSeconds, row_end_times
+from moewright.rules.stages import (
+    EvenSplit,
+    check_stages,
+    even_layout_string,
+    pipeline_chunks,
+    vpp_choices,
+)
 from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
 from moewright.spec.workload import Workload
 
@@ -49,7 +55,7 @@ def folded(draw: st.DrawFn) -> Layout:
     degrees = {name: draw(small) for name in ("tp", "cp", "pp", "ep", "etp")}
     exchange = draw(st.sampled_from(CpComm))
     node = draw(st.sampled_from([0, *divisors(degrees["ep"])]))
-    world = min_world(**degrees) * draw(st.integers(1, 3))
+    world = min_world_size(**degrees) * draw(st.integers(1, 3))
     return Layout(world_size=world, cp_comm=exchange, ep_node=node, **degrees)
 
 
@@ -92,7 +98,7 @@ def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(
     of it once."""
     layouts = [replace(layout, zero=3, shard=n) for n in divisors(layout.dp * layout.cp) if n > 1]
     said = {
-        one.shard: illegal(moe_model(), Workload(seq_len=64, global_batch=64), one)
+        one.shard: check_legality(moe_model(), Workload(seq_len=64, global_batch=64), one)
         for one in layouts
     }
     legal = [
@@ -102,9 +108,9 @@ def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(
     hybrid = data.draw(st.sampled_from(legal))
     rank = data.draw(st.integers(0, layout.world_size - 1))
     for group in GRADIENT_GROUPS:
-        lies = spread(hybrid, group)
-        cut = group_ranks(hybrid, lies.cut, rank)
-        across = [other for one in cut for other in group_ranks(hybrid, lies.copies, one)]
+        lies = fsdp_groups(hybrid, group)
+        cut = group_ranks(hybrid, lies.shard_group, rank)
+        across = [other for one in cut for other in group_ranks(hybrid, lies.replica_group, one)]
         assert sorted(across) == sorted(group_ranks(layout, group, rank))
         block = hybrid.tp * hybrid.shard
         assert {one // block for one in cut} == {rank // block}
@@ -118,35 +124,41 @@ def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(
 def test_every_legal_split_holds_every_layer_once(layers: int, pp: int, vpp: int, mtp: int) -> None:
     model = moe_model(layers=layers, mtp=mtp)
     layout = Layout(world_size=pp, pp=pp, vpp=vpp)
-    text = layout_string(layers, mtp=mtp, stages=pp * vpp)
-    assert stage_reasons(model, replace(layout, stages=text)) == ()
+    text = even_layout_string(layers, mtp=mtp, stages=pp * vpp)
+    assert check_stages(model, replace(layout, stages=text)) == ()
     for stages in ("", text):
         chosen = replace(layout, stages=stages)
-        if stage_reasons(model, chosen):
+        if check_stages(model, chosen):
             assert stages == ""
             continue
-        split = chunks(model, chosen)
+        split = pipeline_chunks(model, chosen)
         assert [layer for chunk in split for layer in chunk.layers] == list(range(layers))
-        assert [sum(chunk.embedding for chunk in split), sum(chunk.loss for chunk in split)] == [
+        assert [
+            sum(chunk.has_embedding for chunk in split),
+            sum(chunk.has_loss for chunk in split),
+        ] == [
             1,
             1,
         ]
-        assert sum(chunk.mtp for chunk in split) == mtp
+        assert sum(chunk.mtp_layers for chunk in split) == mtp
         assert [(chunk.vpp_rank, chunk.pp_rank) for chunk in split] == [
             (v, r) for v in range(vpp) for r in range(pp)
         ]
-    counts = [len(chunk.layers) + chunk.embedding + chunk.loss + chunk.mtp for chunk in split]
+    counts = [
+        len(chunk.layers) + chunk.has_embedding + chunk.has_loss + chunk.mtp_layers
+        for chunk in split
+    ]
     assert max(counts) - min(counts) <= 1 + mtp
 
 
 @unhurried
-@given(st.integers(1, 100), st.integers(2, 12), st.integers(1, 12), st.sampled_from(Split))
-def test_vpp_choices_are_the_legal_ones(layers: int, pp: int, vpp: int, split: Split) -> None:
+@given(st.integers(1, 100), st.integers(2, 12), st.integers(1, 12), st.sampled_from(EvenSplit))
+def test_vpp_choices_are_the_legal_ones(layers: int, pp: int, vpp: int, split: EvenSplit) -> None:
     legal = (layers + split.value) % (pp * vpp) == 0
     assert (vpp in vpp_choices(layers, pp, split=split)) == legal
     if legal:
         layout = Layout(world_size=pp, pp=pp, vpp=vpp)
-        assert stage_reasons(moe_model(layers=layers), layout) == ()
+        assert check_stages(moe_model(layers=layers), layout) == ()
 
 
 @st.composite
@@ -159,7 +171,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Layout, int]:
     layout = Layout(
         world_size=pp, pp=pp, vpp=vpp, vpp_group=group, schedule=schedule, overlap=overlap
     )
-    assume(not schedule_reasons(layout, m))
+    assume(not check_schedule(layout, m))
     return layout, m
 
 
@@ -170,7 +182,9 @@ def test_no_legal_table_deadlocks_or_idles_more_than_the_closed_form(
 ) -> None:
     layout, m = pipeline
     chunk = StageSeconds(forward=times[0], input_backward=times[1], weight_backward=0.0)
-    span = max(ends_s(layout, timetable(layout, m), [chunk] * (layout.pp * layout.vpp)).values())
+    span = max(
+        row_end_times(layout, timetable(layout, m), [chunk] * (layout.pp * layout.vpp)).values()
+    )
     busy = m * layout.vpp * sum(times)
     assert abs(1 - busy / span - bubble_fraction(layout, m)) < 1e-12
 
@@ -183,14 +197,14 @@ def test_every_rank_runs_each_row_once_and_holds_what_the_closed_form_says(
     layout, m = pipeline
     every = {
         (kind, mb, chunk)
-        for kind in (Kind.F, Kind.B)
+        for kind in (RowKind.F, RowKind.B)
         for mb in range(m)
         for chunk in range(layout.vpp)
     }
     for rank, rows in enumerate(timetable(layout, m)):
         assert len(rows) == len(every)
         assert {(row.kind, row.micro_batch, row.chunk) for row in rows} == every
-        assert peak_live(rows) == in_flight(layout, m, rank)
+        assert peak_live_chunks(rows) == max_in_flight(layout, m, rank)
 
 
 @unhurried
@@ -256,14 +270,14 @@ def test_whatever_is_asked_legality_answers(layout: Layout, batch: int) -> None:
     """Every refusal names a field and a rule in one line; what is not refused can be split and
     timed."""
     model, workload = moe_model(layers=8, shared=64), Workload(seq_len=4096, global_batch=batch)
-    reasons = illegal(model, workload, layout)
+    reasons = check_legality(model, workload, layout)
     for reason in reasons:
         assert reason.field.split(".")[0] in ("layout", "workload")
         assert reason.rule
         assert reason.nearest
         assert "\n" not in str(reason)
     if not reasons:
-        assert len(chunks(model, layout)) == layout.pp * layout.vpp
+        assert len(pipeline_chunks(model, layout)) == layout.pp * layout.vpp
         assert len(timetable(layout, micro_batches(workload, layout))) == layout.pp
 
 
@@ -275,13 +289,13 @@ def test_whatever_is_asked_legality_answers(layout: Layout, batch: int) -> None:
 )
 def test_the_nearest_value_named_mends_its_rule(layout: Layout, batch: int, seq_len: int) -> None:
     model, workload = moe_model(layers=10, shared=64), Workload(seq_len=seq_len, global_batch=batch)
-    for reason in illegal(model, workload, layout):
+    for reason in check_legality(model, workload, layout):
         owner, name = reason.field.split(".")
         named = re.match(r"(\d+)(?: or (\d+))?(?=$|,)", reason.nearest)
         for value in map(int, filter(None, named.groups() if named else ())):
             if owner == "layout":
-                mended = illegal(model, workload, replace(layout, **{name: value}))
+                mended = check_legality(model, workload, replace(layout, **{name: value}))
             else:
-                mended = illegal(model, replace(workload, **{name: value}), layout)
+                mended = check_legality(model, replace(workload, **{name: value}), layout)
             broken = {(other.field, re.sub(r"\d+", "#", other.rule)) for other in mended}
             assert (reason.field, re.sub(r"\d+", "#", reason.rule)) not in broken, (reason, value)

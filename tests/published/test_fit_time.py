@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moewright.calibration.fit import Centre, Run, fit, leave_out
-from moewright.calibration.fit_inputs import errors, runs_of
-from moewright.calibration.score import FEWEST_LAYOUTS, rank_correlation
-from moewright.calibration.table import Measured, read_table
+from moewright.calibration.fit import MeasuredRun, PriorCentre, fit_constants, predict_left_out
+from moewright.calibration.fit_inputs import relative_errors, runs_from_rows
+from moewright.calibration.score import MIN_LAYOUTS, rank_correlation
+from moewright.calibration.table import MeasuredRow, read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.repricing import Prepared
+from moewright.cost.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.spec.layout import Layout
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, NormKind, PositionKind
@@ -27,17 +27,17 @@ ROWS = read_table(DATA / "measured_steps.csv").rows
 SEED = tuple(row for row in ROWS if row.id.startswith("seed000"))
 
 
-def tokens_per_s(row: Measured, seconds: float) -> float:
+def tokens_per_s(row: MeasuredRow, seconds: float) -> float:
     return row.workload.tokens_per_step / row.hardware.count / seconds
 
 
 def test_seed_rows_left_out_one_by_one() -> None:
     """Qwen3-235B on 256 H800, the 12 balanced lines: error, order, and what the chosen layout
     loses."""
-    runs = runs_of(SEED)
-    predicted = leave_out(runs, lambda run: run.id)
+    runs = runs_from_rows(SEED)
+    predicted = predict_left_out(runs, lambda run: run.id)
     assert len(runs) == 12
-    assert np.mean(np.abs(errors(runs, predicted))) <= 0.04
+    assert np.mean(np.abs(relative_errors(runs, predicted))) <= 0.04
     expected = [tokens_per_s(row, seconds) for row, seconds in zip(SEED, predicted, strict=True)]
     measured = [tokens_per_s(row, run.measured_s) for row, run in zip(SEED, runs, strict=True)]
     assert rank_correlation(expected, measured) >= 0.95
@@ -47,9 +47,9 @@ def test_seed_rows_left_out_one_by_one() -> None:
 def test_groups_left_out_one_by_one() -> None:
     """Every complete row, by constants fitted without its model on its device."""
     group = {row.id: row.group for row in ROWS}
-    runs = runs_of(ROWS)
-    predicted = leave_out(runs, lambda run: group[run.id])
-    off = np.abs(errors(runs, predicted))
+    runs = runs_from_rows(ROWS)
+    predicted = predict_left_out(runs, lambda run: group[run.id])
+    off = np.abs(relative_errors(runs, predicted))
     assert len(runs) == 120
     assert np.median(off) <= 0.05
     assert np.quantile(off, 0.9) <= 0.18
@@ -60,14 +60,14 @@ def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
     """Rank correlation over the mean speeds of the layouts of a group, of groups with enough of
     them."""
     speeds: dict[tuple[str, str], dict[tuple[Layout, int], list[tuple[float, float]]]] = {}
-    for row, run, seconds in zip(ROWS, runs_of(ROWS), predicted, strict=True):
+    for row, run, seconds in zip(ROWS, runs_from_rows(ROWS), predicted, strict=True):
         pair = tokens_per_s(row, seconds), tokens_per_s(row, run.measured_s)
         speeds.setdefault(row.group, {}).setdefault(
             (row.layout, row.workload.global_batch), []
         ).append(pair)
     found = {}
     for group, layouts in speeds.items():
-        if len(layouts) >= FEWEST_LAYOUTS:
+        if len(layouts) >= MIN_LAYOUTS:
             means = np.array([np.mean(pairs, axis=0) for pairs in layouts.values()])
             found[group] = rank_correlation(list(means[:, 0]), list(means[:, 1]))
     return found
@@ -75,27 +75,27 @@ def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
 
 def test_h100_by_constants_of_h800() -> None:
     """What constants fitted to 12 rows of one cluster are worth on another with newer software."""
-    frozen = fit(runs_of(SEED))
+    frozen = fit_constants(runs_from_rows(SEED))
     rows = [row for row in ROWS if row.hardware.name == "H100" and row.model.moe]
-    runs = runs_of(rows)
-    constants = frozen.constants(SEED[0].hardware)
+    runs = runs_from_rows(rows)
+    constants = frozen.constants_for(SEED[0].hardware)
     predicted = [run.prepared.step_s(constants) for run in runs]
     assert len(runs) >= 13
-    assert np.mean(np.abs(errors(runs, predicted))) <= 0.10
+    assert np.mean(np.abs(relative_errors(runs, predicted))) <= 0.10
     expected = [tokens_per_s(row, seconds) for row, seconds in zip(rows, predicted, strict=True)]
     measured = [tokens_per_s(row, run.measured_s) for row, run in zip(rows, runs, strict=True)]
     assert rank_correlation(expected, measured) >= 0.8
 
 
 def test_shipped_constants_on_the_rows_they_were_fitted_to() -> None:
-    runs = runs_of(ROWS)
-    off = errors(runs, [run.prepared.step_s(()) for run in runs])
+    runs = runs_from_rows(ROWS)
+    off = relative_errors(runs, [run.prepared.step_s(()) for run in runs])
     assert np.median(np.abs(off)) <= 0.035
     assert np.mean(np.abs(off)) <= 0.045
     assert abs(np.mean(off)) <= 0.02
 
 
-def vtrain() -> tuple[Run, ...]:
+def vtrain() -> tuple[MeasuredRun, ...]:
     """Dense GPT of vTrain's ground truth: bf16, full recompute, 100 GB/s a node. Sequence
     parallelism is assumed."""
     found = []
@@ -133,19 +133,19 @@ def vtrain() -> tuple[Run, ...]:
             hardware = catalogue.hardware(f"{row['gpus']}xA100")
             network = replace(hardware.fabric.network_Bps, value=100e9 / 8)
             hardware = replace(hardware, fabric=replace(hardware.fabric, network_Bps=network))
-            prepared = Prepared(model, work, hardware, layout)
+            prepared = RepriceableStep(model, work, hardware, layout)
             measured = float(row["step_time_s"])
             found.append(
-                Run(id=row["id"], prepared=prepared, hardware=hardware, measured_s=measured)
+                MeasuredRun(id=row["id"], prepared=prepared, hardware=hardware, measured_s=measured)
             )
     return tuple(found)
 
 
 def test_dense_models_on_a100() -> None:
     runs = vtrain()
-    predicted = leave_out(runs, lambda run: run.id, centre=Centre.HARDWARE)
+    predicted = predict_left_out(runs, lambda run: run.id, centre=PriorCentre.HARDWARE)
     assert len(runs) == 55
-    assert np.mean(np.abs(errors(runs, predicted))) <= 0.10
+    assert np.mean(np.abs(relative_errors(runs, predicted))) <= 0.10
     assert rank_correlation(predicted, [run.measured_s for run in runs]) >= 0.95
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.score import Score, score
+from moewright.calibration.score import Score, score_table
 from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
@@ -130,7 +130,7 @@ def test_printed_breakdown_of_deepseek_v3() -> None:
 
 @pytest.fixture(scope="module")
 def peaks() -> Score:
-    return score(read_table(DATA / "measured_peaks.csv"))
+    return score_table(read_table(DATA / "measured_peaks.csv"))
 
 
 def test_measured_peaks(peaks: Score) -> None:

@@ -51,7 +51,7 @@ def test_every_catalogue_model_has_a_row() -> None:
 @pytest.mark.parametrize("name", ALSO_PUBLISHED)
 def test_models_beside_the_table(name: str) -> None:
     """Totals in billions as their reports and model cards print them, rounded there."""
-    counted = parameters.count(catalogue.model(name))
+    counted = parameters.count_parameters(catalogue.model(name))
     total, active = ALSO_PUBLISHED[name]
     assert counted.total / 1e9 == pytest.approx(total, rel=0.006)
     assert counted.active / 1e9 == pytest.approx(active, rel=0.02)
@@ -59,7 +59,7 @@ def test_models_beside_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["model"] for row in ROWS])
 def test_counts(row: dict[str, str]) -> None:
-    counted = parameters.count(catalogue.model(row["model"]))
+    counted = parameters.count_parameters(catalogue.model(row["model"]))
     for field in ("total", "active", "active_without_embedding", "mtp", "embedding"):
         expected = float(row[f"{field}_b"])
         # The figures are printed to 1e-3 billion.
@@ -72,7 +72,7 @@ def test_counts(row: dict[str, str]) -> None:
     "row", [r for r in ROWS if r["published_total_b"]], ids=lambda r: r["model"]
 )
 def test_published_totals(row: dict[str, str]) -> None:
-    counted = parameters.count(catalogue.model(row["model"]))
+    counted = parameters.count_parameters(catalogue.model(row["model"]))
     total, active = float(row["published_total_b"]) * 1e9, float(row["published_active_b"]) * 1e9
     assert counted.total == pytest.approx(total, rel=PUBLISHED_TOTAL.get(row["model"], 0.0075))
     nearest = min(
@@ -84,13 +84,13 @@ def test_published_totals(row: dict[str, str]) -> None:
 def test_published_mtp_total() -> None:
     """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module (2 x
     0.927B)."""
-    counted = parameters.count(catalogue.model("DeepSeek-V3"))
+    counted = parameters.count_parameters(catalogue.model("DeepSeek-V3"))
     assert counted.total + counted.mtp + 2 * counted.embedding == pytest.approx(685e9, rel=1e-3)
 
 
 def test_olmoe_totals() -> None:
     """The OLMoE paper: 6.9B total, 1.3B active."""
-    counted = parameters.count(catalogue.model("OLMoE-1B-7B-0924"))
+    counted = parameters.count_parameters(catalogue.model("OLMoE-1B-7B-0924"))
     assert counted.total == pytest.approx(6.9e9, rel=5e-3)
     assert counted.active == pytest.approx(1.3e9, rel=2e-2)
 

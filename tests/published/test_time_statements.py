@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moewright.calibration.fit import FREE, fit
-from moewright.calibration.fit_inputs import errors, runs_of
+from moewright.calibration.fit import FREE_CONSTANTS, fit_constants
+from moewright.calibration.fit_inputs import relative_errors, runs_from_rows
 from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
@@ -139,15 +139,18 @@ def explained(term: str) -> float:
         for name, value in TERMS.get(term, {}).items()
     )
     once = {(row.group, row.layout): row for row in ROWS if row.model.moe}.values()
-    runs = runs_of(
+    runs = runs_from_rows(
         [
             replace(row, hardware=replace(row.hardware, constants=(*row.hardware.constants, *held)))
             for row in once
         ]
     )
-    found = fit(runs, free=tuple(one for one in FREE if one.name not in TERMS.get(term, {})))
-    predicted = [run.prepared.step_s(found.constants(run.hardware)) for run in runs]
-    return float(np.mean(np.abs(errors(runs, predicted))))
+    found = fit_constants(
+        runs,
+        free_constants=tuple(one for one in FREE_CONSTANTS if one.name not in TERMS.get(term, {})),
+    )
+    predicted = [run.prepared.step_s(found.constants_for(run.hardware)) for run in runs]
+    return float(np.mean(np.abs(relative_errors(runs, predicted))))
 
 
 @pytest.mark.parametrize("term", TERMS)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.report.console import console_for, print_estimate, print_plans, show_flops
+from moewright.report.console import make_console, print_estimate, print_plans, show_flops
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
@@ -24,7 +24,7 @@ def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
     plans = (plan(1.25), recomputing(plan(1.5)), too_large(plan(2.0, ep=1, zero=0)))
     rejected = (("experts % ep == 0", 12), ("memory above capacity", 3456))
     print_plans(
-        console_for(out),
+        make_console(out),
         plans,
         rejected=rejected,
         why=("0.25 s less recompute than the runner-up",),
@@ -59,7 +59,7 @@ def test_constants_of_one_source_share_a_row(out):
     base = plan()
     twice = replace(base.estimate.assumptions[0], name="second", value="7")
     estimate = replace(base.estimate, assumptions=(*base.estimate.assumptions, twice))
-    print_estimate(console_for(out), replace(base, estimate=estimate))
+    print_estimate(make_console(out), replace(base, estimate=estimate))
     (row,) = [line for line in out.getvalue().splitlines() if "short runs" in line]
     assert row.rstrip().endswith("host_s_per_layer_microbatch 410 us, second 7")
 
@@ -78,21 +78,21 @@ def test_flops_are_shown_in_the_unit_that_fits(flops, said):
 
 
 def test_no_plan_is_said_with_the_rules_that_rejected(out):
-    print_plans(console_for(out), (), rejected=(("memory above capacity", 7),))
+    print_plans(make_console(out), (), rejected=(("memory above capacity", 7),))
     assert "No legal layout fits." in out.getvalue()
     assert "memory above capacity" in out.getvalue()
 
 
 def test_brackets_of_a_layout_are_not_taken_for_markup(out):
     print_plans(
-        console_for(out), (plan(),), rejected=(("[bold]rule[/]", 1),), why=("why [red]not[/]",)
+        make_console(out), (plan(),), rejected=(("[bold]rule[/]", 1),), why=("why [red]not[/]",)
     )
     assert "[bold]rule[/]" in out.getvalue()
     assert "why [red]not[/]" in out.getvalue()
 
 
 def test_estimate_tables_add_up(out):
-    print_estimate(console_for(out), plan())
+    print_estimate(make_console(out), plan())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     assert any("verdict   fits: peak 338 MiB of 4 GiB on pipeline rank 0" in line for line in lines)
@@ -114,7 +114,7 @@ def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
     )
     wide = replace(ledger(0), pp_rank=1, memory=rows)
     piped = replace(estimate(), ledgers=(ledger(0), wide), peak_rank=1)
-    print_estimate(console_for(out), replace(plan(), estimate=piped))
+    print_estimate(make_console(out), replace(plan(), estimate=piped))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     assert any("Memory of pipeline rank 1, GiB" in line for line in lines)

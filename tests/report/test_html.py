@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.diagnosis.compare_ledgers import compare
-from moewright.diagnosis.own_run import diagnose
-from moewright.report.html import render, write_report
+from moewright.diagnosis.compare_ledgers import compare_ledgers
+from moewright.diagnosis.engine_run import diagnose_run
+from moewright.report.report_page import render_report, write_report
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component
 from sample_run import counted, ledger, record
@@ -27,8 +27,8 @@ SECTIONS = (
 
 def page_of(run, comparisons=None):
     if comparisons is None:
-        comparisons = [compare(ledger(rank), counted(rank)) for rank in (0, 1)]
-    return render(run, comparisons, diagnose(run))
+        comparisons = [compare_ledgers(ledger(rank), counted(rank)) for rank in (0, 1)]
+    return render_report(run, comparisons, diagnose_run(run))
 
 
 def sentence(page):
@@ -62,7 +62,7 @@ def test_page_asks_for_nothing_from_outside(page):
 
 
 def test_every_compared_line_stands_in_the_page(page):
-    comparison = compare(ledger(0), counted(0))
+    comparison = compare_ledgers(ledger(0), counted(0))
     table = page[page.index("<summary>Rank 0") : page.index("<summary>Rank 1")]
     assert table.count('class="state"') == len(comparison.lines)
     assert table.count(">equal<") == sum(
@@ -75,7 +75,9 @@ def test_every_compared_line_stands_in_the_page(page):
 
 def test_a_broken_promise_is_marked_in_text_and_colour_and_in_the_verdict():
     short = replace(ledger(1), comm=ledger(1).comm[1:])
-    page = page_of(record(), [compare(ledger(0), counted(0)), compare(short, counted(1))])
+    page = page_of(
+        record(), [compare_ledgers(ledger(0), counted(0)), compare_ledgers(short, counted(1))]
+    )
     assert '<section id="verdict" class="bad">' in page
     assert "the ledger differs on 1 of 2 ranks" in sentence(page)
     (row,) = [
@@ -88,7 +90,7 @@ def test_a_broken_promise_is_marked_in_text_and_colour_and_in_the_verdict():
 def test_activations_out_of_bound_leave_the_books_exact_but_the_verdict_bad():
     rows = tuple(replace(row, bytes=row.bytes * 2) if row.component is Component.ACTIVATIONS else row
                  for row in counted(0).memory)  # fmt: skip
-    page = page_of(record(), [compare(ledger(0), replace(counted(0), memory=rows))])
+    page = page_of(record(), [compare_ledgers(ledger(0), replace(counted(0), memory=rows))])
     assert "saved activations exceed 3% on 1 of 1 ranks" in sentence(page)
     assert "the ledger differs" not in page
 

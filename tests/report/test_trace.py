@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.report.trace import trace, write_trace
+from moewright.report.trace import build_trace, write_trace
 from moewright.spec.errors import BadInput
 from sample_run import plan
 
@@ -19,7 +19,7 @@ def piped(text: str, micro_batches: int):
 
 
 def spans(given):
-    return [event for event in trace(given)["traceEvents"] if event["ph"] == "X"]
+    return [event for event in build_trace(given)["traceEvents"] if event["ph"] == "X"]
 
 
 @pytest.mark.parametrize("text", ["pp4", "pp2,vpp3"])
@@ -63,11 +63,11 @@ def test_the_file_is_chrome_json_with_a_named_track_a_rank(tmp_path):
 
 def test_a_schedule_without_a_timetable_is_refused():
     with pytest.raises(BadInput):
-        trace(piped("pp4,schedule=dualpipev", 4))
+        build_trace(piped("pp4,schedule=dualpipev", 4))
 
 
 def test_split_backwards_have_bars_of_their_own():
-    events = trace(piped("pp2,schedule=zbv", 4))["traceEvents"]
+    events = build_trace(piped("pp2,schedule=zbv", 4))["traceEvents"]
     bars = [event for event in events if event["ph"] == "X"]
     lengths = {
         kind: {round(bar["dur"], 6) for bar in bars if bar["name"][0] == kind} for kind in "FBW"

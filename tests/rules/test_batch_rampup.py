@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from model_shapes import moe_model
-from moewright.rules.batch_rampup import batch_of, workload_of
-from moewright.rules.legality import illegal
+from moewright.rules.batch_rampup import step_samples, workload_at_step
+from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout, Schedule
-from moewright.spec.workload import RampSpec, Workload
+from moewright.spec.workload import BatchRampSpec, Workload
 
 
 def growing(start: int, increment: int, samples: int, full: int) -> Workload:
-    ramp = RampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
+    ramp = BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
     return Workload(seq_len=32, global_batch=full, ramp=ramp)
 
 
@@ -47,16 +47,16 @@ def test_sizes_are_megatrons_and_samples_follow_each_other(
     work = growing(start, increment, samples, full)
     consumed = 0
     for step in range(400):
-        batch = batch_of(work, step)
+        batch = step_samples(work, step)
         assert batch.first == consumed
-        assert batch.size == megatrons(work, consumed) == workload_of(work, step).global_batch
+        assert batch.size == megatrons(work, consumed) == workload_at_step(work, step).global_batch
         consumed += batch.size
     assert batch.size == full
 
 
 def test_without_a_ramp_batches_are_alike() -> None:
     work = Workload(seq_len=32, global_batch=6)
-    assert [batch_of(work, step).first for step in range(4)] == [0, 6, 12, 18]
+    assert [step_samples(work, step).first for step in range(4)] == [0, 6, 12, 18]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_batches_that_are_no_whole_micro_batches_are_refused(
 ) -> None:
     layout = Layout(world_size=2, mbs=2)
     work = growing(start, increment, 64, 16)
-    (reason,) = illegal(moe_model(), work, layout)
+    (reason,) = check_legality(moe_model(), work, layout)
     assert str(reason).startswith(said)
-    assert not illegal(
+    assert not check_legality(
         moe_model(), replace(work, ramp=replace(work.ramp, ramp_start=4, ramp_increment=4)), layout
     )
 
 
 def test_the_smallest_batch_must_fill_the_pipeline() -> None:
     layout = Layout(world_size=4, pp=2, vpp=2, mbs=1, schedule=Schedule.INTERLEAVED)
-    assert not illegal(moe_model(), growing(4, 4, 64, 16), layout)
-    assert illegal(moe_model(), growing(2, 2, 64, 16), layout)
+    assert not check_legality(moe_model(), growing(4, 4, 64, 16), layout)
+    assert check_legality(moe_model(), growing(2, 2, 64, 16), layout)

@@ -1,15 +1,15 @@
 import pytest
 
-from moewright.rules.buckets import Bucket, Entry, plan_buckets, shard_range
+from moewright.rules.buckets import Bucket, BucketEntry, plan_buckets, shard_range
 from moewright.spec.errors import BadInput
 
 
 def test_starts_are_aligned_and_the_end_is_padded() -> None:
     (bucket,) = plan_buckets([("c", 100), ("b", 64), ("a", 1)], shards=3, bucket_elements=10_000)
     assert bucket.entries == (
-        Entry(name="c", start=0, numel=100),
-        Entry(name="b", start=128, numel=64),
-        Entry(name="a", start=192, numel=1),
+        BucketEntry(name="c", start=0, numel=100),
+        BucketEntry(name="b", start=128, numel=64),
+        BucketEntry(name="a", start=192, numel=1),
     )
     assert bucket.numel == 384  # 193 up to a multiple of lcm(3, 128)
     assert [shard_range(bucket, 3, index) for index in range(3)] == [

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.rules.context_parallel import factors, held
+from moewright.rules.context_parallel import cp_factors, rank_positions
 from moewright.spec.layout import CpComm, Layout
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 8])
 def test_every_position_lies_on_one_rank(cp: int) -> None:
     length = 48
-    places = [place for rank in range(cp) for part in held(length, cp, rank) for place in part]
+    places = [
+        place for rank in range(cp) for part in rank_positions(length, cp, rank) for place in part
+    ]
     assert sorted(places) == list(range(length))
 
 
@@ -20,7 +22,8 @@ def test_every_rank_attends_as_many_pairs(cp: int) -> None:
     """Counting a query's own key as half a pair, as the causal half of a square does."""
     length = 48
     pairs = {
-        sum(place + 0.5 for part in held(length, cp, rank) for place in part) for rank in range(cp)
+        sum(place + 0.5 for part in rank_positions(length, cp, rank) for place in part)
+        for rank in range(cp)
     }
     assert pairs == {length * length / 2 / cp}
 
@@ -41,7 +44,7 @@ def test_every_rank_attends_as_many_pairs(cp: int) -> None:
 def test_which_ranks_exchange_heads_and_which_keys(
     cp: int, exchange: CpComm, wanted: tuple[int, int]
 ) -> None:
-    assert factors(Layout(world_size=cp, cp=cp, cp_comm=exchange)) == wanted
+    assert cp_factors(Layout(world_size=cp, cp=cp, cp_comm=exchange)) == wanted
 
 
 @pytest.mark.parametrize(("cp", "heads"), [(4, 2), (8, 2), (16, 4)])
@@ -51,7 +54,7 @@ def test_the_tokens_of_ranks_that_exchange_heads_are_an_early_and_a_late_run(
     """They are to the ranks between which keys go what the tokens of one rank are to all ranks."""
     length, rings = 64, cp // heads
     for ring in range(rings):
-        parts = [held(length, cp, ring * heads + place) for place in range(heads)]
+        parts = [rank_positions(length, cp, ring * heads + place) for place in range(heads)]
         chunks = [early for early, _ in parts] + [late for _, late in reversed(parts)]
         places = [place for chunk in chunks for place in chunk]
-        assert places == [place for part in held(length, rings, ring) for place in part]
+        assert places == [place for part in rank_positions(length, rings, ring) for place in part]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.rules import expert_placement, routing
-from moewright.rules.legality import illegal
+from moewright.rules.legality import check_legality
 from moewright.spec.workload import Routing, Workload
 from tiny_jobs import MODEL
 
@@ -31,10 +31,10 @@ def test_a_balanced_placement_holds_every_expert_once_and_is_never_worse_than_bl
     load: tuple[tuple[int, ...], int],
 ) -> None:
     counts, ep = load
-    slots = expert_placement.balanced(counts, ep)
+    slots = expert_placement.place_balanced(counts, ep)
     assert sorted(slots) == list(range(len(counts)))
     even, blocks = (
-        expert_placement.placed(counts, ep),
+        expert_placement.balanced_slot_loads(counts, ep),
         expert_placement.rank_load_factor(counts, ep),
     )
     assert expert_placement.rank_load_factor(even, ep) <= blocks
@@ -51,7 +51,7 @@ def test_replicas_fill_every_slot_and_leave_no_expert_out(
     load: tuple[tuple[int, ...], int], spare: int
 ) -> None:
     counts, ep = load
-    found = expert_placement.replicated(counts, ep, spare)
+    found = expert_placement.place_with_replicas(counts, ep, spare)
     assert len(found.slots) == len(counts) + spare * ep
     assert set(found.slots) == set(range(len(counts)))
     if sum(counts):
@@ -66,23 +66,24 @@ def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
     load: tuple[tuple[int, ...], int], spare: int, data: st.DataObject
 ) -> None:
     counts, ep = load
-    slots = expert_placement.replicated(counts, ep, spare).slots
+    slots = expert_placement.place_with_replicas(counts, ep, spare).slots
     own = len(counts) // ep
     sent = []
     for rank in range(ep):
-        copies = expert_placement.copies_of(slots, ep, rank, spare)
-        assert all(slot < own for slot in copies.sends)
-        mine = expert_placement.of_rank(slots, ep, rank)
-        sent.append(iter([mine[slot] for slot in copies.sends]))
-        assert copies.receive == tuple(
-            expert_placement.copies_of(slots, ep, other, spare).send[rank] for other in range(ep)
+        copies = expert_placement.plan_replica_exchange(slots, ep, rank, spare)
+        assert all(slot < own for slot in copies.sent_slots)
+        mine = expert_placement.rank_experts(slots, ep, rank)
+        sent.append(iter([mine[slot] for slot in copies.sent_slots]))
+        assert copies.receive_counts == tuple(
+            expert_placement.plan_replica_exchange(slots, ep, other, spare).send_counts[rank]
+            for other in range(ep)
         )
     for rank in range(
         ep
     ):  # what comes is in the order of owners, and fills the slots as they stand
-        receive = expert_placement.copies_of(slots, ep, rank, spare).receive
+        receive = expert_placement.plan_replica_exchange(slots, ep, rank, spare).receive_counts
         assert [next(sent[other]) for other in range(ep) for _ in range(receive[other])] == list(
-            expert_placement.of_rank(slots, ep, rank)[own:]
+            expert_placement.rank_experts(slots, ep, rank)[own:]
         )
     sources = [
         data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts)))
@@ -97,9 +98,12 @@ def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
 
 def test_one_flooded_expert_is_beyond_packing_and_shared_by_replicas() -> None:
     flooded = (1000, 0, 0, 0, 0, 0, 0, 0)
-    assert expert_placement.rank_load_factor(expert_placement.placed(flooded, 4), 4) == 4.0
-    assert expert_placement.replicated(flooded, 4, 1).load_factor == 1.0
-    assert expert_placement.replicated((0,) * 8, 4, 1).load_factor == 1.0
+    assert (
+        expert_placement.rank_load_factor(expert_placement.balanced_slot_loads(flooded, 4), 4)
+        == 4.0
+    )
+    assert expert_placement.place_with_replicas(flooded, 4, 1).load_factor == 1.0
+    assert expert_placement.place_with_replicas((0,) * 8, 4, 1).load_factor == 1.0
 
 
 def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain() -> None:
@@ -107,31 +111,35 @@ def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain()
     blocks, even = (
         parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced")
     )
-    assert routing.expected_load(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
+    assert routing.expected_load_factor(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
     replicas = replace(even, spare=2)
-    assert routing.expected_load(MODEL, work, replicas) < routing.expected_load(MODEL, work, even)
-    assert expert_placement.slots_of(MODEL, WORK, replicas, 2)[:4] == (
+    assert routing.expected_load_factor(MODEL, work, replicas) < routing.expected_load_factor(
+        MODEL, work, even
+    )
+    assert expert_placement.slot_experts(MODEL, WORK, replicas, 2)[:4] == (
         0,
         1,
         2,
         3,
     )  # its own; then two of the other rank
-    assert routing.expected_load(MODEL, work, even) < routing.expected_load(MODEL, work, blocks)
-    assert expert_placement.slots_of(MODEL, WORK, even, 2) == tuple(range(8))  # even already
-    assert "1.02 x the mean in contiguous blocks" in expert_placement.even_loads(WORK, 2)
+    assert routing.expected_load_factor(MODEL, work, even) < routing.expected_load_factor(
+        MODEL, work, blocks
+    )
+    assert expert_placement.slot_experts(MODEL, WORK, even, 2) == tuple(range(8))  # even already
+    assert "1.02 x the mean in contiguous blocks" in expert_placement.describe_placements(WORK, 2)
 
 
 def test_a_placement_needs_ranks_and_a_load() -> None:
     even = parse_layout("ep2,expert_placement=balanced", world_size=2)
-    assert illegal(MODEL, WORK, even) == ()
-    (reason,) = illegal(MODEL, replace(WORK, load_histogram=()), even)
+    assert check_legality(MODEL, WORK, even) == ()
+    (reason,) = check_legality(MODEL, replace(WORK, load_histogram=()), even)
     assert "load_histogram" in reason.rule
-    (reason,) = illegal(MODEL, replace(WORK, load_histogram=(HOT,)), even)
+    (reason,) = check_legality(MODEL, replace(WORK, load_histogram=(HOT,)), even)
     assert reason.field == "workload.load_histogram"
-    (reason,) = illegal(MODEL, WORK, replace(even, ep=1))
+    (reason,) = check_legality(MODEL, WORK, replace(even, ep=1))
     assert reason.rule == "needs ep > 1"
-    assert illegal(MODEL, WORK, replace(even, spare=4)) == ()
-    (reason,) = illegal(MODEL, WORK, replace(even, spare=5))
+    assert check_legality(MODEL, WORK, replace(even, spare=4)) == ()
+    (reason,) = check_legality(MODEL, WORK, replace(even, spare=5))
     assert (reason.field, reason.nearest) == ("layout.spare", "4")
-    (reason,) = illegal(MODEL, WORK, parse_layout("ep2,spare1", world_size=2))
+    (reason,) = check_legality(MODEL, WORK, parse_layout("ep2,spare1", world_size=2))
     assert (reason.rule, reason.nearest) == ("goes with expert_placement=balanced", "0")

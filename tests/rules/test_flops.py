@@ -15,10 +15,10 @@ from moewright.spec.model import ModelSpec
 QWEN = catalogue.model("Qwen3-235B-A22B")
 
 
-def whole(model: ModelSpec, tokens: int) -> flops.Share:
+def whole(model: ModelSpec, tokens: int) -> flops.RankShare:
     depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
-    return flops.Share(
+    return flops.RankShare(
         layers=tuple(range(model.layers)),
         tokens=tokens,
         routed_rows=tokens * top_k * (model.moe_layer_count + depths),
@@ -56,7 +56,7 @@ def test_rank_shares_add_up(name: str, tp: int) -> None:
         depths = model.mtp_layers if last else 0
         moe = sum(model.moe_layers[i] for i in layers) + (depths if model.moe_layers[-1] else 0)
         top_k = model.moe.router.top_k if model.moe else 0
-        share = flops.Share(
+        share = flops.RankShare(
             layers=tuple(layers),
             tokens=seq // 2,
             # Every rank of the TP group sends its part; ETP ranks compute the rows of their group.
@@ -65,14 +65,16 @@ def test_rank_shares_add_up(name: str, tp: int) -> None:
             mtp=depths,
         )
         total += (
-            2 * tp * flops.total_model_flops(flops.flop_rows(model, layout, share, seq_len=seq))
+            2
+            * tp
+            * flops.total_model_flops(flops.train_flop_rows(model, layout, share, seq_len=seq))
         )
     assert total == pytest.approx(flops.model_flops_per_token(model, seq) * seq, rel=1e-9)
 
 
 def test_rows_name_every_module_once_and_keep_the_router_apart() -> None:
     model = catalogue.model("DeepSeek-V3")
-    rows = flops.flop_rows(model, Layout(world_size=1), whole(model, 4096), seq_len=4096)
+    rows = flops.train_flop_rows(model, Layout(world_size=1), whole(model, 4096), seq_len=4096)
     keys = [(row.op, row.module) for row in rows]
     assert len(set(keys)) == len(keys)
     assert keys == sorted(keys)
@@ -87,15 +89,15 @@ def test_actual_rows_count_not_expected_ones() -> None:
     share = whole(QWEN, 1024)
     busy = replace(share, routed_rows=share.routed_rows + 100)
     layout = Layout(world_size=1)
-    more = flops.total_model_flops(flops.flop_rows(QWEN, layout, busy, seq_len=1024))
-    less = flops.total_model_flops(flops.flop_rows(QWEN, layout, share, seq_len=1024))
+    more = flops.total_model_flops(flops.train_flop_rows(QWEN, layout, busy, seq_len=1024))
+    less = flops.total_model_flops(flops.train_flop_rows(QWEN, layout, share, seq_len=1024))
     assert more - less == 100 * 6 * 3 * 4096 * 1536
 
 
 def test_forward_is_a_third() -> None:
     share = whole(QWEN, 512)
-    forward = flops.forward_rows(QWEN, Layout(world_size=1), share, seq_len=512)
-    both = flops.flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
+    forward = flops.forward_flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
+    both = flops.train_flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
     assert [3 * row.flops for row in forward] == [row.flops for row in both]
     assert {row.op for row in both} == set(FlopOp)
 

@@ -10,11 +10,11 @@ from moewright.rules.grid import (
     coordinate,
     group_ranks,
     group_size,
-    min_world,
-    on_fabric,
+    min_world_size,
+    with_fabric_nodes,
 )
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import DispatcherKind, Layout
 
 FOLDED = Layout(world_size=16, tp=2, sp=True, pp=2, ep=4)  # docs/formulas.md 1, worked example
 
@@ -94,22 +94,22 @@ def test_a_fabric_gives_the_nodes_of_the_expert_axis(
 ) -> None:
     """As many ranks as lie in one fast domain, wherever the group starts; none where the group
     spans no two."""
-    layout = Layout(world_size=etp * ep, etp=etp, ep=ep, dispatcher=Dispatcher.DEDUP)
-    assert on_fabric(layout, domain).ep_node == node
+    layout = Layout(world_size=etp * ep, etp=etp, ep=ep, dispatcher=DispatcherKind.DEDUP)
+    assert with_fabric_nodes(layout, domain).ep_node == node
     named = replace(layout, ep_node=2)
-    assert on_fabric(named, domain) == named
-    plain = replace(layout, dispatcher=Dispatcher.ALL_TO_ALL)
-    assert on_fabric(plain, domain) == plain
+    assert with_fabric_nodes(named, domain) == named
+    plain = replace(layout, dispatcher=DispatcherKind.ALL_TO_ALL)
+    assert with_fabric_nodes(plain, domain) == plain
 
 
 def test_min_world_is_a_least_common_multiple() -> None:
-    assert min_world(tp=2, cp=1, pp=1, ep=8, etp=1) == 8
-    assert min_world(tp=2, cp=4, pp=1, ep=8, etp=1) == 8
-    assert min_world(tp=2, cp=1, pp=2, ep=8, etp=1) == 16
-    assert min_world(tp=1, cp=8, pp=1, ep=8, etp=1) == 8
-    assert min_world(tp=2, cp=3, pp=1, ep=8, etp=1) == 24
+    assert min_world_size(tp=2, cp=1, pp=1, ep=8, etp=1) == 8
+    assert min_world_size(tp=2, cp=4, pp=1, ep=8, etp=1) == 8
+    assert min_world_size(tp=2, cp=1, pp=2, ep=8, etp=1) == 16
+    assert min_world_size(tp=1, cp=8, pp=1, ep=8, etp=1) == 8
+    assert min_world_size(tp=2, cp=3, pp=1, ep=8, etp=1) == 24
     unfolded = 8 * 8  # before folding, EP cut attention's data parallelism and CP multiplied on top
-    assert unfolded == 8 * min_world(tp=1, cp=8, pp=1, ep=8, etp=1)
+    assert unfolded == 8 * min_world_size(tp=1, cp=8, pp=1, ep=8, etp=1)
 
 
 def test_a_world_of_100_000_ranks() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from model_shapes import dense_model, moe_model, qwen3_235b
-from moewright.rules.grid import min_world
-from moewright.rules.legality import divisors, illegal, micro_batches, nearest
+from moewright.rules.grid import min_world_size
+from moewright.rules.legality import check_legality, divisors, micro_batches, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CpComm,
-    Dispatcher,
-    Graphs,
+    CudaGraphScope,
+    DispatcherKind,
     Layout,
     Offload,
     Overlap,
@@ -36,7 +36,7 @@ H800_256 = {
 def broken(
     layout: Layout, *, model: ModelSpec | None = None, workload: Workload = JOB
 ) -> tuple[Reason, ...]:
-    return illegal(model or moe_model(), workload, layout)
+    return check_legality(model or moe_model(), workload, layout)
 
 
 def only(layout: Layout, *, model: ModelSpec | None = None, workload: Workload = JOB) -> Reason:
@@ -86,7 +86,7 @@ def test_micro_batches(layout: Layout, batch: int, count: int) -> None:
 
 def test_the_fewest_ranks_are_enough_and_one_stage_less_is_not() -> None:
     degrees = {"tp": 2, "cp": 3, "pp": 1, "ep": 8, "etp": 1}
-    world = min_world(**degrees)
+    world = min_world_size(**degrees)
     assert world == 24
     workload = Workload(seq_len=4104, global_batch=240)
     assert broken(Layout(world_size=world, sp=True, **degrees), workload=workload) == ()
@@ -313,10 +313,10 @@ def test_absurd_degrees_are_refused_fast(name: str) -> None:
         ({"ep": 2}, "layout.ep", "1"),
         ({"etp": 2}, "layout.etp", "1"),
         ({"capacity": 1.5}, "layout.capacity", "0"),
-        ({"dispatcher": Dispatcher.DEEPEP}, "layout.dispatcher", "alltoall"),
+        ({"dispatcher": DispatcherKind.DEEPEP}, "layout.dispatcher", "alltoall"),
         ({"recompute": (Recompute.LAYERNORM, Recompute.MOE_ACT)}, "layout.recompute", "layernorm"),
         ({"offload": (Offload.EXPERT_FC1,)}, "layout.offload", "none"),
-        ({"graphs": (Graphs.ATTN, Graphs.MOE_ROUTER)}, "layout.graphs", "attn"),
+        ({"graphs": (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER)}, "layout.graphs", "attn"),
     ],
 )
 def test_a_dense_model_has_no_use_for_expert_settings(
@@ -366,36 +366,43 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
         ({"overlap": (Overlap.P2P,), "pp": 2}, "needs pp > 1 with vpp > 1", "none"),
         ({**EP_OVERLAP, "ep": 1}, "ep needs ep > 1", "none"),
         (
-            {**EP_OVERLAP, "dispatcher": Dispatcher.ALL_GATHER},
+            {**EP_OVERLAP, "dispatcher": DispatcherKind.ALL_GATHER},
             "needs an all-to-all dispatcher",
             "none",
         ),
         ({**EP_OVERLAP, "ep": 2, "pp": 2}, "needs vpp > 1", "none"),
         ({**EP_OVERLAP, "recompute": (Recompute.FULL,)}, "recompute=full", "none"),
         ({**EP_OVERLAP, "recompute": (Recompute.MOE,)}, "recompute=moe", "none"),
-        ({"graphs": (Graphs.FULL, Graphs.ATTN), "capacity": 1.0}, "stands alone", "full"),
-        ({"graphs": (Graphs.MOE_PREPROCESS,)}, "needs moe_router", "none"),
         (
-            {"graphs": (Graphs.ATTN,), "recompute": (Recompute.FULL,)},
+            {"graphs": (CudaGraphScope.FULL, CudaGraphScope.ATTN), "capacity": 1.0},
+            "stands alone",
+            "full",
+        ),
+        ({"graphs": (CudaGraphScope.MOE_PREPROCESS,)}, "needs moe_router", "none"),
+        (
+            {"graphs": (CudaGraphScope.ATTN,), "recompute": (Recompute.FULL,)},
             "only with graphs=full",
             "none",
         ),
         (
-            {"graphs": (Graphs.ATTN, Graphs.MOE_ROUTER), "recompute": (Recompute.MOE,)},
+            {
+                "graphs": (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER),
+                "recompute": (Recompute.MOE,),
+            },
             "half inside",
             "attn",
         ),
-        ({"graphs": (Graphs.FULL,)}, "static shapes", "none"),
-        ({"dispatcher": Dispatcher.DEEPEP}, r"needs etp * ep > 1", "alltoall"),
-        ({"dispatcher": Dispatcher.DEDUP}, r"needs etp * ep > 1", "alltoall"),
+        ({"graphs": (CudaGraphScope.FULL,)}, "static shapes", "none"),
+        ({"dispatcher": DispatcherKind.DEEPEP}, r"needs etp * ep > 1", "alltoall"),
+        ({"dispatcher": DispatcherKind.DEDUP}, r"needs etp * ep > 1", "alltoall"),
         ({"ep": 4, "ep_node": 2}, "goes with dispatcher=dedup or hybridep", "0"),
         (
-            {"ep": 4, "ep_node": 4, "dispatcher": Dispatcher.DEDUP},
+            {"ep": 4, "ep_node": 4, "dispatcher": DispatcherKind.DEDUP},
             "into several nodes of several ranks",
             "2",
         ),
         (
-            {"ep": 2, "ep_node": 1, "dispatcher": Dispatcher.DEDUP},
+            {"ep": 2, "ep_node": 1, "dispatcher": DispatcherKind.DEDUP},
             "into several nodes of several ranks",
             "0",
         ),
@@ -419,13 +426,17 @@ def test_exclusions(change: dict[str, Any], says: str, near: str) -> None:
         {**EP_OVERLAP, "recompute": (Recompute.LOSS,)},
         {"offload": (Offload.ATTN_PROJ, Offload.CORE_ATTN, Offload.OPTIMIZER)},
         {"overlap": (Overlap.GRAD, Overlap.PARAM)},
-        {**EP_OVERLAP, "dispatcher": Dispatcher.HYBRIDEP, "graphs": (Graphs.FULL,)},
-        {"graphs": (Graphs.FULL,), "recompute": (Recompute.FULL,), "capacity": 1.0},
+        {**EP_OVERLAP, "dispatcher": DispatcherKind.HYBRIDEP, "graphs": (CudaGraphScope.FULL,)},
+        {"graphs": (CudaGraphScope.FULL,), "recompute": (Recompute.FULL,), "capacity": 1.0},
         {
-            "graphs": (Graphs.ATTN, Graphs.MOE_PREPROCESS, Graphs.MOE_ROUTER),
+            "graphs": (
+                CudaGraphScope.ATTN,
+                CudaGraphScope.MOE_PREPROCESS,
+                CudaGraphScope.MOE_ROUTER,
+            ),
             "recompute": (Recompute.MOE_ACT,),
         },
-        {"ep": 4, "dispatcher": Dispatcher.DEEPEP, "capacity": 1.0},
+        {"ep": 4, "dispatcher": DispatcherKind.DEEPEP, "capacity": 1.0},
         {"cp": 4, "cp_comm": CpComm.A2A},
         {"zero": 3, "ep": 4},
     ],
@@ -452,6 +463,6 @@ def test_every_broken_rule_is_said() -> None:
 def test_divisors_and_nearest() -> None:
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert divisors(1) == (1,)
-    assert nearest(96, (1, 32, 64, 128)) == "64 or 128"
-    assert nearest(1, (2,)) == "2"
-    assert nearest(5, ()) == ""
+    assert nearest_legal(96, (1, 32, 64, 128)) == "64 or 128"
+    assert nearest_legal(1, (2,)) == "2"
+    assert nearest_legal(5, ()) == ""

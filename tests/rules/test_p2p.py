@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.rules.p2p import Stop, itinerary, result_to
-from moewright.rules.schedule import in_flight, timetable
-from moewright.rules.stages import seat_of
-from moewright.rules.timetable_rows import Kind
+from moewright.rules.p2p import PipelineAction, output_stage, pipeline_actions
+from moewright.rules.schedule import max_in_flight, timetable
+from moewright.rules.stages import stage_position
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout
 from pipeline_tables import tables
 
-Message = tuple[Kind, int, int]
+Message = tuple[RowKind, int, int]
 
 
-def walk(layout: Layout, stops: list[tuple[Stop, ...]]) -> tuple[int, int]:
+def walk(layout: Layout, stops: list[tuple[PipelineAction, ...]]) -> tuple[int, int]:
     """Run the itineraries rank by rank as far as each goes, over and over, messages in order of
     sending.
 
@@ -39,7 +39,7 @@ def walk(layout: Layout, stops: list[tuple[Stop, ...]]) -> tuple[int, int]:
                 need = (stop.row.kind, stop.row.micro_batch, stop.stage)
                 if seen[rank] < at[rank]:
                     seen[rank] = at[rank]
-                    for place in stop.asked:
+                    for place in stop.recvs_to_post:
                         asked.setdefault((own[place].source, rank), []).append(place)
                 if stop.source == rank:
                     if need not in here:
@@ -51,13 +51,13 @@ def walk(layout: Layout, stops: list[tuple[Stop, ...]]) -> tuple[int, int]:
                         break
                     assert line[place] == need  # the sender's order is the receiver's
                     most_asked = max(most_asked, sum(p > at[rank] for p in places))
-                    for done in stop.taken:
+                    for done in stop.sends_completed:
                         assert held[rank].pop(done) in used
                 used.add(need)
-                to = result_to(layout, stop.row.kind, stop.stage)
+                to = output_stage(layout, stop.row.kind, stop.stage)
                 if to is not None:
                     message = (stop.row.kind, stop.row.micro_batch, to)
-                    assert stop.target == seat_of(layout, to)[0]
+                    assert stop.target == stage_position(layout, to)[0]
                     if stop.target == rank:
                         here.add(message)
                     else:
@@ -75,19 +75,22 @@ def test_no_table_deadlocks_and_messages_meet_their_rows(pp: int, most: int) -> 
     count = 0
     for layout, m in tables(pp, most):
         table = timetable(layout, m)
-        asked, held = walk(layout, [itinerary(layout, table, rank) for rank in range(pp)])
-        assert max(asked, held) <= max(in_flight(layout, m, rank) for rank in range(pp)), (
+        asked, held = walk(layout, [pipeline_actions(layout, table, rank) for rank in range(pp)])
+        assert max(asked, held) <= max(max_in_flight(layout, m, rank) for rank in range(pp)), (
             layout,
             m,
         )
-        forwards = [[row for row in rows if row.kind is Kind.F] for rows in table]
-        walk(layout, [itinerary(layout, forwards, rank) for rank in range(pp)])
+        forwards = [[row for row in rows if row.kind is RowKind.F] for rows in table]
+        walk(layout, [pipeline_actions(layout, forwards, rank) for rank in range(pp)])
         count += 1
     assert count > 40
 
 
 def test_a_rank_of_1f1b_holds_what_it_sent_until_the_gradient_is_back() -> None:
     layout = Layout(world_size=4, pp=4)
-    first, *_ = stops = [itinerary(layout, timetable(layout, 8), rank) for rank in range(4)]
+    first, *_ = stops = [pipeline_actions(layout, timetable(layout, 8), rank) for rank in range(4)]
     assert walk(layout, stops) == (0, 4)
-    assert [stop.taken for stop in first if stop.row.kind is Kind.B][:2] == [(0, 1, 2), (3,)]
+    assert [stop.sends_completed for stop in first if stop.row.kind is RowKind.B][:2] == [
+        (0, 1, 2),
+        (3,),
+    ]

@@ -136,7 +136,7 @@ def test_order_and_layers_of_the_whole_model() -> None:
     assert depth[2].shape == (64, 128)
     assert depth[-1].name == "mtp.1.final_norm.weight"
     assert {param.module for param in depth} == {Module.MTP}
-    assert any(param.expert for param in depth)
+    assert any(param.is_expert for param in depth)
 
 
 def test_tied_head_is_absent_and_gpt_has_biases_and_positions() -> None:
@@ -159,12 +159,12 @@ def test_tied_head_is_absent_and_gpt_has_biases_and_positions() -> None:
     assert got["layers.3.mlp.up.bias"] == (128,)
     assert got["layers.3.mlp.down.bias"] == (64,)
     assert got["final_norm.bias"] == (64,)
-    counted = parameters.count(gpt)
+    counted = parameters.count_parameters(gpt)
     assert counted.total == counted.active == sum(prod(shape) for shape in got.values())
 
 
 def test_active_counts_the_chosen_experts() -> None:
-    counted = parameters.count(MODEL)
+    counted = parameters.count_parameters(MODEL)
     experts = 3 * (16 * 2 * 32 * 64 + 16 * 64 * 32 + 16 * 2 * 32 + 16 * 64)
     assert counted.total - counted.active == experts * 12 // 16
     assert counted.active - counted.active_without_embedding == counted.embedding == 96 * 64
@@ -173,7 +173,7 @@ def test_active_counts_the_chosen_experts() -> None:
 def test_decay_is_for_matrices() -> None:
     for param in parameters.parameters(replace(MODEL, mtp_layers=1)):
         plain = param.name.endswith((".bias", "norm.weight", "sinks"))
-        assert param.decay is not plain, param.name
+        assert param.has_weight_decay is not plain, param.name
 
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
@@ -184,9 +184,11 @@ def test_shards_of_a_grid_add_up(attention: AttentionSpec) -> None:
     layout = Layout(world_size=8, tp=4, sp=True, ep=4, etp=2)
     for param in parameters.parameters(model):
         local = prod(shards.local_shape(param, layout))
-        ways = prod({"tp": 4, "ep": 4, "etp": 2}[axis] for axis, _ in param.shard)
+        ways = prod({"tp": 4, "ep": 4, "etp": 2}[axis] for axis, _ in param.sharded_dims)
         assert local * ways == param.numel, param.name
-        assert {axis for axis, _ in param.shard} <= ({"ep", "etp"} if param.expert else {"tp"})
+        assert {axis for axis, _ in param.sharded_dims} <= (
+            {"ep", "etp"} if param.is_expert else {"tp"}
+        )
     gate_up = next(
         p for p in parameters.parameters(model) if p.name == "layers.1.moe.experts.gate_up.weight"
     )
@@ -196,9 +198,9 @@ def test_shards_of_a_grid_add_up(attention: AttentionSpec) -> None:
 def test_every_parameter_stands_on_one_pipeline_rank() -> None:
     layout = Layout(world_size=4, pp=2, vpp=2)
     for param in parameters.parameters(MODEL):
-        holders = [rank for rank in range(2) if shards.held_by(param, layout, MODEL, rank)]
+        holders = [rank for rank in range(2) if shards.holds_parameter(param, layout, MODEL, rank)]
         assert len(holders) == 1, param.name
-    by_rank = [shards.parameters_of(MODEL, layout, rank) for rank in range(2)]
+    by_rank = [shards.stage_parameters(MODEL, layout, rank) for rank in range(2)]
     assert sum(map(len, by_rank)) == len(parameters.parameters(MODEL))
     # Interleaved: rank 0 holds layers 0 and 2.
     assert {p.layer for p in by_rank[0]} == {-1, 0, 2}
@@ -209,15 +211,22 @@ def test_shared_embeddings_stand_where_they_are_used() -> None:
     layout = Layout(world_size=2, pp=2)
     tied = replace(MODEL, tie_embeddings=True)
     embedding = parameters.parameters(tied)[0]
-    assert [shards.held_by(embedding, layout, tied, rank) for rank in range(2)] == [True, True]
-    assert [shards.held_by(embedding, layout, MODEL, rank) for rank in range(2)] == [True, False]
+    assert [shards.holds_parameter(embedding, layout, tied, rank) for rank in range(2)] == [
+        True,
+        True,
+    ]
+    assert [shards.holds_parameter(embedding, layout, MODEL, rank) for rank in range(2)] == [
+        True,
+        False,
+    ]
     with_mtp = replace(MODEL, mtp_layers=2)
     first = [p for p in parameters.parameters(with_mtp) if p.layer > MODEL.layers]
     assert all(
-        shards.held_by(p, layout, with_mtp, 1) and not shards.held_by(p, layout, with_mtp, 0)
+        shards.holds_parameter(p, layout, with_mtp, 1)
+        and not shards.holds_parameter(p, layout, with_mtp, 0)
         for p in first
     )
-    assert shards.held_by(embedding, layout, with_mtp, 1)
+    assert shards.holds_parameter(embedding, layout, with_mtp, 1)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,9 @@ def test_optimizer_state_per_device_does_not_depend_on_the_layout(text: str) -> 
     layout = parse_layout(text, world_size=256)
     held = 0.0
     for rank in range(layout.pp):
-        for param in shards.parameters_of(model, layout, rank):
-            ways = layout.edp if param.expert else layout.dp * layout.cp
+        for param in shards.stage_parameters(model, layout, rank):
+            ways = layout.edp if param.is_expert else layout.dp * layout.cp
             held += prod(shards.local_shape(param, layout)) / ways
-    assert held / layout.pp == pytest.approx(parameters.count(model).total / 256, rel=2e-3)
+    assert held / layout.pp == pytest.approx(
+        parameters.count_parameters(model).total / 256, rel=2e-3
+    )

@@ -22,7 +22,7 @@ WORKLOAD = Workload(seq_len=4096, global_batch=2048)
 
 def test_experts_stand_in_contiguous_blocks() -> None:
     layout = Layout(world_size=64, ep=8)
-    blocks = [routing.experts_of(QWEN, layout, rank) for rank in range(8)]
+    blocks = [routing.local_slots(QWEN, layout, rank) for rank in range(8)]
     assert blocks[3] == range(48, 64)
     assert [expert for block in blocks for expert in block] == list(range(128))
 
@@ -61,7 +61,9 @@ def test_expected_load_is_what_the_workload_says() -> None:
     layout = Layout(world_size=8, ep=8)
 
     def load(**said: Any) -> float:
-        return routing.expected_load(QWEN, Workload(seq_len=1, global_batch=1, **said), layout)
+        return routing.expected_load_factor(
+            QWEN, Workload(seq_len=1, global_batch=1, **said), layout
+        )
 
     assert load() == 1.0
     assert load(routing=Routing.LEARNED, load_factor=1.7) == 1.7
@@ -85,7 +87,7 @@ def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
         hottest.append(
             expert_placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep)
         )
-    expected = routing.skewed_load(128, ep, 8, skew)
+    expected = routing.skewed_load_factor(128, ep, 8, skew)
     assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
 
 
@@ -98,14 +100,14 @@ def test_a_capacity_cuts_skewed_loads_expert_by_expert(capacity: float) -> None:
     for _ in range(1000):
         loads = [min(draw.lognormvariate(-(sigma**2) / 2, sigma), capacity) for _ in range(128)]
         hottest.append(max(sum(loads[rank * 16 : (rank + 1) * 16]) / 16 for rank in range(ep)))
-    expected = routing.skewed_load(128, ep, 8, 2.0, capacity=capacity)
+    expected = routing.skewed_load_factor(128, ep, 8, 2.0, capacity=capacity)
     assert expected == pytest.approx(sum(hottest) / 1000 / min(1.0, capacity), abs=0.06)
-    assert routing.skewed_load(128, 1, 8, 2.0, capacity=capacity) <= max(1.0, capacity)
+    assert routing.skewed_load_factor(128, 1, 8, 2.0, capacity=capacity) <= max(1.0, capacity)
 
 
 def test_no_rank_gets_more_than_every_token_on_each_of_its_experts() -> None:
-    assert routing.skewed_load(128, 128, 8, 100.0) == 128 / 8
-    loads = [routing.skewed_load(128, 4, 8, skew) for skew in (0.0, 0.1, 1.0, 10.0, 100.0)]
+    assert routing.skewed_load_factor(128, 128, 8, 100.0) == 128 / 8
+    loads = [routing.skewed_load_factor(128, 4, 8, skew) for skew in (0.0, 0.1, 1.0, 10.0, 100.0)]
     assert loads == sorted(loads)
     assert loads[-1] <= 4
 
@@ -114,10 +116,12 @@ def test_a_histogram_must_be_of_the_model() -> None:
     work = Workload(
         seq_len=1, global_batch=1, routing=Routing.MEASURED, load_histogram=((1,) * 128,)
     )
-    (reason,) = routing.load_reasons(QWEN, work, Layout(world_size=1))
+    (reason,) = routing.check_load_histogram(QWEN, work, Layout(world_size=1))
     assert "layers with experts" in str(reason)
     rows = ((1,) * 127,) * QWEN.moe_layer_count
-    (reason,) = routing.load_reasons(QWEN, replace(work, load_histogram=rows), Layout(world_size=1))
+    (reason,) = routing.check_load_histogram(
+        QWEN, replace(work, load_histogram=rows), Layout(world_size=1)
+    )
     assert "128 counts" in str(reason)
 
 
@@ -128,7 +132,7 @@ def test_random_balance_matches_the_published_ten_per_cent() -> None:
     counts = [0] * 128
     for _ in range(128 * 1024):
         counts[draw.randrange(128)] += 1
-    seen = routing.load_of_counts(counts).max_over_mean
+    seen = routing.measure_load_balance(counts).max_over_mean
     assert seen == pytest.approx(routing.random_max_over_mean(128, 1024), rel=0.03)
 
 
@@ -140,19 +144,19 @@ def test_distinct_places() -> None:
 
 
 def test_load_of_counts() -> None:
-    load = routing.load_of_counts([4, 0, 0, 4])
+    load = routing.measure_load_balance([4, 0, 0, 4])
     assert load.max_over_mean == 2.0
     assert load.dead_experts == 2
     assert load.entropy == pytest.approx(log(2) / log(4))
-    assert routing.load_of_counts([3, 3, 3]).entropy == pytest.approx(1.0)
-    empty = routing.load_of_counts([0, 0])
+    assert routing.measure_load_balance([3, 3, 3]).entropy == pytest.approx(1.0)
+    empty = routing.measure_load_balance([0, 0])
     assert (empty.max_over_mean, empty.dead_experts) == (1.0, 2)
 
 
 def test_the_95th_percentile_is_of_the_least_expert_that_95_in_100_do_not_exceed() -> None:
-    assert routing.load_of_counts([1] * 95 + [2] * 5).p95_over_mean == pytest.approx(1 / 1.05)
-    assert routing.load_of_counts([1] * 94 + [2] * 6).p95_over_mean == pytest.approx(2 / 1.06)
-    assert routing.load_of_counts([1, 3]).p95_over_mean == 1.5
+    assert routing.measure_load_balance([1] * 95 + [2] * 5).p95_over_mean == pytest.approx(1 / 1.05)
+    assert routing.measure_load_balance([1] * 94 + [2] * 6).p95_over_mean == pytest.approx(2 / 1.06)
+    assert routing.measure_load_balance([1, 3]).p95_over_mean == 1.5
 
 
 def test_rank_load() -> None:
@@ -169,7 +173,7 @@ def test_rank_rows_sum_the_sources() -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=64))
 def test_load_stays_in_bounds(counts: list[int]) -> None:
-    load = routing.load_of_counts(counts)
+    load = routing.measure_load_balance(counts)
     assert 1.0 - 1e-12 <= load.max_over_mean <= len(counts) + 1e-12
     assert -1e-12 <= load.entropy <= 1 + 1e-12
 

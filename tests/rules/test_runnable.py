@@ -9,8 +9,8 @@ import pytest
 
 import stand_in_deep_ep
 from moewright.codec import parse_layout
-from moewright.rules.legality import illegal
-from moewright.rules.runnable import unsupported_layout
+from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.legality import check_legality
 from moewright.spec.workload import DataSpec, Dtype
 from tiny_jobs import MODEL, workload
 
@@ -18,7 +18,7 @@ from tiny_jobs import MODEL, workload
 def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
     work = workload(DataSpec(), precision=precision)
     chosen = parse_layout(layout, world_size=8)
-    assert not illegal(MODEL, work, chosen)
+    assert not check_legality(MODEL, work, chosen)
     return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_built_is_refused() -> None:
 def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
     work = workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
     chosen = parse_layout(f"ep4,expert_placement=balanced,spare1,{more}", world_size=8)
-    assert not illegal(MODEL, work, chosen)
+    assert not check_legality(MODEL, work, chosen)
     (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)
     assert str(reason).startswith(f"{field}: ")
     assert "spare=1" in reason.rule

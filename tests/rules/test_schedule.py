@@ -1,14 +1,14 @@
 import pytest
 
 from moewright.rules.schedule import (
-    Kind,
-    Row,
+    RowKind,
+    TimetableRow,
     bubble_fraction,
-    in_flight,
-    schedule_reasons,
+    check_schedule,
+    max_in_flight,
     timetable,
 )
-from moewright.rules.simulate import StageSeconds, ends_s
+from moewright.rules.simulate import StageSeconds, row_end_times
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap, Schedule
 
@@ -20,15 +20,15 @@ def layout(*, pp: int, vpp: int = 1, group: int = 0, overlap: tuple[Overlap, ...
     )
 
 
-def text(rows: tuple[Row, ...]) -> str:
+def text(rows: tuple[TimetableRow, ...]) -> str:
     """F and B with micro-batch, and chunk as a letter: F0a B0a."""
     return " ".join(f"{row.kind}{row.micro_batch}{'abcdef'[row.chunk]}" for row in rows)
 
 
-def makespan_s(chosen: Layout, table: tuple[tuple[Row, ...], ...]) -> float:
+def makespan_s(chosen: Layout, table: tuple[tuple[TimetableRow, ...], ...]) -> float:
     """With forward, input and weight gradients of a second each."""
     unit = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
-    return max(ends_s(chosen, table, [unit] * (chosen.pp * chosen.vpp)).values())
+    return max(row_end_times(chosen, table, [unit] * (chosen.pp * chosen.vpp)).values())
 
 
 def test_1f1b_by_hand() -> None:
@@ -47,9 +47,9 @@ def test_interleaved_by_hand() -> None:
 def test_a_last_group_that_is_smaller() -> None:
     """N=3 of m=5: the rest, 2 >= pp, is a group of its own, forwards and backwards."""
     rows = timetable(layout(pp=2, vpp=2, group=3), 5)[1]
-    forwards = [row for row in rows if row.kind is Kind.F]
+    forwards = [row for row in rows if row.kind is RowKind.F]
     assert text(tuple(forwards)) == "F0a F1a F2a F0b F1b F2b F3a F4a F3b F4b"
-    backwards = [row for row in rows if row.kind is Kind.B]
+    backwards = [row for row in rows if row.kind is RowKind.B]
     assert text(tuple(backwards)) == "B0b B1b B2b B0a B1a B2a B3b B4b B3a B4a"
 
 
@@ -86,32 +86,32 @@ def test_larger_micro_batches_at_the_same_batch_raise_the_bubble() -> None:
 
 def test_in_flight_of_1f1b_tapers() -> None:
     chosen = layout(pp=4)
-    assert [in_flight(chosen, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert [in_flight(chosen, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
+    assert [max_in_flight(chosen, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [max_in_flight(chosen, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(("pp", "vpp", "factor"), [(8, 4, 9.75), (32, 3, 42.33)])
 def test_in_flight_of_the_catalogue(pp: int, vpp: int, factor: float) -> None:
     """docs/formulas.md 5: pp (1 + (pp - 1) / (pp v)) full ranks of activations on rank 0."""
     chosen = layout(pp=pp, vpp=vpp)
-    assert round(in_flight(chosen, 4 * pp, 0) / vpp, 2) == factor
-    assert in_flight(chosen, 4 * pp, 0) == pp * (vpp + 1) - 1
-    assert in_flight(chosen, 4 * pp, pp - 1) == (vpp - 1) * pp + 1
+    assert round(max_in_flight(chosen, 4 * pp, 0) / vpp, 2) == factor
+    assert max_in_flight(chosen, 4 * pp, 0) == pp * (vpp + 1) - 1
+    assert max_in_flight(chosen, 4 * pp, pp - 1) == (vpp - 1) * pp + 1
     overlapped = layout(pp=pp, vpp=vpp, overlap=(Overlap.EP,))
-    assert in_flight(overlapped, 4 * pp, 0) == pp * (vpp + 1)
+    assert max_in_flight(overlapped, 4 * pp, 0) == pp * (vpp + 1)
 
 
 def test_wider_groups_hold_more_and_bubble_the_same() -> None:
     pp, vpp, group, m = 4, 3, 6, 24
     wide, narrow = layout(pp=pp, vpp=vpp, group=group), layout(pp=pp, vpp=vpp)
-    assert in_flight(wide, m, 0) == 2 * (pp - 1) + (vpp - 1) * group + 1
+    assert max_in_flight(wide, m, 0) == 2 * (pp - 1) + (vpp - 1) * group + 1
     spans = [makespan_s(chosen, timetable(chosen, m)) for chosen in (wide, narrow)]
     assert spans[0] == spans[1]
 
 
 def test_pipelining_alone_leaves_activation_memory_and_virtual_stages_raise_it() -> None:
     """docs/formulas.md 5: in units of one rank's layers times pp; the penalty falls as v rises."""
-    held = {vpp: in_flight(layout(pp=8, vpp=vpp), 64, 0) / vpp / 8 for vpp in (1, 2, 3, 4, 6)}
+    held = {vpp: max_in_flight(layout(pp=8, vpp=vpp), 64, 0) / vpp / 8 for vpp in (1, 2, 3, 4, 6)}
     assert held[1] == 1.0
     assert held[2] > held[3] > held[4] > held[6] > held[1]
 
@@ -161,7 +161,7 @@ def test_a_table_that_waits_for_itself_is_found() -> None:
 )
 def test_there_is_no_table(chosen: Layout, m: int, field: str, nearest: str) -> None:
     """docs/formulas.md 5 for the groups."""
-    (reason,) = schedule_reasons(chosen, m)
+    (reason,) = check_schedule(chosen, m)
     assert (reason.field, reason.nearest) == (field, nearest)
     with pytest.raises(BadInput):
         timetable(chosen, m)
@@ -170,7 +170,7 @@ def test_there_is_no_table(chosen: Layout, m: int, field: str, nearest: str) -> 
 @pytest.mark.parametrize(("group", "m"), [(4, 8), (5, 9), (6, 16), (0, 12), (8, 8)])
 def test_legal_groups(group: int, m: int) -> None:
     """docs/formulas.md 5: pp <= N <= m, and a remainder of 0 or at least pp."""
-    assert schedule_reasons(layout(pp=4, vpp=2, group=group), m) == ()
+    assert check_schedule(layout(pp=4, vpp=2, group=group), m) == ()
 
 
 def test_no_micro_batches_no_table() -> None:

@@ -2,11 +2,11 @@ import pytest
 
 from model_shapes import moe_model, qwen3_235b
 from moewright.rules.stages import (
-    Split,
-    chunks,
-    layout_string,
+    EvenSplit,
+    check_stages,
+    even_layout_string,
     parse_stages,
-    stage_reasons,
+    pipeline_chunks,
     vpp_choices,
 )
 from moewright.spec.errors import BadInput
@@ -20,30 +20,30 @@ def layout(*, pp: int, vpp: int = 1, stages: str = "") -> Layout:
 
 def test_vpp_choices() -> None:
     assert vpp_choices(24, 4) == (1, 2, 3, 6)
-    assert vpp_choices(94, 8, split=Split.EMBEDDING_AND_LOSS) == (1, 2, 3, 4, 6, 12)
-    assert vpp_choices(94, 32, split=Split.EMBEDDING_AND_LOSS) == (1, 3)
+    assert vpp_choices(94, 8, split=EvenSplit.EMBEDDING_AND_LOSS) == (1, 2, 3, 4, 6, 12)
+    assert vpp_choices(94, 32, split=EvenSplit.EMBEDDING_AND_LOSS) == (1, 3)
     assert vpp_choices(94, 8) == vpp_choices(94, 32) == ()
     assert vpp_choices(94, 1) == (1,)
 
 
 def test_an_even_split_deals_chunks_round_the_ranks() -> None:
-    result = chunks(moe_model(layers=8, mtp=1), layout(pp=2, vpp=2))
+    result = pipeline_chunks(moe_model(layers=8, mtp=1), layout(pp=2, vpp=2))
     assert [(c.pp_rank, c.vpp_rank, c.layers) for c in result] == [
         (0, 0, (0, 1)),
         (1, 0, (2, 3)),
         (0, 1, (4, 5)),
         (1, 1, (6, 7)),
     ]
-    assert [c.embedding for c in result] == [True, False, False, False]
-    assert [(c.loss, c.mtp) for c in result] == [(False, 0)] * 3 + [(True, 1)]
+    assert [c.has_embedding for c in result] == [True, False, False, False]
+    assert [(c.has_loss, c.mtp_layers) for c in result] == [(False, 0)] * 3 + [(True, 1)]
 
 
 def test_94_layers_run_where_embedding_and_loss_are_counted() -> None:
-    by_eight = chunks(qwen3_235b(), layout(pp=8))
+    by_eight = pipeline_chunks(qwen3_235b(), layout(pp=8))
     assert [len(c.layers) for c in by_eight] == [11, 12, 12, 12, 12, 12, 12, 11]
-    by_ninety_six = chunks(qwen3_235b(), layout(pp=32, vpp=3))
+    by_ninety_six = pipeline_chunks(qwen3_235b(), layout(pp=32, vpp=3))
     assert [len(c.layers) for c in by_ninety_six] == [0] + [1] * 94 + [0]
-    assert (by_ninety_six[-1].pp_rank, by_ninety_six[-1].vpp_rank, by_ninety_six[-1].loss) == (
+    assert (by_ninety_six[-1].pp_rank, by_ninety_six[-1].vpp_rank, by_ninety_six[-1].has_loss) == (
         31,
         2,
         True,
@@ -56,17 +56,17 @@ def test_a_layout_string_with_repeats() -> None:
     stages = parse_stages(text)
     assert len(stages) == 32
     assert stages[:2] == (("E", "t", "t", "t"), ("t", "t"))
-    result = chunks(moe_model(layers=61, mtp=1), layout(pp=16, vpp=2, stages=text))
+    result = pipeline_chunks(moe_model(layers=61, mtp=1), layout(pp=16, vpp=2, stages=text))
     assert sum(len(c.layers) for c in result) == 61
-    assert sum(c.mtp for c in result) == 1
-    only_mtp = next(c for c in result if c.mtp)
-    assert (only_mtp.pp_rank, only_mtp.vpp_rank, only_mtp.layers, only_mtp.loss) == (
+    assert sum(c.mtp_layers for c in result) == 1
+    only_mtp = next(c for c in result if c.mtp_layers)
+    assert (only_mtp.pp_rank, only_mtp.vpp_rank, only_mtp.layers, only_mtp.has_loss) == (
         14,
         1,
         (),
         False,
     )
-    assert (result[-1].pp_rank, result[-1].vpp_rank, result[-1].layers, result[-1].loss) == (
+    assert (result[-1].pp_rank, result[-1].vpp_rank, result[-1].layers, result[-1].has_loss) == (
         15,
         1,
         (),
@@ -130,35 +130,35 @@ def test_bad_layout_strings_name_the_rule_and_a_string_that_works(
     text: str, mtp: int, says: str
 ) -> None:
     model = moe_model(layers=8, mtp=mtp)
-    reasons = stage_reasons(model, layout(pp=2, vpp=2, stages=text))
+    reasons = check_stages(model, layout(pp=2, vpp=2, stages=text))
     found = [reason for reason in reasons if says in reason.rule]
     assert found, reasons
-    assert stage_reasons(model, layout(pp=2, vpp=2, stages=found[0].nearest)) == ()
+    assert check_stages(model, layout(pp=2, vpp=2, stages=found[0].nearest)) == ()
 
 
 def test_the_number_of_stages_is_pp_times_vpp() -> None:
     model = moe_model(layers=4)
-    (vpp,) = stage_reasons(model, layout(pp=2, stages="Et|t|t|tL"))
+    (vpp,) = check_stages(model, layout(pp=2, stages="Et|t|t|tL"))
     assert (vpp.field, vpp.value, vpp.nearest) == ("layout.vpp", "1", "2")
-    (vpp,) = stage_reasons(moe_model(layers=4, mtp=1), layout(pp=2, stages="Et|t|t|tmL"))
+    (vpp,) = check_stages(moe_model(layers=4, mtp=1), layout(pp=2, stages="Et|t|t|tmL"))
     assert vpp.field == "layout.vpp"  # and no word on where m stands, which nobody can tell yet
-    (stages,) = stage_reasons(model, layout(pp=2, stages="Et|tt|tL"))
+    (stages,) = check_stages(model, layout(pp=2, stages="Et|tt|tL"))
     assert (stages.field, stages.nearest) == ("layout.stages", "Et*2|t*2L")
 
 
 def test_an_impossible_even_split_shows_what_would_work() -> None:
-    (reason,) = stage_reasons(qwen3_235b(), layout(pp=32, vpp=2))
+    (reason,) = check_stages(qwen3_235b(), layout(pp=32, vpp=2))
     assert reason.field == "layout.vpp"
     assert reason.nearest == "1 or 3, or stages 'Et|(t*2|)*31(t|)*31L'"
-    (reason,) = stage_reasons(moe_model(layers=61), Layout(world_size=16, pp=16))
+    (reason,) = check_stages(moe_model(layers=61), Layout(world_size=16, pp=16))
     assert (reason.field, reason.value) == ("layout.pp", "16")
     string = reason.nearest.split("'")[1]
-    assert stage_reasons(moe_model(layers=61), layout(pp=16, stages=string)) == ()
+    assert check_stages(moe_model(layers=61), layout(pp=16, stages=string)) == ()
     with pytest.raises(BadInput, match="divides neither the 61 layers"):
-        chunks(moe_model(layers=61), layout(pp=16))
+        pipeline_chunks(moe_model(layers=61), layout(pp=16))
 
 
 def test_layout_string_reads_well() -> None:
-    assert layout_string(94, mtp=0, stages=4) == "Et*23|(t*24|)*2t*23L"
-    assert layout_string(61, mtp=1, stages=16) == "Et*3|(t*4|)*14t*2mL"
-    assert layout_string(3, mtp=0, stages=1) == "Et*3L"
+    assert even_layout_string(94, mtp=0, stages=4) == "Et*23|(t*24|)*2t*23L"
+    assert even_layout_string(61, mtp=1, stages=16) == "Et*3|(t*4|)*14t*2mL"
+    assert even_layout_string(3, mtp=0, stages=1) == "Et*3L"

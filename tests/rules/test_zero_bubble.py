@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from moewright.rules.schedule import Kind, in_flight, timetable
-from moewright.rules.simulate import StageSeconds, ends_s
-from moewright.rules.stages import seat_of, stage_of
+from moewright.rules.schedule import RowKind, max_in_flight, timetable
+from moewright.rules.simulate import StageSeconds, row_end_times
+from moewright.rules.stages import stage_position, virtual_stage
 from moewright.spec.layout import Layout, Schedule
 
 CHUNKS = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
@@ -23,7 +23,7 @@ def idle_s(
 ) -> float:
     """Seconds of the step in which a rank does nothing, every chunk alike."""
     one = StageSeconds(forward=forward, input_backward=backward, weight_backward=weight)
-    ended = ends_s(chosen, timetable(chosen, m), [one] * (chosen.pp * chosen.vpp))
+    ended = row_end_times(chosen, timetable(chosen, m), [one] * (chosen.pp * chosen.vpp))
     return max(ended.values()) - m * chosen.vpp * (forward + backward + weight)
 
 
@@ -40,7 +40,7 @@ def test_every_row_comes_once_and_nobody_waits_for_ever(
     every = {(micro_batch, chunk) for micro_batch in range(m) for chunk in range(chosen.vpp)}
     for rows in table:
         assert max(Counter(rows).values()) == 1
-        for kind in (Kind.F, Kind.B):
+        for kind in (RowKind.F, RowKind.B):
             assert {(row.micro_batch, row.chunk) for row in rows if row.kind is kind} == every
     assert idle_s(chosen, m) > 0
 
@@ -75,9 +75,11 @@ def test_a_rank_of_zbv_never_waits_once_it_has_begun(pp: int) -> None:
     chosen = layout(Schedule.ZBV, pp)
     one = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
     table = timetable(chosen, 4 * pp)
-    ended = ends_s(chosen, table, [one] * (2 * pp))
+    ended = row_end_times(chosen, table, [one] * (2 * pp))
     for rank, rows in enumerate(table):
-        own = [ended[row.kind, row.micro_batch, stage_of(chosen, rank, row.chunk)] for row in rows]
+        own = [
+            ended[row.kind, row.micro_batch, virtual_stage(chosen, rank, row.chunk)] for row in rows
+        ]
         assert max(own) - (min(own) - 1) == 4 * pp * 2 * 3
 
 
@@ -86,16 +88,16 @@ def test_what_the_ranks_hold(pp: int) -> None:
     """Every rank of ZB-H1 and ZBV what the first of 1F1B holds (pp stages); DualPipeV half a stage
     more."""
     m = 4 * pp
-    assert {in_flight(layout(Schedule.ZB_H1, pp), m, rank) for rank in range(pp)} == {pp}
-    assert {in_flight(layout(Schedule.ZBV, pp), m, rank) for rank in range(pp)} == {2 * pp}
-    assert {in_flight(layout(Schedule.DUALPIPEV, pp), m, rank) for rank in range(pp)} == {
+    assert {max_in_flight(layout(Schedule.ZB_H1, pp), m, rank) for rank in range(pp)} == {pp}
+    assert {max_in_flight(layout(Schedule.ZBV, pp), m, rank) for rank in range(pp)} == {2 * pp}
+    assert {max_in_flight(layout(Schedule.DUALPIPEV, pp), m, rank) for rank in range(pp)} == {
         2 * pp + 1
     }
 
 
 def test_a_v_comes_back_to_the_first_rank() -> None:
     chosen = layout(Schedule.ZBV, 3)
-    assert [seat_of(chosen, stage) for stage in range(6)] == [
+    assert [stage_position(chosen, stage) for stage in range(6)] == [
         (0, 0),
         (1, 0),
         (2, 0),
@@ -103,9 +105,11 @@ def test_a_v_comes_back_to_the_first_rank() -> None:
         (1, 1),
         (0, 1),
     ]
-    assert [stage_of(chosen, *seat_of(chosen, stage)) for stage in range(6)] == list(range(6))
+    assert [virtual_stage(chosen, *stage_position(chosen, stage)) for stage in range(6)] == list(
+        range(6)
+    )
     around = Layout(world_size=3, pp=3, vpp=2, schedule=Schedule.INTERLEAVED)
-    assert [seat_of(around, stage) for stage in range(6)] == [
+    assert [stage_position(around, stage) for stage in range(6)] == [
         (0, 0),
         (1, 0),
         (2, 0),

@@ -15,9 +15,9 @@ from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.search import explain, heuristics
-from moewright.search.search import Ranked, search
-from moewright.search.space import space_of
-from moewright.spec.layout import Graphs, Overlap, Recompute
+from moewright.search.search import SearchResult, search
+from moewright.search.space import build_search_space
+from moewright.spec.layout import CudaGraphScope, Overlap, Recompute
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
 
@@ -28,7 +28,7 @@ PLAIN = "dispatcher=alltoall,graphs=none,overlap=none,offload=none,zero1"
 
 def _search(
     model: str, on: str, fixed: str = "", *, batch: int, seq_len: int = 4096, top: int = 1
-) -> Ranked:
+) -> SearchResult:
     workload = Workload(seq_len=seq_len, global_batch=batch)
     return search(catalogue.model(model), workload, catalogue.hardware(on), fixed=fixed, top=top)
 
@@ -59,7 +59,7 @@ def test_tensor_parallelism_stays_in_the_domain_and_experts_are_cut_by_ep(large:
 
 def test_selective_recompute_comes_before_full_and_goes_with_graphs(large: Plan) -> None:
     assert Recompute.FULL not in large.layout.recompute
-    assert Graphs.ATTN in large.layout.graphs
+    assert CudaGraphScope.ATTN in large.layout.graphs
     full = _best("Qwen3-235B-A22B", "256xH800", "recompute=full,cp1,etp1,zero1", batch=4096)
     assert full.layout.graphs == ()
     assert full.estimate.step_s > 1.05 * large.estimate.step_s
@@ -103,7 +103,7 @@ def test_dropping_tensor_parallelism_for_full_recompute_can_win() -> None:
     workload = Workload(seq_len=4096, global_batch=4096)
     usual = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
     model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH800")
-    (line,) = explain.why_not(model, workload, hardware, ranked, usual)
+    (line,) = explain.explain_objections(model, workload, hardware, ranked, usual)
     assert "slower" in line
     assert "tp comm +" in line or "host +" in line
     assert "recompute -" in line
@@ -131,14 +131,14 @@ def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
         Workload(seq_len=4096, global_batch=256),
         catalogue.hardware("16xH100"),
     )
-    space = space_of(best.model, workload, hardware, "zero1")
+    space = build_search_space(best.model, workload, hardware, "zero1")
     told = [line for line in ranked.why if line.startswith("Departs from the usual")]
-    departures = heuristics.departed(best.layout, space)
+    departures = heuristics.find_departures(best.layout, space)
     assert departures
     for habit in departures:
-        (line,) = (line for line in told if habit.said in line)
+        (line,) = (line for line in told if habit.text in line)
         usual = parse_layout(line.partition("): ")[2].partition(" takes ")[0], world_size=16)
-        assert habit.kept(usual, space)
+        assert habit.is_followed(usual, space)
         assert estimate(best.model, workload, hardware, usual).step_s > best.estimate.step_s
         assert "% slower" in line
     room = _search("OLMoE-1B-7B-0924", "8xH200", "", batch=256)

@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
-from moewright.codec import layout_text, parse_layout
+from moewright.codec import format_layout, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
-from moewright.rules.legality import illegal
+from moewright.rules.legality import check_legality
 from moewright.search import explain
 from moewright.search.search import DOES_NOT_FIT, SLOWER, search
-from moewright.search.space import groups, space_of
+from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Layout, Recompute
@@ -44,7 +44,7 @@ def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: 
         schedule = "interleaved" if vpp > 1 else "1f1b"
         text = f"tp1,cp1,etp1,pp{pp},vpp{vpp},ep{ep},mbs{mbs},recompute={recompute},schedule={schedule}"
         layout = parse_layout(text, world_size=16)
-        if illegal(model, WORK, layout):
+        if check_legality(model, WORK, layout):
             continue
         tried = estimate(model, WORK, hardware, layout)
         if tried.verdict is Verdict.FITS and (best is None or tried.step_s < best):
@@ -64,8 +64,8 @@ def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Har
     )
     assert len({plan.fingerprint for plan in ranked.plans}) == 5
     assert dict(ranked.rejected)[DOES_NOT_FIT] > 0
-    assert layout_text(ranked.plans[0].layout) in ranked.why[0]
-    simulated = {candidate.layout: candidate.step_s for candidate in ranked.near}
+    assert format_layout(ranked.plans[0].layout) in ranked.why[0]
+    simulated = {candidate.layout: candidate.step_s for candidate in ranked.near_best}
     for plan in ranked.plans:  # the number of buckets is estimated
         assert simulated[plan.layout] == pytest.approx(plan.estimate.step_s, rel=2e-3)
 
@@ -102,13 +102,17 @@ def test_bad_pins_are_refused(model: ModelSpec, hardware: Hardware) -> None:
 def test_layers_that_split_evenly_nowhere_get_a_layout_string() -> None:
     """DeepSeek-V3 has 61 layers: 61 and 63 are odd."""
     deepseek = catalogue.model("DeepSeek-V3")
-    space = space_of(deepseek, WORK, catalogue.hardware("64xH100"), "tp1,cp1,ep8,etp1,mbs1")
-    pipes = {pipe for group in groups(space) for pipe in group.pipes.each}
+    space = build_search_space(
+        deepseek, WORK, catalogue.hardware("64xH100"), "tp1,cp1,ep8,etp1,mbs1"
+    )
+    pipes = {pipe for group in degree_groups(space) for pipe in group.pipelines.shapes}
     assert {(pipe.pp, bool(pipe.stages)) for pipe in pipes} >= {(2, True), (4, True), (8, True)}
     for pipe in pipes:
         layout = Layout(world_size=64, ep=8, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
         assert not [
-            r for r in illegal(deepseek, WORK, layout) if r.field in ("layout.stages", "layout.pp")
+            r
+            for r in check_legality(deepseek, WORK, layout)
+            if r.field in ("layout.stages", "layout.pp")
         ]
 
 
@@ -124,7 +128,7 @@ def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
     ranked = search(model, WORK, hardware, fixed="ep8", top=2)
 
     def lines(text: str) -> str:
-        return "\n".join(explain.why_not(model, WORK, hardware, ranked, text))
+        return "\n".join(explain.explain_objections(model, WORK, hardware, ranked, text))
 
     assert "is not legal: layout.ep=7" in lines("ep7")
     assert "GiB over the memory" in lines("ep2,mbs8")
@@ -132,7 +136,7 @@ def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
     slow = lines("ep8,pp2,mbs1,recompute=full")
     assert "slower" in slow
     assert "recompute +" in slow
-    assert "is the best plan" in lines(layout_text(ranked.plans[0].layout))
+    assert "is the best plan" in lines(format_layout(ranked.plans[0].layout))
 
 
 def test_full_recompute_is_left_out_where_less_fits(model: ModelSpec) -> None:

@@ -17,9 +17,9 @@ import pytest
 from test_train_run import losses, start
 
 import tiny_jobs
-from moewright.engine.checkpoint import Piece, commit, committed, latest
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.checkpoint import LocalShard, commit, find_latest, list_checkpoints
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -46,7 +46,7 @@ def make_plan(data: DataSpec, mode: SaveMode, *, steps: int = 12, keep: int = 2)
 @pytest.fixture(scope="module")
 def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("uninterrupted")
-    assert run(make_plan(data, SaveMode.SYNC, keep=12), run_dir) is Exit.DONE
+    assert train(make_plan(data, SaveMode.SYNC, keep=12), run_dir) is ExitCode.DONE
     return run_dir
 
 
@@ -54,10 +54,12 @@ def test_saves_beside_training_store_what_saves_in_line_do(
     data: DataSpec, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Every checkpoint of twelve, while the next steps change the state under it."""
-    assert run(make_plan(data, SaveMode.ASYNC, keep=12), tmp_path) is Exit.DONE
+    assert train(make_plan(data, SaveMode.ASYNC, keep=12), tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
     pairs = zip(
-        committed(tmp_path / "checkpoints"), committed(uninterrupted / "checkpoints"), strict=True
+        list_checkpoints(tmp_path / "checkpoints"),
+        list_checkpoints(uninterrupted / "checkpoints"),
+        strict=True,
     )
     before = None
     for ours, theirs in pairs:
@@ -84,11 +86,11 @@ def kill_and_resume(plan: Plan, run_dir: Path, kills: int, dice: random.Random) 
         process.join()
         now = step_of(checkpoints)
         assert now > done
-        newest = latest(checkpoints)
+        newest = find_latest(checkpoints)
         assert newest is not None
         assert int(whole_state(newest)["optim/updates"]) == now  # every checksum holds
         done = now
-    assert run(plan, run_dir) is Exit.DONE
+    assert train(plan, run_dir) is ExitCode.DONE
     assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")]
 
 
@@ -99,7 +101,7 @@ def unsaved(plan: Plan) -> Plan:
 
 def step_of(checkpoints: Path) -> int:
     with suppress(FileNotFoundError):  # purged while it was looked for
-        newest = latest(checkpoints)
+        newest = find_latest(checkpoints)
         return -1 if newest is None else int(newest.name.removeprefix("step-"))
     return -1
 
@@ -109,7 +111,7 @@ def test_killed_in_the_midst_of_saves_a_run_goes_on_from_the_last_good_one(
     mode: SaveMode, data: DataSpec, tmp_path: Path
 ) -> None:
     plan, whole = make_plan(data, mode, steps=30), tmp_path / "whole"
-    assert run(unsaved(plan), whole) is Exit.DONE
+    assert train(unsaved(plan), whole) is ExitCode.DONE
     kill_and_resume(plan, tmp_path / "killed", 2, random.Random(5))
     assert losses(tmp_path / "killed") == losses(whole)
 
@@ -118,7 +120,7 @@ def test_killed_in_the_midst_of_saves_a_run_goes_on_from_the_last_good_one(
 @pytest.mark.parametrize("mode", list(SaveMode))
 def test_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
     plan, whole = make_plan(data, mode, steps=200), tmp_path / "whole"
-    assert run(unsaved(plan), whole) is Exit.DONE
+    assert train(unsaved(plan), whole) is ExitCode.DONE
     kill_and_resume(plan, tmp_path / "killed", 50, random.Random(6))
     assert losses(tmp_path / "killed") == losses(whole)
 
@@ -134,7 +136,7 @@ def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
     """Rank 1 has no room for its part of the fourth checkpoint: nobody commits it."""
     plan, write = make_plan(data, mode), commit.write_payload
 
-    def full(path: Path, pieces: Sequence[Piece]) -> object:
+    def full(path: Path, pieces: Sequence[LocalShard]) -> object:
         if "step-00000004" in str(path) and path.name == "rank-00001.safetensors":
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -143,13 +145,13 @@ def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
     with monkeypatch.context() as patch:
         patch.setattr(commit, "write_payload", full)
         with pytest.raises(BadInput, match="checkpoints: no room: a checkpoint needs"):
-            run(plan, tmp_path)
+            train(plan, tmp_path)
     assert 4 <= len(losses(tmp_path)) < 12
-    assert [path.name for path in committed(tmp_path / "checkpoints")] == [
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
         "step-00000002",
         "step-00000003",
     ]
-    assert run(plan, tmp_path) is Exit.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
 
 
@@ -159,7 +161,7 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(
     plan = make_plan(data, SaveMode.SYNC, steps=14)
     optimizer = replace(plan.workload.optimizer, decay_steps=12)
     plan = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
-    newest = latest(uninterrupted / "checkpoints")
+    newest = find_latest(uninterrupted / "checkpoints")
     assert newest is not None
     files = sorted(path.name for path in newest.iterdir())
     assert files == ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"]
@@ -173,7 +175,7 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(
         with pytest.raises(
             BadInput, match=f"{newest.name}/{name}: .*nearest legal value: an older checkpoint"
         ):
-            run(plan, tmp_path / str(number))
+            train(plan, tmp_path / str(number))
 
 
 def wider(model: ModelSpec) -> ModelSpec:
@@ -214,10 +216,10 @@ def test_what_decides_the_next_update_must_be_the_same(
     }[field]
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
-    newest = latest(uninterrupted / "checkpoints")
+    newest = find_latest(uninterrupted / "checkpoints")
     assert newest is not None
     (run_dir / "checkpoints" / newest.name).symlink_to(newest)
     with pytest.raises(
         BadInput, match=f"resume: {field} is {was}.* in the checkpoint and {now}.* in the job"
     ):
-        run(changed, run_dir)
+        train(changed, run_dir)

@@ -21,14 +21,14 @@ import torch
 import tiny_jobs
 from layout_space import SHAPES, rotated
 from moewright.codec import parse_layout
-from moewright.engine.checkpoint import Coordinator, save
+from moewright.engine.checkpoint import Coordinator, save_checkpoint
 from moewright.engine.run import train
 from moewright.engine.run.restore import restore
-from moewright.engine.run.step import Trainee
-from moewright.engine.run.worker import Exit
+from moewright.engine.run.step import TrainState
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Dtype, LossSpec, RouterTraining, ScalingSpec
+from moewright.spec.workload import DataSpec, Dtype, LossScalingSpec, LossSpec, RouterTraining
 from tiny_jobs import whole_state
 
 pytestmark = pytest.mark.spawn
@@ -122,7 +122,7 @@ def uninterrupted(
     def run_of(group: str, layout: str) -> Path:
         if (group, layout) not in made:
             made[group, layout] = tmp_path_factory.mktemp("whole")
-            assert train.run(job(data, group, layout), made[group, layout]) is Exit.DONE
+            assert train.train(job(data, group, layout), made[group, layout]) is ExitCode.DONE
         return made[group, layout]
 
     return run_of
@@ -135,7 +135,7 @@ def job(data: DataSpec, group: str, layout: str) -> Plan:
         data, steps=STEPS, loss=loss, router=RouterTraining(bias_update_rate=0.02)
     )
     if group == "fp16":
-        scaling = ScalingSpec(initial_loss_scale=256.0, loss_scale_window=2)
+        scaling = LossScalingSpec(initial_loss_scale=256.0, loss_scale_window=2)
         work = replace(work, precision=Dtype.FP16, scaling=scaling)
     optimizer = replace(work.optimizer, bucket_elements=4000)
     work = replace(
@@ -177,15 +177,17 @@ def test_a_run_moves(
     shutil.copytree(whole / middle, tmp_path / middle)
 
     def restore_and_save(
-        job: Trainee, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+        job: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
     ) -> int:
         """What the ranks hold once they have loaded, saved again."""
         done = restore(job, run_dir, identity, comm)
-        save(run_dir / "loaded", step=done, pieces=job.pieces(), extra={}, keep=1, comm=comm)
+        save_checkpoint(
+            run_dir / "loaded", step=done, shards=job.local_shards(), extra={}, keep=1, comm=comm
+        )
         return done
 
     monkeypatch.setattr(train, "restore", restore_and_save)
-    assert train.run(job(data, pair.group, pair.target), tmp_path) is Exit.DONE
+    assert train.train(job(data, pair.group, pair.target), tmp_path) is ExitCode.DONE
     saved = whole_state(whole / middle)
     assert_equal(whole_state(tmp_path / "loaded" / f"step-{SAVED:08d}"), saved)
     assert int(saved["optim/updates"]) == SAVED

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from moewright.engine.checkpoint import Coordinator, Saver, alone, committed, latest, load, save
+from moewright.engine.checkpoint import (
+    CheckpointSaver,
+    Coordinator,
+    find_latest,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    single_process,
+)
 from moewright.engine.comm import collectives
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.spec.workload import CheckpointSpec, SaveMode
 from sharded import bits, blank, full_state, pieces_of
 
@@ -20,39 +28,41 @@ pytestmark = pytest.mark.spawn
 
 
 def meet(context: RankContext) -> Coordinator:
-    collectives.start(
+    collectives.join_world(
         rank=context.rank,
-        world_size=context.world,
-        store=context.store(),
+        world_size=context.world_size,
+        store=context.open_store(),
         backend="gloo",
         timeout_s=context.timeouts.collective_s,
     )
-    return Coordinator(rank=context.rank, world=context.world, gather=collectives.gather_json)
+    return Coordinator(
+        rank=context.rank, world_size=context.world_size, gather=collectives.gather_json
+    )
 
 
 def save_worker(
     context: RankContext, *, directory: Path, layout: str, step: int, killed: int = -1
-) -> Outcome:
+) -> RankOutcome:
     """Save one step; rank `killed` dies when its file is written but not yet on disk."""
     comm = meet(context)
-    pieces = pieces_of(full_state(step), layout, comm.rank, comm.world)
+    pieces = pieces_of(full_state(step), layout, comm.rank, comm.world_size)
     if comm.rank == killed:
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)  # this forked process only
-    save(directory, step=step, pieces=pieces, extra={"step": step}, keep=1, comm=comm)
-    collectives.stop()
-    return Outcome.DONE
+    save_checkpoint(directory, step=step, shards=pieces, extra={"step": step}, keep=1, comm=comm)
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
-def load_worker(context: RankContext, *, directory: Path, layout: str, step: int) -> Outcome:
+def load_worker(context: RankContext, *, directory: Path, layout: str, step: int) -> RankOutcome:
     comm = meet(context)
-    truth = pieces_of(full_state(step), layout, comm.rank, comm.world)
+    truth = pieces_of(full_state(step), layout, comm.rank, comm.world_size)
     wanted = blank(truth)
-    checkpoint = latest(directory)
+    checkpoint = find_latest(directory)
     assert checkpoint is not None
-    assert load(checkpoint, pieces=wanted, comm=comm) == {"step": step}
+    assert load_checkpoint(checkpoint, shards=wanted, comm=comm) == {"step": step}
     assert bits(wanted) == bits(truth)
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 @pytest.mark.parametrize(
@@ -69,9 +79,9 @@ def test_state_moves_between_world_sizes(
 ) -> None:
     directory = tmp_path / "checkpoints"
     saver = partial(save_worker, directory=directory, layout=source, step=7)
-    assert launch(saver, nproc=before, run_dir=tmp_path) == Exit.DONE
+    assert launch(saver, nproc=before, run_dir=tmp_path) == ExitCode.DONE
     loader = partial(load_worker, directory=directory, layout=target, step=7)
-    assert launch(loader, nproc=after, run_dir=tmp_path) == Exit.DONE
+    assert launch(loader, nproc=after, run_dir=tmp_path) == ExitCode.DONE
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -80,32 +90,39 @@ def test_a_rank_killed_in_its_file_commits_nothing(
 ) -> None:
     directory = tmp_path / "checkpoints"
     saver = partial(save_worker, directory=directory, layout="rows")
-    assert launch(partial(saver, step=1), nproc=2, run_dir=tmp_path) == Exit.DONE
+    assert launch(partial(saver, step=1), nproc=2, run_dir=tmp_path) == ExitCode.DONE
     assert (
-        launch(partial(saver, step=2, killed=killed), nproc=2, run_dir=tmp_path) == Exit.RANK_FAILED
+        launch(partial(saver, step=2, killed=killed), nproc=2, run_dir=tmp_path)
+        == ExitCode.RANK_FAILED
     )
     assert f"rank {killed} was killed by SIGKILL" in capfd.readouterr().err
-    assert [path.name for path in committed(directory)] == ["step-00000001"]
+    assert [path.name for path in list_checkpoints(directory)] == ["step-00000001"]
     assert (directory / ".saving-step-00000002").exists()
-    assert launch(partial(saver, step=2), nproc=2, run_dir=tmp_path) == Exit.DONE
+    assert launch(partial(saver, step=2), nproc=2, run_dir=tmp_path) == ExitCode.DONE
     assert [path.name for path in directory.iterdir()] == ["step-00000002"]
 
 
 def save_step(directory: Path, step: int, mode: SaveMode = SaveMode.SYNC) -> None:
     spec = CheckpointSpec(keep=1, mode=mode)
-    saver = Saver(directory, spec=spec, extra={"step": step}, comm=alone(), aside=alone)
+    saver = CheckpointSaver(
+        directory,
+        spec=spec,
+        extra={"step": step},
+        comm=single_process(),
+        build_background_comm=single_process,
+    )
     saver.save(step, pieces_of(full_state(step), "rows", 0, 1))
-    saver.finish()
+    saver.wait()
 
 
 def loads(directory: Path) -> int:
     """The step of the latest checkpoint, once it has loaded bit for bit."""
-    checkpoint = latest(directory)
+    checkpoint = find_latest(directory)
     assert checkpoint is not None
     step = int(checkpoint.name.removeprefix("step-"))
     truth = pieces_of(full_state(step), "flat", 0, 1)
     wanted = blank(truth)
-    assert load(checkpoint, pieces=wanted, comm=alone()) == {"step": step}
+    assert load_checkpoint(checkpoint, shards=wanted, comm=single_process()) == {"step": step}
     assert bits(wanted) == bits(truth)
     return step
 

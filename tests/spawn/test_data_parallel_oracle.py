@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 import tiny_jobs
 from layout_proof import WORK, batches
 from moewright.engine.comm import collectives
-from moewright.engine.model.layers import slots_of
-from moewright.engine.model.transformer import Layer, initial_value
-from moewright.engine.run.build import join, trainee
+from moewright.engine.model.layers import list_parameters
+from moewright.engine.model.transformer import TransformerLayer, draw_initial_value
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import Clock, Trainee, accumulate
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.step import PhaseClock, TrainState, forward_backward
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -43,7 +43,10 @@ def cut(model: nn.Module, world: int, *, blocks: int = 1) -> nn.Module:
     """Each layer a unit, experts and all; whole copies in `blocks` of ranks."""
     sizes = {"copies": blocks, "shard": world // blocks} if blocks > 1 else {"shard": world}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for module in (*(layer for layer in model.modules() if isinstance(layer, Layer)), model):
+    for module in (
+        *(layer for layer in model.modules() if isinstance(layer, TransformerLayer)),
+        model,
+    ):
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
         # It takes the mean by a multiplication that gloo has not: the sum, then.
@@ -52,26 +55,26 @@ def cut(model: nn.Module, world: int, *, blocks: int = 1) -> nn.Module:
     return model
 
 
-def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome:
+def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> RankOutcome:
     """The worst difference of a gradient over its norm, left in `folder`."""
-    device, data = join(seat), batches(plan.model)
+    device, data = init_distributed(seat), batches(plan.model)
 
-    def built(layout: Layout) -> Trainee:
-        return trainee(
+    def built(layout: Layout) -> TrainState:
+        return build_train_state(
             plan.model,
             plan.workload,
             layout,
             data,
             rank=seat.rank,
             device=device,
-            initial=initial_value,
+            initial_value=draw_initial_value,
         )
 
     job = built(plan.layout)
-    accumulate(job, Clock(), step=1)
-    ours = [piece for piece in job.optimizer.gradients() if piece.tensor.numel()]
+    forward_backward(job, PhaseClock(), step=1)
+    ours = [piece for piece in job.optimizer.gradient_shards() if piece.tensor.numel()]
 
-    theirs = torchs_gradients(built(replace(plan.layout, zero=0, shard=0)), wrap, seat.world)
+    theirs = torchs_gradients(built(replace(plan.layout, zero=0, shard=0)), wrap, seat.world_size)
     assert ours
     worst = 0.0
     for piece in ours:
@@ -81,23 +84,25 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> Outcome
         )
         worst = max(worst, float((piece.tensor - wanted[box]).norm() / wanted.norm()))
     (folder / f"worst{seat.rank}").write_text(str(worst))
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
-def torchs_gradients(bare: Trainee, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:
+def torchs_gradients(bare: TrainState, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:
     """Of the first micro-batch, by name. The wrapper dies here, while the world still holds its
     group: the last owner ends the group's threads, and DDP would do so without letting go of
     Python, for which such a thread may wait.
     """
-    for slot in slots_of(bare.model):  # parameters that nothing of the engine hangs on
+    for slot in list_parameters(bare.model):  # parameters that nothing of the engine hangs on
         slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
     wrapped = wrap(bare.model, world)  # its hooks live as long as it does
-    out = wrapped(bare.train_data.micro_batch(bare.run, 0, 0))
+    out = wrapped(bare.train_data.micro_batch(bare.runtime, 0, 0))
     loss = out.nll.sum() / int((bare.train_data.targets[0] >= 0).sum()) + out.aux.sum() / world
     # DDP takes the mean over ranks, of a sum that is already over all valid targets.
     (loss * (world if isinstance(wrapped, DistributedDataParallel) else 1)).backward()
-    return {f"grad/{slot.name}": whole(slot.owner.weight.grad) for slot in slots_of(bare.model)}
+    return {
+        f"grad/{slot.name}": whole(slot.owner.weight.grad) for slot in list_parameters(bare.model)
+    }
 
 
 def whole(grad: torch.Tensor | None) -> torch.Tensor:
@@ -122,6 +127,6 @@ def test_gradients_are_those_of_torchs_data_parallelism(
     plan = tiny_jobs.plan(WORK, text, world_size=world, model=model)
     assert (
         launch(partial(compared, plan, tmp_path, wrap), nproc=world, run_dir=tmp_path / "run")
-        is Exit.DONE
+        is ExitCode.DONE
     )
     assert max(float((tmp_path / f"worst{rank}").read_text()) for rank in range(world)) < 3e-6

@@ -13,9 +13,9 @@ from layout_proof import WORK, _initial, batches, prove
 from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.engine.comm import collectives
-from moewright.engine.run.build import join, trainee
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from tiny_jobs import plan
@@ -54,19 +54,19 @@ def test_a_library_equals_one_process(
     prove(job, tmp_path)
 
 
-def _begin(job: Plan, seat: RankContext) -> Outcome:
-    device = join(seat)
-    trainee(
+def _begin(job: Plan, seat: RankContext) -> RankOutcome:
+    device = init_distributed(seat)
+    build_train_state(
         job.model,
         job.workload,
         job.layout,
         batches(job.model),
         rank=seat.rank,
         device=device,
-        initial=_initial,
+        initial_value=_initial,
     )
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 @pytest.mark.parametrize("text", ["ep2,dispatcher=deepep", "ep2,dispatcher=hybridep"])
@@ -75,7 +75,7 @@ def test_a_library_that_sums_wrong_does_not_get_past_the_start(
 ) -> None:
     job = made("qwen", 2, text)
     stand_in_deep_ep.install(monkeypatch)
-    assert launch(partial(_begin, job), nproc=2, run_dir=tmp_path / "right") is Exit.DONE
+    assert launch(partial(_begin, job), nproc=2, run_dir=tmp_path / "right") is ExitCode.DONE
     stand_in_deep_ep.install(monkeypatch, wrong=0.01)
     with pytest.raises(
         BadInput, match="differs from the plain all-to-all in a trial at the start"

@@ -10,11 +10,11 @@ import pytest
 
 import tiny_jobs
 from moewright.codec import parse_layout, read_json
-from moewright.cost.ledger import predict
-from moewright.diagnosis.compare_ledgers import compare
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
-from moewright.rules.runnable import unsupported_layout
+from moewright.cost.ledger import predict_ledger
+from moewright.diagnosis.compare_ledgers import compare_ledgers
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
+from moewright.rules.engine_limits import unsupported_layout
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -24,7 +24,7 @@ from tiny_jobs import assert_first_gradients_equal, state, steps_of
 pytestmark = pytest.mark.spawn
 
 
-def train(
+def train_layout(
     work: Workload, layout: str, world_size: int, run_dir: Path, model: ModelSpec = tiny_jobs.MODEL
 ) -> Plan:
     optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=3)
@@ -32,7 +32,7 @@ def train(
         work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=9)
     )
     made = tiny_jobs.plan(work, layout, world_size=world_size, model=model)
-    assert run(made, run_dir) is Exit.DONE
+    assert train(made, run_dir) is ExitCode.DONE
     return made
 
 
@@ -48,8 +48,8 @@ def refuse_difference(made: Plan, run_dir: Path) -> None:
     selection = read_json(Selection, run_dir / "ledger" / "selection.json")
     for rank in range(made.layout.world_size):
         counted = read_json(Ledger, run_dir / "ledger" / f"rank{rank:05d}.json")
-        comparison = compare(predict(made, rank=rank, selection=selection), counted)
-        assert comparison.exact, [
+        comparison = compare_ledgers(predict_ledger(made, rank=rank, selection=selection), counted)
+        assert comparison.is_exact, [
             line for line in comparison.lines if line.predicted != line.counted
         ]
 
@@ -57,7 +57,7 @@ def refuse_difference(made: Plan, run_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
-    train(tiny_jobs.workload(data, steps=2, global_batch=12), "", 1, folder)
+    train_layout(tiny_jobs.workload(data, steps=2, global_batch=12), "", 1, folder)
     return folder
 
 
@@ -74,7 +74,7 @@ def test_equals_one_process_and_its_prediction(
     world_size: int, layout: str, data: DataSpec, one_process: Path, tmp_path: Path
 ) -> None:
     work = tiny_jobs.workload(data, steps=2, global_batch=12, eval_every_steps=1)
-    made = train(work, layout, world_size, tmp_path)
+    made = train_layout(work, layout, world_size, tmp_path)
     agree(tmp_path, one_process)
     refuse_difference(made, tmp_path)
 
@@ -87,9 +87,9 @@ def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(
     assert moe is not None
     model = replace(tiny_jobs.MODEL, tie_embeddings=True, moe=replace(moe, experts=2))
     work = tiny_jobs.workload(data, steps=1, precision=Dtype.BF16)
-    made = train(work, "mbs1,zero3", 4, tmp_path / "cut", model)
+    made = train_layout(work, "mbs1,zero3", 4, tmp_path / "cut", model)
     refuse_difference(made, tmp_path / "cut")
-    train(work, "mbs1", 4, tmp_path / "flat", model)
+    train_layout(work, "mbs1", 4, tmp_path / "flat", model)
     cut, flat = state(tmp_path / "cut", 1), state(tmp_path / "flat", 1)
     for name, value in flat.items():
         if name.startswith("optim/exp_avg/"):
@@ -98,13 +98,13 @@ def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(
 
 def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: Path) -> None:
     work = tiny_jobs.workload(data, steps=3)
-    train(work, "mbs2", 1, tmp_path / "one")
+    train_layout(work, "mbs2", 1, tmp_path / "one")
     for steps, world, layout in (
         (1, 4, "tp2,zero3,offload=optimizer"),
         (2, 2, "tp2"),
         (3, 4, "ep2,zero3,shard2"),
     ):
-        train(replace(work, steps=steps), f"mbs2,{layout}", world, tmp_path / "moved")
+        train_layout(replace(work, steps=steps), f"mbs2,{layout}", world, tmp_path / "moved")
     agree(tmp_path / "moved", tmp_path / "one")
 
 
@@ -120,8 +120,8 @@ def test_two_depths_of_prediction_ahead(
         tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=True, layers=3, moe_layers=(True, False, True)
     )
     work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
-    train(work, "mbs2", 1, tmp_path / "one", model)
-    made = train(work, layout, world_size, tmp_path / "cut", model)
+    train_layout(work, "mbs2", 1, tmp_path / "one", model)
+    made = train_layout(work, layout, world_size, tmp_path / "cut", model)
     agree(tmp_path / "cut", tmp_path / "one")
     refuse_difference(made, tmp_path / "cut")
 

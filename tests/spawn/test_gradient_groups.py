@@ -18,13 +18,13 @@ import torch
 
 import tiny_jobs
 from moewright.codec import parse_layout
-from moewright.engine.comm.collectives import all_reduce, gather_json, stop
-from moewright.engine.model.layers import Slot
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.run.build import join, trainee
+from moewright.engine.comm.collectives import all_reduce, gather_json, leave_world
+from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext
-from moewright.rules.legality import illegal
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec
@@ -46,32 +46,36 @@ LAYOUTS = [
 ]
 
 
-def key_of(slot: Slot) -> str:
+def key_of(slot: NamedParameter) -> str:
     return f"{slot.name}{list(slot.placement.offsets)}"
 
 
-def check(model: ModelSpec, layout: Layout, seat: RankContext) -> Outcome:
+def check(model: ModelSpec, layout: Layout, seat: RankContext) -> RankOutcome:
     """One rank: raises where a gradient is not the sum over those that hold the parameter."""
-    device = join(seat)
+    device = init_distributed(seat)
     work = tiny_jobs.workload(DataSpec())
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     nobody: Any = None
-    job = trainee(model, work, layout, nobody, rank=seat.rank, device=device, initial=initial_value)
-    slots = {key_of(slot): slot for bucket in job.optimizer.buckets for slot, _ in bucket.views}
+    job = build_train_state(
+        model, work, layout, nobody, rank=seat.rank, device=device, initial_value=draw_initial_value
+    )
+    slots = {
+        key_of(slot): slot for bucket in job.optimizer.buckets for slot, _ in bucket.grad_views
+    }
     holders: dict[str, list[int]] = {}
     for rank, keys in enumerate(gather_json(sorted(slots))):
         for key in keys:
             holders.setdefault(key, []).append(rank)
     for _ in range(2):  # with overlap=grad the second reduces under backward
-        job.optimizer.begin(1)
+        job.optimizer.begin_step(1)
         torch.stack(
             [2.0**seat.rank * slot.parameter.sum() for slot in slots.values()]
         ).sum().backward()
-        squared = job.optimizer.reduce()
+        squared = job.optimizer.reduce_gradients()
     wanted_squared = 0.0
     for slot in slots.values():
         summed = float(sum(2**rank for rank in holders[key_of(slot)]))
-        pieces = [p for p in job.optimizer.gradients() if p.name == f"grad/{slot.name}"]
+        pieces = [p for p in job.optimizer.gradient_shards() if p.name == f"grad/{slot.name}"]
         for piece in pieces:
             assert piece.tensor.eq(summed).all(), (
                 key_of(slot),
@@ -80,10 +84,10 @@ def check(model: ModelSpec, layout: Layout, seat: RankContext) -> Outcome:
             )
         wanted_squared += summed**2 * slot.parameter.numel() / len(holders[key_of(slot)])
     both = torch.tensor([squared, wanted_squared], dtype=torch.float64)
-    ours, wanted = all_reduce(both, job.run.mesh.group("world")).tolist()
+    ours, wanted = all_reduce(both, job.runtime.mesh.group("world")).tolist()
     assert ours == pytest.approx(wanted, rel=1e-5)
-    stop()
-    return Outcome.DONE
+    leave_world()
+    return RankOutcome.DONE
 
 
 @pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
@@ -103,5 +107,9 @@ def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(
         moe_layers=(True, False, True, True),
         tie_embeddings=True,
     )
-    assert not illegal(model, replace(tiny_jobs.workload(DataSpec()), global_batch=16), layout)
-    assert launch(partial(check, model, layout), nproc=world_size, run_dir=tmp_path) is Exit.DONE
+    assert not check_legality(
+        model, replace(tiny_jobs.workload(DataSpec()), global_batch=16), layout
+    )
+    assert (
+        launch(partial(check, model, layout), nproc=world_size, run_dir=tmp_path) is ExitCode.DONE
+    )

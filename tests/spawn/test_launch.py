@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moewright.engine.checkpoint import run_lock
+from moewright.engine.checkpoint import lock_run_dir
 from moewright.engine.comm import collectives
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext, Timeouts
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
@@ -24,21 +24,21 @@ pytestmark = pytest.mark.spawn
 QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
 
 
-def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000) -> Outcome:
+def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000) -> RankOutcome:
     """Steps that agree on a stop flag by an all-reduce over a group made of the world, as in
     training; `rank` does `fault` at step 3.
     """
     pids = Path(os.environ["TOY_PIDS"])
     (pids / str(context.rank)).write_text(str(os.getpid()))
     assert torch.get_num_threads() == 1
-    collectives.start(
+    collectives.join_world(
         rank=context.rank,
-        world_size=context.world,
-        store=context.store(),
+        world_size=context.world_size,
+        store=context.open_store(),
         backend="gloo",
         timeout_s=context.timeouts.collective_s,
     )
-    everyone = collectives.new_handles([tuple(range(context.world))], context.rank)
+    everyone = collectives.create_process_groups([tuple(range(context.world_size))], context.rank)
     for step in range(1, steps + 1):
         context.beat(step)
         if step == 3 and context.rank == rank:
@@ -53,10 +53,10 @@ def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 20
             (pids / f"saving{context.rank}").touch()
             time.sleep(0.5)
             (pids / f"saved{context.rank}").write_text(str(step))
-            return Outcome.STOPPED
+            return RankOutcome.STOPPED
         time.sleep(0.005)
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 def misbehave(fault: str) -> None:
@@ -98,7 +98,7 @@ def alive(pid: int) -> bool:
 def test_a_job_that_ends_well(
     tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(partial(toy, steps=3), nproc=world, run_dir=tmp_path / "run") == Exit.DONE
+    assert launch(partial(toy, steps=3), nproc=world, run_dir=tmp_path / "run") == ExitCode.DONE
     assert len(pids_in(tmp_path)) == world
     assert capfd.readouterr().err == ""
 
@@ -122,7 +122,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(
     code = launch(
         partial(toy, fault=fault), nproc=world, run_dir=tmp_path / "run", timeouts=timeouts
     )
-    assert code == Exit.RANK_FAILED == 3
+    assert code == ExitCode.RANK_FAILED == 3
     assert time.monotonic() - began_s < 5
     error = capfd.readouterr().err
     assert error.startswith(said)
@@ -145,14 +145,14 @@ def test_a_suspended_rank_is_named_after_the_timeout(
 ) -> None:
     began_s = time.monotonic()
     worker = partial(toy, fault="SIGSTOP")
-    assert launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
+    assert launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == ExitCode.RANK_FAILED
     assert QUICK.collective_s < time.monotonic() - began_s < QUICK.collective_s + 5
     assert capfd.readouterr().err.startswith(
         "rank 1 stopped answering at step 3: it is suspended (SIGSTOP)"
     )
 
 
-def suspended(context: RankContext) -> Outcome:
+def suspended(context: RankContext) -> RankOutcome:
     """No process group to time out: rank 0 is silent for longer, but rank 1 is the one
     suspended."""
     context.beat(2)
@@ -161,13 +161,15 @@ def suspended(context: RankContext) -> Outcome:
         context.beat(3)
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(30)
-    return Outcome.DONE
+    return RankOutcome.DONE
 
 
 def test_silence_is_noticed_without_a_collective(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(suspended, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == Exit.RANK_FAILED
+    assert (
+        launch(suspended, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == ExitCode.RANK_FAILED
+    )
     assert capfd.readouterr().err.startswith(
         "rank 1 stopped answering at step 3: it is suspended (SIGSTOP)"
     )
@@ -179,7 +181,7 @@ def test_a_rank_that_spins_is_named_though_another_times_out_first(
     code = launch(
         partial(toy, fault="spin", rank=0), nproc=2, run_dir=tmp_path / "run", timeouts=QUICK
     )
-    assert code == Exit.RANK_FAILED
+    assert code == ExitCode.RANK_FAILED
     assert capfd.readouterr().err.startswith(
         "rank 0 stopped answering at step 3: the others wait for it"
     )
@@ -191,7 +193,7 @@ def test_a_rank_that_spins_is_named_though_another_times_out_first(
 def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     assert (
         launch(partial(toy, fault="SIGTERM"), nproc=4, run_dir=tmp_path / "run")
-        == Exit.STOPPED
+        == ExitCode.STOPPED
         == 143
     )
     assert len({(tmp_path / f"saved{rank}").read_text() for rank in range(4)}) == 1
@@ -239,20 +241,21 @@ def test_ranks_die_with_a_killed_launcher_and_the_directory_is_free_again(tmp_pa
     while any(map(alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert not any(map(alive, pids))
-    assert launch(partial(toy, steps=1), nproc=1, run_dir=tmp_path / "run") == Exit.DONE
+    assert launch(partial(toy, steps=1), nproc=1, run_dir=tmp_path / "run") == ExitCode.DONE
 
 
 def test_spawned_ranks_run_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The way of CUDA ranks, which touch no GPU here."""
     assert (
-        launch(fails, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA) == Exit.RANK_FAILED
+        launch(fails, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA)
+        == ExitCode.RANK_FAILED
     )
     assert capfd.readouterr().err.startswith(
         "rank 0 failed before its first step: RuntimeError: on purpose"
     )
 
 
-def fails(context: RankContext) -> Outcome:
+def fails(context: RankContext) -> RankOutcome:
     raise RuntimeError("on purpose")
 
 
@@ -274,16 +277,16 @@ def test_under_torchrun_the_worker_runs_in_this_process(
     torchrun_env(monkeypatch)
     seen = []
 
-    def worker(context: RankContext) -> Outcome:
-        seen.append((os.getpid(), context.rank, context.world))
-        with pytest.raises(BadInput, match="in use"), run_lock(tmp_path / "run"):
+    def worker(context: RankContext) -> RankOutcome:
+        seen.append((os.getpid(), context.rank, context.world_size))
+        with pytest.raises(BadInput, match="in use"), lock_run_dir(tmp_path / "run"):
             pass
-        return Outcome.STOPPED
+        return RankOutcome.STOPPED
 
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    assert launch(worker, nproc=1, run_dir=tmp_path / "run") == Exit.STOPPED
+    assert launch(worker, nproc=1, run_dir=tmp_path / "run") == ExitCode.STOPPED
     assert seen == [(os.getpid(), 0, 1)]
-    assert launch(fails, nproc=1, run_dir=tmp_path / "run") == Exit.RANK_FAILED
+    assert launch(fails, nproc=1, run_dir=tmp_path / "run") == ExitCode.RANK_FAILED
     assert capfd.readouterr().err.startswith(
         "rank 0 failed before its first step: RuntimeError: on purpose"
     )
@@ -322,29 +325,29 @@ def test_a_refusal_that_one_rank_under_torchrun_found_is_told_by_it(
 ) -> None:
     """The command line speaks for the first rank of a machine alone."""
 
-    def refuses(context: RankContext) -> Outcome:
+    def refuses(context: RankContext) -> RankOutcome:
         raise BadInput(Reason(field="data.train", rule="is truncated"))
 
     torchrun_env(monkeypatch, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
-    assert launch(refuses, nproc=2, run_dir=tmp_path / "run") == Exit.BAD_INPUT
+    assert launch(refuses, nproc=2, run_dir=tmp_path / "run") == ExitCode.BAD_INPUT
     assert capfd.readouterr().err == "rank 1: data.train: is truncated\n"
     torchrun_env(monkeypatch, WORLD_SIZE="2")
     with pytest.raises(BadInput, match="truncated"):
         launch(refuses, nproc=2, run_dir=tmp_path / "run")
 
 
-def late(context: RankContext) -> Outcome:
+def late(context: RankContext) -> RankOutcome:
     """Rank 1 never comes to where the ranks meet."""
     if context.rank == 1:
         time.sleep(60)
-    collectives.start(
+    collectives.join_world(
         rank=context.rank,
-        world_size=context.world,
-        store=context.store(),
+        world_size=context.world_size,
+        store=context.open_store(),
         backend="gloo",
         timeout_s=60.0,
     )
-    return Outcome.DONE
+    return RankOutcome.DONE
 
 
 def test_a_rank_that_never_joins_is_named(
@@ -352,6 +355,8 @@ def test_a_rank_that_never_joins_is_named(
 ) -> None:
     began_s = time.monotonic()
     timeouts = Timeouts(rendezvous_s=1.0, collective_s=2.0)
-    assert launch(late, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == Exit.RANK_FAILED
+    assert (
+        launch(late, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == ExitCode.RANK_FAILED
+    )
     assert time.monotonic() - began_s < timeouts.collective_s + 8
     assert capfd.readouterr().err.startswith("rank 1 stopped answering before its first step")

@@ -16,14 +16,14 @@ import torch
 
 import tiny_jobs
 from moewright.codec import parse_layout, read_json
-from moewright.engine.checkpoint import latest
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.checkpoint import find_latest
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec, QkNorm, RouterSpec, ScoreFunction
 from moewright.spec.workload import (
     DataSpec,
-    Documents,
+    DocumentMasking,
     DropPolicy,
     LossSpec,
     OptimizerSpec,
@@ -51,10 +51,12 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs of one process, by micro-batch size."""
-    return {mbs: train(data, f"mbs{mbs}", 1, tmp_path_factory.mktemp("one")) for mbs in (1, 2, 4)}
+    return {
+        mbs: train_layout(data, f"mbs{mbs}", 1, tmp_path_factory.mktemp("one")) for mbs in (1, 2, 4)
+    }
 
 
-def train(
+def train_layout(
     data: DataSpec,
     layout: str,
     world_size: int,
@@ -70,7 +72,8 @@ def train(
         work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=steps)
     )
     assert (
-        run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+        is ExitCode.DONE
     )
     return run_dir
 
@@ -80,7 +83,7 @@ def test_equals_one_process(
     world_size: int, layout: str, data: DataSpec, one_process: dict[int, Path], tmp_path: Path
 ) -> None:
     reference_run = one_process[parse_layout(layout, world_size=world_size).mbs]
-    assert_same(train(data, layout, world_size, tmp_path), reference_run)
+    assert_same(train_layout(data, layout, world_size, tmp_path), reference_run)
 
 
 def assert_same(here: Path, reference_run: Path) -> None:
@@ -106,8 +109,8 @@ def test_tensor_parallelism_without_sequence_parallelism(
     """Dense layers alone, q/k norms over all heads; under tp4 more ranks than key heads."""
     attention = replace(tiny_jobs.DENSE.attention, qk_norm=QkNorm.FULL)
     model = replace(tiny_jobs.DENSE, attention=attention)
-    one = train(data, "", 1, tmp_path / "one", model=model)
-    assert_same(train(data, layout, world_size, tmp_path / "cut", model=model), one)
+    one = train_layout(data, "", 1, tmp_path / "one", model=model)
+    assert_same(train_layout(data, layout, world_size, tmp_path / "cut", model=model), one)
 
 
 def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_path: Path) -> None:
@@ -134,8 +137,8 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
             work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4)
         )
         assert (
-            run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
-            is Exit.DONE
+            train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+            is ExitCode.DONE
         )
         return run_dir
 
@@ -182,8 +185,11 @@ def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
     )
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
     one, here = tmp_path / "one", tmp_path / "here"
-    assert run(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is Exit.DONE
-    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here) is Exit.DONE
+    assert train(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is ExitCode.DONE
+    assert (
+        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here)
+        is ExitCode.DONE
+    )
     assert_first_gradients_equal(here, one)
     bias = "layers.2.moe.router.selection_bias"
     assert torch.equal(state(here, 4)[bias], state(one, 4)[bias])
@@ -204,7 +210,7 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
     for dispatcher in ("alltoall", "allgather", "dedup,ep_node2", "alltoall,capacity_fill=padded"):
         runs[dispatcher] = tmp_path / dispatcher
         layout = f"ep4,capacity0.75,dispatcher={dispatcher}"
-        assert run(tiny_jobs.plan(work, layout, world_size=4), runs[dispatcher]) is Exit.DONE
+        assert train(tiny_jobs.plan(work, layout, world_size=4), runs[dispatcher]) is ExitCode.DONE
     first, *others = (steps_of(path) for path in runs.values())
     most = 8 * 8 * 6  # passes of all ranks, experts, ceil(32 tokens * 2 / 8 * 0.75) rows
     assert all(0 < sum(load["counts"]) <= most for load in first[0]["loads"])
@@ -220,20 +226,20 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
 @pytest.mark.parametrize(
     ("world_size", "layout", "documents"),
     [
-        (4, "tp2,cp2,ep4,mbs2,cp_comm=a2a", Documents.RESTARTED),
-        (4, "ep2,mbs2,recompute=full", Documents.BOUNDED),
+        (4, "tp2,cp2,ep4,mbs2,cp_comm=a2a", DocumentMasking.RESTARTED),
+        (4, "ep2,mbs2,recompute=full", DocumentMasking.BOUNDED),
     ],
 )
 def test_packed_documents(
-    world_size: int, layout: str, documents: Documents, tmp_path: Path
+    world_size: int, layout: str, documents: DocumentMasking, tmp_path: Path
 ) -> None:
     """Short documents, several in most sequences, and ranks with uneven numbers of targets."""
     data = replace(
         tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6), documents=documents
     )
     one, here = (
-        train(data, "mbs2", 1, tmp_path / "one"),
-        train(data, layout, world_size, tmp_path / "here"),
+        train_layout(data, "mbs2", 1, tmp_path / "one"),
+        train_layout(data, layout, world_size, tmp_path / "here"),
     )
     assert_first_gradients_equal(here, one)
     for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
@@ -258,8 +264,11 @@ def test_two_depths_of_prediction_ahead(
     work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=3))
     one, here = tmp_path / "one", tmp_path / "here"
-    assert run(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is Exit.DONE
-    assert run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here) is Exit.DONE
+    assert train(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is ExitCode.DONE
+    assert (
+        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here)
+        is ExitCode.DONE
+    )
     assert any(name.startswith("optim/exp_avg/mtp.1.layer.moe") for name in state(one, 1))
     assert_first_gradients_equal(here, one)
     for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
@@ -282,8 +291,8 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
             work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4)
         )
         assert (
-            run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
-            is Exit.DONE
+            train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+            is ExitCode.DONE
         )
         return run_dir
 
@@ -306,7 +315,7 @@ def test_the_same_run_twice_is_bit_identical(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
     first, second = (
-        train(data, layout, world_size, tmp_path / name, steps=2) for name in ("a", "b")
+        train_layout(data, layout, world_size, tmp_path / name, steps=2) for name in ("a", "b")
     )
     one, two = state(first, 2), state(second, 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -325,7 +334,7 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
         f",recompute=core_attn,offload={away}",
     )
     plain, *others = (
-        state(train(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2)
+        state(train_layout(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2)
         for number, kind in enumerate(kinds)
     )
     for other in others:
@@ -351,7 +360,7 @@ def test_overlap_changes_no_bit(
         work = replace(
             work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=5)
         )
-        assert run(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is Exit.DONE
+        assert train(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is ExitCode.DONE
         return run_dir
 
     plain = run_to(5, layout, tmp_path / "plain")
@@ -389,8 +398,8 @@ def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
         run_dir = tmp_path / str(world_size)
         flat = replace(model, initializer_range=0.0)
         assert (
-            run(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir)
-            is Exit.DONE
+            train(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir)
+            is ExitCode.DONE
         )
         results.append(steps_of(run_dir)[0])
     counts = results[1]["loads"][0]["counts"]
@@ -403,7 +412,7 @@ def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
 def test_counted_bytes_do_not_depend_on_time(data: DataSpec, tmp_path: Path) -> None:
     """Each rank of one expert group holds the same parameter bytes; nothing is counted twice on a
     second session."""
-    here = train(data, "ep2,mbs2", 2, tmp_path, steps=2)
+    here = train_layout(data, "ep2,mbs2", 2, tmp_path, steps=2)
     ledgers = [read_json(Ledger, here / "ledger" / f"rank{rank:05d}.json") for rank in (0, 1)]
     rows = [
         {
@@ -414,4 +423,4 @@ def test_counted_bytes_do_not_depend_on_time(data: DataSpec, tmp_path: Path) -> 
         for ledger in ledgers
     ]
     assert rows[0] == rows[1]
-    assert latest(here / "checkpoints") is not None
+    assert find_latest(here / "checkpoints") is not None

@@ -10,10 +10,10 @@ import pytest
 
 import tiny_jobs
 from moewright.codec import read_json
-from moewright.cost.ledger import predict
-from moewright.diagnosis.compare_ledgers import Section, Status, compare
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.cost.ledger import predict_ledger
+from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import (
     AttentionKind,
@@ -24,7 +24,7 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Documents, Dtype, LossSpec
+from moewright.spec.workload import DataSpec, DocumentMasking, Dtype, LossSpec
 
 pytestmark = pytest.mark.spawn
 EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
@@ -242,7 +242,7 @@ def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: 
     """What it works is predicted from the lengths that the step recorded."""
     short = tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6)
     work = tiny_jobs.workload(
-        replace(short, documents=Documents.BOUNDED), steps=2, precision=Dtype.BF16
+        replace(short, documents=DocumentMasking.BOUNDED), steps=2, precision=Dtype.BF16
     )
     assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path / "run")
 
@@ -277,15 +277,15 @@ def assert_equal(plan: Plan, tmp_path: Path) -> None:
         plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000)
     )
     plan = replace(plan, workload=workload)
-    assert run(plan, tmp_path) is Exit.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE
     selection = read_json(Selection, tmp_path / "ledger" / "selection.json")
     for rank in range(plan.layout.world_size):
         counted = read_json(Ledger, tmp_path / "ledger" / f"rank{rank:05d}.json")
-        comparison = compare(predict(plan, rank=rank, selection=selection), counted)
+        comparison = compare_ledgers(predict_ledger(plan, rank=rank, selection=selection), counted)
         wrong = [
             line
             for line in comparison.lines
-            if line.section is not Section.TIME and line.status is not Status.EQUAL
+            if line.section is not Section.TIME and line.status is not LineStatus.EQUAL
         ]
         assert not wrong, wrong
-        assert comparison.exact
+        assert comparison.is_exact

@@ -12,8 +12,8 @@ import tiny_jobs
 from moewright.cli.main import main
 from moewright.codec import read_run
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.workload import ProfileSpec
 
 pytestmark = pytest.mark.spawn
@@ -29,7 +29,7 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
     window = ProfileSpec(start=3, end=5, ranks=(0, 1))
     work = tiny_jobs.workload(data, steps=6, profile=window, gc_every_steps=3)
     folder = tmp_path / "run"
-    assert run(tiny_jobs.plan(work, "ep2,mbs4", world_size=2), folder) is Exit.DONE
+    assert train(tiny_jobs.plan(work, "ep2,mbs4", world_size=2), folder) is ExitCode.DONE
     found = json.loads((folder / "trace.json").read_text())["traceEvents"]
     named = {event["name"] for event in found if event.get("cat") == "user_annotation"}
     assert {
@@ -46,7 +46,7 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
     assert [capture.rank for capture in by_rank] == [capture.rank for capture in merged] == [0, 1]
     for one, other in zip(by_rank, merged, strict=True):
         assert len(one.steps) == 2
-        assert len(one.kernels.name) == len(other.kernels.name) > 100
+        assert len(one.kernels.name_index) == len(other.kernels.name_index) > 100
         assert "ep" in {channel.group for channel in one.channels}
     steps = read_run(folder).steps
     collected = [step.host.collecting_s > 0 for step in steps]

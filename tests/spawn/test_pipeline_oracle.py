@@ -14,16 +14,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import build_mesh
-from moewright.engine.observe.counters import Books
-from moewright.engine.pipeline.executor import Key, Made, execute
-from moewright.engine.pipeline.p2p import Wires
-from moewright.engine.run.build import join
+from moewright.engine.observe.counters import Counters
+from moewright.engine.pipeline.executor import ChunkResult, Key, execute_timetable
+from moewright.engine.pipeline.p2p import P2PChannel
+from moewright.engine.run.build_state import init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext
-from moewright.rules.p2p import itinerary
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.p2p import pipeline_actions
 from moewright.rules.schedule import timetable
-from moewright.rules.stages import stage_of
-from moewright.rules.timetable_rows import Kind
+from moewright.rules.stages import virtual_stage
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout, Schedule
 
 pytestmark = pytest.mark.spawn
@@ -44,25 +44,27 @@ def ours(
     layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
 ) -> list[torch.Tensor]:
     rank, last = mesh.rank, layout.pp * layout.vpp - 1
-    stages = [stage_of(layout, rank, chunk) for chunk in range(layout.vpp)]
+    stages = [virtual_stage(layout, rank, chunk) for chunk in range(layout.vpp)]
     modules = [stage_module(stage) for stage in stages]
     inputs, targets = x.chunk(count), y.chunk(count)
 
-    def forward(key: Key, hidden: torch.Tensor | None) -> Made:
+    def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
         micro_batch, chunk = key
         out = modules[chunk](inputs[micro_batch] if hidden is None else hidden)
         if stages[chunk] == last:
-            return Made(hidden=None, loss=loss_of(out, targets[micro_batch]))
-        return Made(hidden=out, loss=None)
+            return ChunkResult(hidden=None, loss=loss_of(out, targets[micro_batch]))
+        return ChunkResult(hidden=out, loss=None)
 
     def backward(key: Key, roots: Any, grads: Any, split: bool) -> None:
         torch.autograd.backward(roots, grads)
 
-    stops = itinerary(layout, timetable(layout, count), rank)
-    wires = Wires(
+    stops = pipeline_actions(layout, timetable(layout, count), rank)
+    wires = P2PChannel(
         layout, stops, mesh.group("pp"), mesh.upstream, lambda _: torch.empty(_ROWS, _WIDTH)
     )
-    execute(stops, wires, forward=forward, backward=backward, weights=lambda key: None)
+    execute_timetable(
+        stops, wires, forward=forward, backward=backward, weight_grad=lambda key: None
+    )
     return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
 
 
@@ -70,7 +72,7 @@ def theirs(
     layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
 ) -> list[torch.Tensor]:
     rank, total = mesh.rank, layout.pp * layout.vpp
-    numbers = [stage_of(layout, rank, chunk) for chunk in range(layout.vpp)]
+    numbers = [virtual_stage(layout, rank, chunk) for chunk in range(layout.vpp)]
     modules = [stage_module(number) for number in numbers]
     stages = [
         PipelineStage(module, number, total, torch.device("cpu"), group=mesh.group("pp").handle)
@@ -82,7 +84,7 @@ def theirs(
         schedule = ScheduleInterleaved1F1B(stages, count, loss_fn=loss_of, scale_grads=False)
         order = [
             (
-                Kind.F if action.computation_type.name == "FORWARD" else Kind.B,
+                RowKind.F if action.computation_type.name == "FORWARD" else RowKind.B,
                 action.microbatch_index,
                 action.stage_index,
             )
@@ -91,22 +93,22 @@ def theirs(
         ]
         rows = timetable(layout, count)[rank]
         assert order == [
-            (row.kind, row.micro_batch, stage_of(layout, rank, row.chunk)) for row in rows
+            (row.kind, row.micro_batch, virtual_stage(layout, rank, row.chunk)) for row in rows
         ]
     schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == layout.pp - 1 else {}))
     return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
 
 
-def compared(layout: Layout, count: int, seat: RankContext) -> Outcome:
-    join(seat)
-    mesh = build_mesh(layout, seat.rank, Books())
+def compared(layout: Layout, count: int, seat: RankContext) -> RankOutcome:
+    init_distributed(seat)
+    mesh = build_mesh(layout, seat.rank, Counters())
     dice = torch.Generator().manual_seed(5)
     x, y = (torch.randn(count * _ROWS, _WIDTH, generator=dice) for _ in range(2))
     mine, wanted = (run(layout, count, mesh, x, y) for run in (ours, theirs))
     assert len(mine) == len(wanted) == 4 * layout.vpp
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(mine, wanted, strict=True))
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 @pytest.mark.parametrize(
@@ -117,4 +119,4 @@ def test_gradients_and_order_are_those_of_torch(
 ) -> None:
     schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
     layout = Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule)
-    assert launch(partial(compared, layout, count), nproc=pp, run_dir=tmp_path) is Exit.DONE
+    assert launch(partial(compared, layout, count), nproc=pp, run_dir=tmp_path) is ExitCode.DONE

@@ -11,45 +11,45 @@ import torch
 
 from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import build_mesh
-from moewright.engine.observe.counters import Books
-from moewright.engine.pipeline.executor import Key, Made, execute
-from moewright.engine.pipeline.p2p import Wires
-from moewright.engine.run.build import join
+from moewright.engine.observe.counters import Counters
+from moewright.engine.pipeline.executor import ChunkResult, Key, execute_timetable
+from moewright.engine.pipeline.p2p import P2PChannel
+from moewright.engine.run.build_state import init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext
-from moewright.rules.p2p import itinerary
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.p2p import pipeline_actions
 from moewright.rules.schedule import timetable
-from moewright.rules.stages import stage_of
+from moewright.rules.stages import virtual_stage
 from moewright.spec.layout import Layout
 from pipeline_tables import tables
 
 pytestmark = pytest.mark.spawn
 
 
-def run_tables(pp: int, most: int, seat: RankContext) -> Outcome:
+def run_tables(pp: int, most: int, seat: RankContext) -> RankOutcome:
     """A stage adds its number to a micro-batch; the last squares it: what comes back is twice the
     sum of all."""
-    join(seat)
-    books = Books()
+    init_distributed(seat)
+    books = Counters()
     mesh = build_mesh(Layout(world_size=pp, pp=pp), seat.rank, books)
     for number, (layout, count) in enumerate(tables(pp, most)):
         seat.beat(number)
         one_table(layout, count, mesh.group("pp"), mesh.upstream)
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
 def one_table(
     layout: Layout, count: int, group: collectives.Group, upstream: collectives.Group
 ) -> None:
-    stops = itinerary(layout, timetable(layout, count), group.index)
+    stops = pipeline_actions(layout, timetable(layout, count), group.index)
     last = layout.pp * layout.vpp - 1
     back: list[tuple[int, float]] = []
     weights: list[Key] = []
     split: list[Key] = []
 
-    def forward(key: Key, hidden: torch.Tensor | None) -> Made:
-        stage = stage_of(layout, group.index, key[1])
+    def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
+        stage = virtual_stage(layout, group.index, key[1])
         entry = torch.full((2, 3), float(key[0]), requires_grad=True) if hidden is None else hidden
         assert entry.shape == (2, 3)
         assert torch.equal(entry, torch.full((2, 3), float(key[0] + sum(range(stage)))))
@@ -57,9 +57,9 @@ def one_table(
             entry.register_hook(lambda grad: back.append((key[0], float(grad[0, 0]))))
         made = entry + stage
         return (
-            Made(hidden=None, loss=made.square().sum())
+            ChunkResult(hidden=None, loss=made.square().sum())
             if stage == last
-            else Made(hidden=made, loss=None)
+            else ChunkResult(hidden=made, loss=None)
         )
 
     def backward(key: Key, roots: object, grads: object, left: bool) -> None:
@@ -67,8 +67,8 @@ def one_table(
         if left:
             split.append(key)
 
-    wires = Wires(layout, stops, group, upstream, lambda micro_batch: torch.empty(2, 3))
-    execute(stops, wires, forward=forward, backward=backward, weights=weights.append)
+    wires = P2PChannel(layout, stops, group, upstream, lambda micro_batch: torch.empty(2, 3))
+    execute_timetable(stops, wires, forward=forward, backward=backward, weight_grad=weights.append)
     assert weights == split or sorted(weights) == sorted(split)
     if group.index == 0:
         assert sorted(back) == [(m, 2.0 * (m + sum(range(last + 1)))) for m in range(count)]
@@ -76,4 +76,4 @@ def one_table(
 
 @pytest.mark.parametrize(("pp", "most"), [(2, 8), (3, 7), (4, 8)])
 def test_every_table_comes_to_its_end(pp: int, most: int, tmp_path: Path) -> None:
-    assert launch(partial(run_tables, pp, most), nproc=pp, run_dir=tmp_path) is Exit.DONE
+    assert launch(partial(run_tables, pp, most), nproc=pp, run_dir=tmp_path) is ExitCode.DONE

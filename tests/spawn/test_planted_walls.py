@@ -21,17 +21,17 @@ import torch.distributed as dist
 import tiny_jobs
 from moewright.codec import read_run, read_toml
 from moewright.cost.estimate import estimate
-from moewright.diagnosis.own_run import diagnose
-from moewright.diagnosis.traces.across import across
-from moewright.diagnosis.traces.breakdown import breakdown
+from moewright.diagnosis.engine_run import diagnose_run
+from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.diagnosis.traces.verdict import findings, peak_of
+from moewright.diagnosis.traces.rank_skew import measure_rank_skew
+from moewright.diagnosis.traces.trace_findings import diagnose_traces, find_peak_rate
 from moewright.engine.comm import collectives
-from moewright.engine.data import batches
+from moewright.engine.data import corpus_loader
 from moewright.engine.model import transformer
-from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
@@ -67,13 +67,13 @@ def slow_group(*names: str) -> Plant:
     """Every collective and message of these groups comes late to everybody, as over a bad link."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        def wait(transfer: collectives.Transfer) -> bool:
-            with transfer.group.waiting():
+        def wait(transfer: collectives.TimedWork) -> bool:
+            with transfer.group.measure_wait():
                 if transfer.group.name in names:
                     time.sleep(SLOW_S)
                 return bool(transfer.work.wait())
 
-        patch.setattr(collectives.Transfer, "wait", wait)
+        patch.setattr(collectives.TimedWork, "wait", wait)
 
     return plant
 
@@ -130,7 +130,7 @@ SKEW = (
     ("loss", LossSpec()),
 )
 FORWARD = (transformer.Transformer, "forward")
-LOADER = (batches.Data, "micro_batch")
+LOADER = (corpus_loader.CorpusLoader, "micro_batch")
 CASES = (
     Case(name="slow_ep", wall=COMM, cause=Cause.EP, plant=slow_group("ep")),
     Case(name="slow_ep_mbs2", wall=COMM, cause=Cause.EP, plant=slow_group("ep"), layout="ep2,mbs2"),
@@ -241,7 +241,14 @@ CASES = (
         plant=stalled(*FORWARD, rank=1),
         layout="ep2,mbs2",
     ),
-    Case(name="garbage", wall=HOST, cause=Cause.COLLECTING, plant=litter, world=1, layout="mbs2"),
+    Case(
+        name="garbage",
+        wall=HOST,
+        cause=Cause.GARBAGE_COLLECTION,
+        plant=litter,
+        world=1,
+        layout="mbs2",
+    ),
     Case(
         name="starved", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), world=1, layout="mbs2"
     ),
@@ -346,10 +353,10 @@ def test_the_wall_that_was_planted_is_named_first(
     case: Case, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case.plant(monkeypatch)
-    assert run(plan_of(case, data), tmp_path / "run") is Exit.DONE
+    assert train(plan_of(case, data), tmp_path / "run") is ExitCode.DONE
     record = read_run(tmp_path / "run")
     assert len(record.paces) == case.world
-    found = diagnose(record)
+    found = diagnose_run(record)
     said = [
         (finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title)
         for finding in found
@@ -370,11 +377,13 @@ def test_a_trace_of_a_run_names_the_wall_of_its_record(
     case.plant(monkeypatch)
     window = ProfileSpec(start=4, end=7, ranks=tuple(range(case.world)))
     plan = plan_of(replace(case, work=(*case.work, ("profile", window))), data)
-    assert run(plan, tmp_path / "run") is Exit.DONE
+    assert train(plan, tmp_path / "run") is ExitCode.DONE
     captures = read_traces(tmp_path / "run" / "trace")
-    parts = tuple(breakdown(capture, plan.layout) for capture in captures)
-    of_trace = findings(parts, across(captures, parts, plan.layout), None, peak_of(parts, None))
-    of_record = diagnose(read_run(tmp_path / "run"))
+    parts = tuple(break_down_step(capture, plan.layout) for capture in captures)
+    of_trace = diagnose_traces(
+        parts, measure_rank_skew(captures, parts, plan.layout), None, find_peak_rate(parts, None)
+    )
+    of_record = diagnose_run(read_run(tmp_path / "run"))
     said = [
         (each.wall.value, each.cause.value, round(each.share, 3))
         for each in (*of_trace, *of_record)

@@ -16,25 +16,25 @@ import torch.distributed as dist
 
 from moewright.engine.comm import collectives
 from moewright.engine.run.launch import launch
-from moewright.engine.run.worker import Exit, Outcome, RankContext, Timeouts
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
 from moewright.spec.errors import BadInput
 
 pytestmark = pytest.mark.spawn
 _PATIENCE_S = 1.0
 
 
-def worker(context: RankContext) -> Outcome:
-    collectives.start(
+def worker(context: RankContext) -> RankOutcome:
+    collectives.join_world(
         rank=context.rank,
-        world_size=context.world,
-        store=context.store(),
+        world_size=context.world_size,
+        store=context.open_store(),
         backend="gloo",
         timeout_s=10.0,
     )
     total = torch.tensor(1 << context.rank)
     dist.all_reduce(total)
-    assert int(total) == (1 << context.world) - 1
-    return Outcome.DONE
+    assert int(total) == (1 << context.world_size) - 1
+    return RankOutcome.DONE
 
 
 def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> None:
@@ -49,7 +49,7 @@ def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> No
     os.environ.update({key: str(value) for key, value in variables.items()})
     sys.stderr = (folder / f"err{number}").open("w", buffering=1)
     timeouts = Timeouts(rendezvous_s=_PATIENCE_S, collective_s=10.0)
-    code = Exit.BAD_INPUT
+    code = ExitCode.BAD_INPUT
     try:
         code = launch(worker, nproc=world, run_dir=folder / f"run{number}", timeouts=timeouts)
     except BadInput as refused:
@@ -60,29 +60,33 @@ def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> No
 @pytest.mark.parametrize(
     ("started", "code", "said"),
     [
-        (((0, 2), (1, 2)), Exit.DONE, ""),
+        (((0, 2), (1, 2)), ExitCode.DONE, ""),
         (
             ((0, 4), (2, 4)),
-            Exit.RANK_FAILED,
+            ExitCode.RANK_FAILED,
             "TimeoutError: ranks 1, 3 of 4 did not come to 127.0.0.1:{port} within 1 s",
         ),
         (
             ((1, 2),),
-            Exit.RANK_FAILED,
+            ExitCode.RANK_FAILED,
             "TimeoutError: rank 0 could not be reached at 127.0.0.1:{port} within 1 s",
         ),
-        (((0, 3), (1, 3), (1, 3)), Exit.BAD_INPUT, "RANK=1: two processes were started with it"),
-        (((0, 2), (1, 3)), Exit.BAD_INPUT, "WORLD_SIZE="),
+        (
+            ((0, 3), (1, 3), (1, 3)),
+            ExitCode.BAD_INPUT,
+            "RANK=1: two processes were started with it",
+        ),
+        (((0, 2), (1, 3)), ExitCode.BAD_INPUT, "WORLD_SIZE="),
         (
             ((0, 2),),
-            Exit.BAD_INPUT,
+            ExitCode.BAD_INPUT,
             "MASTER_PORT={port}: is in use, by another job or by another process",
         ),
     ],
     ids=["all", "two missing", "the first missing", "one twice", "two worlds", "port in use"],
 )
 def test_every_rank_ends_in_time_and_says_why(
-    started: tuple[tuple[int, int], ...], code: Exit, said: str, tmp_path: Path
+    started: tuple[tuple[int, int], ...], code: ExitCode, said: str, tmp_path: Path
 ) -> None:
     """`started`: rank and world size of each process."""
     fork = multiprocessing.get_context("fork")

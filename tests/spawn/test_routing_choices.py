@@ -12,19 +12,19 @@ import torch
 from layout_proof import WORK, prove
 from layout_space import SHAPES
 from moewright.codec import parse_layout, read_run
-from moewright.cost.ledger import predict
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.cost.ledger import predict_ledger
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.rules.parameters import selection_bias_name
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import MoeSpec, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
-    Assignment,
     Dtype,
     LossSpec,
     OptimizerSpec,
+    RouterAssignment,
     RouterDtype,
     RouterForce,
     RouterTraining,
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.spawn
 # The global loss counts what came before in the step, so that ranks beside each other see less than
 # one after another.
 _EVERY_LOSS = LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, global_aux_coeff=0.03, z_coeff=0.001)
-_UNTIL_SETTLED = RouterTraining(assignment=Assignment.SINKHORN)
-_FIXED = RouterTraining(assignment=Assignment.SINKHORN, sinkhorn_iterations=4, jitter_eps=0.1)
+_UNTIL_SETTLED = RouterTraining(assignment=RouterAssignment.SINKHORN)
+_FIXED = RouterTraining(assignment=RouterAssignment.SINKHORN, sinkhorn_iterations=4, jitter_eps=0.1)
 _NOISY = RouterTraining(jitter_eps=0.3)
 _WIDE = RouterTraining(router_dtype=RouterDtype.FP64)
 _Z = LossSpec(z_coeff=0.001)
@@ -179,7 +179,9 @@ def test_a_run_records_every_routers_load_and_losses_on_the_steps_asked_for(tmp_
         loss=replace(_EVERY_LOSS, aux_coeff=0.5),
         router_log_every_steps=2,
     )
-    assert run(plan(work, "ep2,mbs2,capacity=1.0", world_size=2), tmp_path / "run") is Exit.DONE
+    assert (
+        train(plan(work, "ep2,mbs2,capacity=1.0", world_size=2), tmp_path / "run") is ExitCode.DONE
+    )
     record = read_run(tmp_path / "run")
     assert [bool(step.loads) for step in record.steps] == [False, True, False, True]
     assert record.selection is not None
@@ -212,7 +214,10 @@ def test_the_bias_of_every_layer_moves_by_the_load_of_all_ranks(tmp_path: Path) 
         corpus(tmp_path / "corpus"), steps=2, precision=Dtype.BF16, router_log_every_steps=1
     )
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1))
-    assert run(plan(work, "tp2,ep2,mbs2", world_size=2, model=model), tmp_path / "run") is Exit.DONE
+    assert (
+        train(plan(work, "tp2,ep2,mbs2", world_size=2, model=model), tmp_path / "run")
+        is ExitCode.DONE
+    )
     wanted = {layer: torch.zeros(moe.experts) for layer in model.routed_layers}
     for step in read_run(tmp_path / "run").steps:
         found = state(tmp_path / "run", step.step)
@@ -237,7 +242,7 @@ def test_an_expert_without_a_row_decays(layout: str, tmp_path: Path) -> None:
         router=RouterTraining(force=RouterForce.BALANCED),
     )  # fmt: skip
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1))
-    assert run(plan(work, layout, world_size=2, model=model), tmp_path / "run") is Exit.DONE
+    assert train(plan(work, layout, world_size=2, model=model), tmp_path / "run") is ExitCode.DONE
     before, after = (state(tmp_path / "run", step) for step in (1, 2))
     factor = 1 - read_run(tmp_path / "run").steps[1].lr * optimizer.weight_decay
     experts = [name for name in after if ".moe.experts." in name]
@@ -261,14 +266,14 @@ def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:
     hot = ((90, 10, 50, 20, 70, 30, 5, 60), (1, 2, 3, 4, 5, 6, 7, 9))
     work = workload(corpus(tmp_path / "corpus"), steps=2, load_histogram=hot)
     whole = replace(work, steps=6, optimizer=replace(work.optimizer, decay_steps=6))
-    assert run(plan(whole, "ep2,mbs2", world_size=2), tmp_path / "whole") is Exit.DONE
+    assert train(plan(whole, "ep2,mbs2", world_size=2), tmp_path / "whole") is ExitCode.DONE
     for steps, text in (
         (2, "ep2,mbs2,expert_placement=balanced,spare1"),
         (4, "mbs2"),
         (6, "ep4,expert_placement=balanced,spare2,mbs2"),
     ):
         job = plan(replace(whole, steps=steps), text, world_size=4 if "ep4" in text else 2)
-        assert run(job, tmp_path / "parts") is Exit.DONE
+        assert train(job, tmp_path / "parts") is ExitCode.DONE
     for ours, theirs in zip(
         read_run(tmp_path / "parts").steps, read_run(tmp_path / "whole").steps, strict=True
     ):
@@ -292,10 +297,10 @@ def test_under_uniform_routing_copies_are_what_is_expected_of_them(
     uniform = RouterTraining(force=RouterForce.SKEWED, force_std=0.0)
     work = workload(corpus(tmp_path / "corpus"), steps=2, router=uniform, loss=LossSpec())
     job = plan(work, f"{text},dispatcher=dedup,mbs2", world_size=4, model=replace(MODEL, moe=moe))
-    assert run(job, tmp_path / "run") is Exit.DONE
+    assert train(job, tmp_path / "run") is ExitCode.DONE
 
     counted = read_run(tmp_path / "run").ledgers
-    expected = tuple(predict(job, rank=rank, selection=None) for rank in range(4))
+    expected = tuple(predict_ledger(job, rank=rank, selection=None) for rank in range(4))
     for group, count in places.items():
         _assert_copies(
             count, *(_moved(ledgers, group) for ledgers in (counted, expected)), work, moe

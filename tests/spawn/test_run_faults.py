@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import tiny_jobs
-from moewright.engine.checkpoint import Coordinator, latest
+from moewright.engine.checkpoint import Coordinator, find_latest
 from moewright.engine.model import transformer
-from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.run import train
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run import train as train_module
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.engine.runtime import Runtime
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
@@ -49,17 +49,17 @@ def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     during: str, saved_at: int, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To rank 1 alone, while it loads, or in the evaluation after step 2."""
-    whole: Callable[..., Any] = getattr(train, during)
+    whole: Callable[..., Any] = getattr(train_module, during)
 
     def interrupted(first: Any, *given: Any) -> Any:
         if first.run.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return whole(first, *given)
 
-    monkeypatch.setattr(train, during, interrupted)
-    assert run(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is Exit.STOPPED
+    monkeypatch.setattr(train_module, during, interrupted)
+    assert train(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is ExitCode.STOPPED
     assert [step["step"] for step in steps_of(tmp_path)] == list(range(1, saved_at + 1))
-    last = latest(tmp_path / "checkpoints")
+    last = find_latest(tmp_path / "checkpoints")
     assert last is not None
     assert last.name == f"step-{saved_at:08d}"
 
@@ -68,9 +68,11 @@ def test_a_stop_signal_before_there_are_ranks_leaves_nothing(
     data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is nothing to save yet: the process ends by the signal."""
-    monkeypatch.setattr(train, "require_space", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        train_module, "require_space", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
     process = multiprocessing.get_context("fork").Process(
-        target=run, args=(make_plan(data, steps=3), tmp_path / "run")
+        target=train, args=(make_plan(data, steps=3), tmp_path / "run")
     )
     process.start()
     process.join(60)
@@ -89,12 +91,12 @@ def test_lines_that_cannot_be_written_do_not_end_a_run(
             reader, end = os.pipe()
             os.close(reader)
         sys.stdout = os.fdopen(end, "w", buffering=1)
-        os._exit(run(make_plan(data, steps=3), tmp_path))
+        os._exit(train(make_plan(data, steps=3), tmp_path))
 
     process = multiprocessing.get_context("fork").Process(target=job)
     process.start()
     process.join(120)
-    assert process.exitcode == Exit.DONE
+    assert process.exitcode == ExitCode.DONE
     assert len(steps_of(tmp_path)) == 3
 
 
@@ -104,7 +106,7 @@ def test_a_clock_that_jumps_changes_nothing(
     """A day back or forth whenever someone looks."""
     real, looks = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + 86400.0 * (-1) ** next(looks))
-    assert run(make_plan(data, steps=3), tmp_path) is Exit.DONE
+    assert train(make_plan(data, steps=3), tmp_path) is ExitCode.DONE
     assert all(0 < step["step_s"] < 3600 for step in steps_of(tmp_path))
 
 
@@ -113,7 +115,11 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
 ) -> None:
     """A million times the loss in step 2: the update is no larger than any other, and the next step
     goes on."""
-    begin, token_loss, begun = DistributedOptimizer.begin, transformer.token_loss, {"steps": 0}
+    begin, token_loss, begun = (
+        DistributedOptimizer.begin_step,
+        transformer.compute_token_loss,
+        {"steps": 0},
+    )
 
     def counting_begin(self: DistributedOptimizer, *given: int) -> None:
         begun["steps"] += 1
@@ -123,13 +129,13 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
         nll, logits = token_loss(run, *given)
         return (nll * 1e6 if begun["steps"] == 2 else nll), logits
 
-    monkeypatch.setattr(DistributedOptimizer, "begin", counting_begin)
-    monkeypatch.setattr(transformer, "token_loss", spiking)
+    monkeypatch.setattr(DistributedOptimizer, "begin_step", counting_begin)
+    monkeypatch.setattr(transformer, "compute_token_loss", spiking)
     plan = make_plan(data, steps=3)
     clipped = replace(plan.workload.optimizer, clip_norm=1.0)
     assert (
-        run(replace(plan, workload=replace(plan.workload, optimizer=clipped)), tmp_path)
-        is Exit.DONE
+        train(replace(plan, workload=replace(plan.workload, optimizer=clipped)), tmp_path)
+        is ExitCode.DONE
     )
     first, spike, after = steps_of(tmp_path)
     assert not any(step["skipped"] for step in (first, spike, after))
@@ -142,8 +148,8 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
 def test_ranks_of_another_plan_code_or_setting_are_refused(field: str, data: DataSpec) -> None:
     """Rank 1 tells what differs; it would be told the same by rank 0."""
     plan = make_plan(data, steps=3)
-    comm = Coordinator(rank=1, world=2, gather=lambda mine: [mine | {field: "another"}, mine])
+    comm = Coordinator(rank=1, world_size=2, gather=lambda mine: [mine | {field: "another"}, mine])
     with pytest.raises(
         BadInput, match=f"{field}: rank 0 has another, rank 1 has .*all ranks need the same"
     ):
-        train._agree_on_plan(plan, comm)
+        train_module._refuse_different_plans(plan, comm)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import tiny_jobs
 from hf_families import write_fp8, write_model
 from moewright.cli.main import main
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.intake.hf import read_config
 from moewright.intake.job import read_job
 from moewright.spec.errors import BadInput
@@ -70,7 +70,7 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(
     """With a learning rate of 0 every bit of every tensor comes through the layout's cuts and
     back."""
     folder = write(family, tmp_path / "hf")
-    assert run(plan_from(folder, data, layout, world, lr=0.0), tmp_path / "run") is Exit.DONE
+    assert train(plan_from(folder, data, layout, world, lr=0.0), tmp_path / "run") is ExitCode.DONE
     assert main(("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"))) == 0
     found, wanted = tensors(tmp_path / "back"), tensors(folder)
     assert found.keys() == wanted.keys()
@@ -85,8 +85,8 @@ def test_ranks_read_their_parts_of_blocks_that_share_a_factor(
     stand for."""
     wanted = write_fp8(write("deepseek_v3", tmp_path / "hf"), tmp_path / "fp8", (10, 12))
     assert (
-        run(plan_from(tmp_path / "fp8", data, "tp2,ep2,pp2,mbs2", 4, lr=0.0), tmp_path / "run")
-        is Exit.DONE
+        train(plan_from(tmp_path / "fp8", data, "tp2,ep2,pp2,mbs2", 4, lr=0.0), tmp_path / "run")
+        is ExitCode.DONE
     )
     assert main(("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"))) == 0
     found = tensors(tmp_path / "back")
@@ -113,7 +113,7 @@ def test_what_was_trained_in_parts_is_what_was_trained_whole(
     ):
         job = plan_from(folder, data, layout, world, lr=1e-3)
         job = replace(job, workload=replace(job.workload, weights=str(start)))
-        assert run(job, tmp_path / name) is Exit.DONE
+        assert train(job, tmp_path / name) is ExitCode.DONE
         out = tmp_path / f"{name}-hf"
         assert main(("convert", "export", str(tmp_path / name), "--out", str(out))) == 0
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
@@ -136,13 +136,13 @@ def test_weights_of_another_model_are_refused_by_name(data: DataSpec, tmp_path: 
     with pytest.raises(
         BadInput, match=r"mlp.down_proj.weight: has shape \[32, 48\], config.json says \[32, 64"
     ):
-        run(wider, tmp_path / "run")
+        train(wider, tmp_path / "run")
     file = next(folder.glob("*.safetensors"))
     stored = load_file(file)
     name, _ = stored.popitem()
     save_file(stored, file)
     with pytest.raises(BadInput, match=f"{name}: is missing"):
-        run(job, tmp_path / "run")
+        train(job, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -21,17 +21,17 @@ import torch
 
 import tiny_jobs
 from moewright.codec import read_json
-from moewright.engine.checkpoint import latest
-from moewright.engine.data import batches
-from moewright.engine.data.batch import Batch
+from moewright.engine.checkpoint import find_latest
+from moewright.engine.data import corpus_loader
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
+from moewright.engine.data.micro_batch import MicroBatch
 from moewright.engine.data.sampler import Int64s, Sampler, sample_count
 from moewright.engine.model import transformer
-from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.engine.runtime import Runtime
-from moewright.rules.parameters import count
+from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
@@ -55,7 +55,7 @@ def start(plan: Plan, run_dir: Path, log: Path) -> multiprocessing.Process:
     def job() -> None:
         with log.open("w") as stream:
             sys.stdout = sys.stderr = stream
-            code = run(plan, run_dir)
+            code = train(plan, run_dir)
             stream.flush()
             os._exit(code)
 
@@ -86,7 +86,7 @@ def children_of(pid: int) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("uninterrupted")
-    assert run(make_plan(data, steps=40), run_dir) is Exit.DONE
+    assert train(make_plan(data, steps=40), run_dir) is ExitCode.DONE
     return run_dir
 
 
@@ -99,10 +99,10 @@ def test_sigterm_saves_and_resume_is_exact(
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
     process.join(30)
-    assert process.exitcode == Exit.STOPPED
+    assert process.exitcode == ExitCode.STOPPED
     done = len(steps_of(tmp_path))
     assert 5 <= done < 40
-    assert run(plan, tmp_path) is Exit.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
     wanted, found = state(uninterrupted, 40), state(tmp_path, 40)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
@@ -122,14 +122,14 @@ def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(
     killed_at = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
     process.join(10)
-    assert process.exitcode == Exit.RANK_FAILED
+    assert process.exitcode == ExitCode.RANK_FAILED
     assert time.monotonic() - killed_at < 5
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     text = log.read_text()
     assert "rank 1" in text
     assert "SIGKILL" in text
     assert "Traceback" not in text
-    assert run(plan, tmp_path) is Exit.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
 
 
@@ -142,8 +142,8 @@ def test_sigterm_at_the_start_saves_after_the_step_at_hand(data: DataSpec, tmp_p
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
-    assert process.exitcode == Exit.STOPPED
-    last = latest(tmp_path / "checkpoints")
+    assert process.exitcode == ExitCode.STOPPED
+    last = find_latest(tmp_path / "checkpoints")
     assert last is not None
     # A step takes milliseconds: the launcher may need several to pass the signal on.
     assert 1 <= int(last.name.removeprefix("step-")) < 20
@@ -157,11 +157,13 @@ def test_data_goes_on_over_epochs_in_any_layout(
     data = tiny_jobs.corpus(tmp_path / "corpus", documents=8, words=60)
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
-    micro_batch, fetched = batches.Data.micro_batch, batches.fetch
+    micro_batch, fetched = corpus_loader.CorpusLoader.micro_batch, corpus_loader.read_samples
     here: list[int] = []
 
-    def asked(data: batches.Data, run: Runtime, step: int, number: int) -> Batch:
-        here[:] = [run.mesh.rank, step, run.mesh.coordinate("dp"), number] if data.grows else []
+    def asked(data: corpus_loader.CorpusLoader, run: Runtime, step: int, number: int) -> MicroBatch:
+        here[:] = (
+            [run.mesh.rank, step, run.mesh.coordinate("dp"), number] if data.follows_rampup else []
+        )
         return micro_batch(data, run, step, number)
 
     def noted(dataset: IndexedDataset, ids: Int64s, **more: int) -> Int64s:
@@ -170,12 +172,12 @@ def test_data_goes_on_over_epochs_in_any_layout(
                 file.write(json.dumps([*here[1:], ids.tolist()]) + "\n")
         return fetched(dataset, ids, **more)
 
-    monkeypatch.setattr(batches.Data, "micro_batch", asked)
-    monkeypatch.setattr(batches, "fetch", noted)
+    monkeypatch.setattr(corpus_loader.CorpusLoader, "micro_batch", asked)
+    monkeypatch.setattr(corpus_loader, "read_samples", noted)
     for steps, layout in ((3, "ep2,mbs2"), (5, "cp2,mbs4"), (9, "tp2,ep2,mbs1")):
         work = tiny_jobs.workload(data, steps=steps)
         work = replace(work, optimizer=replace(work.optimizer, decay_steps=9))
-        assert run(tiny_jobs.plan(work, layout, world_size=2), tmp_path / "run") is Exit.DONE
+        assert train(tiny_jobs.plan(work, layout, world_size=2), tmp_path / "run") is ExitCode.DONE
     lines = [
         json.loads(line)
         for rank in (0, 1)
@@ -189,16 +191,16 @@ def test_data_goes_on_over_epochs_in_any_layout(
     assert len(stream) == 9 * 8
     for first in (0, samples):
         assert sorted(stream[first : first + samples]) == list(range(samples))
-    assert stream == Sampler(samples=samples, seed=work.seed).ids(0, len(stream)).tolist()
+    assert stream == Sampler(samples=samples, seed=work.seed).sample_ids(0, len(stream)).tolist()
     assert [line["tokens"] for line in steps_of(tmp_path / "run")] == 9 * [8 * 32]
 
 
 def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> None:
     plan = make_plan(data, steps=3)
-    assert run(plan, tmp_path) is Exit.DONE
-    assert run(plan, tmp_path) is Exit.DONE  # nothing left to do
+    assert train(plan, tmp_path) is ExitCode.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE  # nothing left to do
     assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3]
-    assert run(plan, tmp_path, extend=True) is Exit.DONE
+    assert train(plan, tmp_path, extend=True) is ExitCode.DONE
     assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [line["first_step"] for line in lines if line["kind"] == "session"] == [1, 4]
@@ -213,7 +215,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
 ) -> None:
     """The last rank's gradient turns NaN on the second step; no rank updates, and training goes
     on."""
-    reduce, begin = DistributedOptimizer.reduce, DistributedOptimizer.begin
+    reduce, begin = DistributedOptimizer.reduce_gradients, DistributedOptimizer.begin_step
     begun = {"steps": 0}
 
     def counting_begin(self: DistributedOptimizer, *given: int) -> None:
@@ -225,8 +227,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
             self.buckets[-1].grads[0] = float("nan")
         return reduce(self)
 
-    monkeypatch.setattr(DistributedOptimizer, "begin", counting_begin)
-    monkeypatch.setattr(DistributedOptimizer, "reduce", poisoned_reduce)
+    monkeypatch.setattr(DistributedOptimizer, "begin_step", counting_begin)
+    monkeypatch.setattr(DistributedOptimizer, "reduce_gradients", poisoned_reduce)
     plan = make_plan(data, steps=3)
     plan = replace(
         plan,
@@ -234,7 +236,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
             plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=1, keep=3)
         ),
     )
-    assert run(plan, tmp_path) is Exit.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE
     assert [step["skipped"] for step in steps_of(tmp_path)] == [False, True, False]
     before, after, last = (state(tmp_path, step) for step in (1, 2, 3))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -254,7 +256,7 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """On the last rank, from the third step on. What was saved before stays the last checkpoint."""
-    begin = DistributedOptimizer.begin
+    begin = DistributedOptimizer.begin_step
     begun = {"steps": 0}
 
     def poisoned_begin(self: DistributedOptimizer, *given: int) -> None:
@@ -263,9 +265,9 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
             begun["steps"] == 2 and self._run.mesh.rank == 1
         ):  # an expert of its own: what is shared all ranks get
             bucket = next(
-                bucket for bucket in self.buckets if ".experts." in bucket.parts[0].slot.name
+                bucket for bucket in self.buckets if ".experts." in bucket.owned[0].slot.name
             )
-            bucket.master[bucket.parts[0].place][0] = float("nan")
+            bucket.master[bucket.owned[0].shard_slice][0] = float("nan")
         begin(self, *given)
 
     def counting_begin(self: DistributedOptimizer, *given: int) -> None:
@@ -276,12 +278,12 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
         nll, logits = token_loss(run, *given)
         return (nll * float("inf") if begun["steps"] == 3 and run.mesh.rank == 1 else nll), logits
 
-    token_loss = transformer.token_loss
+    token_loss = transformer.compute_token_loss
     if where == "loss":
-        monkeypatch.setattr(transformer, "token_loss", poisoned_loss)
-        monkeypatch.setattr(DistributedOptimizer, "begin", counting_begin)
+        monkeypatch.setattr(transformer, "compute_token_loss", poisoned_loss)
+        monkeypatch.setattr(DistributedOptimizer, "begin_step", counting_begin)
     else:
-        monkeypatch.setattr(DistributedOptimizer, "begin", poisoned_begin)
+        monkeypatch.setattr(DistributedOptimizer, "begin_step", poisoned_begin)
     plan = make_plan(data)
     plan = replace(
         plan,
@@ -290,14 +292,14 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
         ),
     )
     began_s = time.monotonic()
-    assert run(plan, tmp_path) is Exit.RANK_FAILED
+    assert train(plan, tmp_path) is ExitCode.RANK_FAILED
     assert time.monotonic() - began_s < 30
     said = capfd.readouterr().err.splitlines()[0]
     what = "weight layers.[0-9].moe.experts.[a-z_]+.weight" if where == "weight" else "the loss"
     assert re.match(f"rank 1 failed at step 3: FloatingPointError: {what} is not finite;", said), (
         said
     )
-    last = latest(tmp_path / "checkpoints")
+    last = find_latest(tmp_path / "checkpoints")
     assert last is not None
     assert last.name == "step-00000002"
 
@@ -313,18 +315,18 @@ def test_a_checkpoint_of_another_job_is_refused(
     change: dict[str, int], named: str, data: DataSpec, tmp_path: Path
 ) -> None:
     plan = make_plan(data, steps=2)
-    assert run(plan, tmp_path) is Exit.DONE
+    assert train(plan, tmp_path) is ExitCode.DONE
     with pytest.raises(BadInput) as refused:
-        run(replace(plan, workload=replace(plan.workload, steps=4, **change)), tmp_path)
+        train(replace(plan, workload=replace(plan.workload, steps=4, **change)), tmp_path)
     assert named in str(refused.value)
     assert read_json(Plan, tmp_path / "plan.json") == plan  # still that of the run
 
 
 def test_another_layout_leaves_no_ledger_of_the_last_one(data: DataSpec, tmp_path: Path) -> None:
-    assert run(make_plan(data, steps=2), tmp_path) is Exit.DONE
+    assert train(make_plan(data, steps=2), tmp_path) is ExitCode.DONE
     assert len(list((tmp_path / "ledger").glob("rank*.json"))) == 2
     alone = tiny_jobs.plan(tiny_jobs.workload(data, steps=2), "mbs2", world_size=1)
-    assert run(alone, tmp_path, extend=True) is Exit.DONE
+    assert train(alone, tmp_path, extend=True) is ExitCode.DONE
     assert [path.name for path in (tmp_path / "ledger").glob("rank*.json")] == ["rank00000.json"]
     assert read_json(Plan, tmp_path / "plan.json") == alone
 
@@ -338,7 +340,7 @@ def test_a_damaged_record_is_refused_before_the_first_step(
 ) -> None:
     (tmp_path / "steps.jsonl").write_text(f"{line}\n")
     with pytest.raises(BadInput) as refused:
-        run(make_plan(data, steps=2), tmp_path)
+        train(make_plan(data, steps=2), tmp_path)
     assert f"{tmp_path}/steps.jsonl:1: {said}" in str(refused.value)
     assert not (tmp_path / "checkpoints").exists()
 
@@ -351,7 +353,7 @@ def test_a_foreign_pickle_is_refused_before_anything_is_written(
         b"cos\nsystem\n(S'exit 1'\ntR."
     )
     with pytest.raises(BadInput) as refused:
-        run(make_plan(data, steps=4), tmp_path)
+        train(make_plan(data, steps=4), tmp_path)
     assert "is not a checkpoint: it has no index.json but .metadata" in str(refused.value)
     assert not (tmp_path / "plan.json").exists()
 
@@ -359,11 +361,11 @@ def test_a_foreign_pickle_is_refused_before_anything_is_written(
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_anything_is_written(
     data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need = 12 * count(tiny_jobs.MODEL).total
+    need = 12 * count_parameters(tiny_jobs.MODEL).total
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 1))
     with pytest.raises(BadInput) as refused:
-        run(make_plan(data), tmp_path / "deep" / "run")
+        train(make_plan(data), tmp_path / "deep" / "run")
     assert f"({need} bytes), {need - 1} bytes are free" in str(refused.value)
     assert not (tmp_path / "deep").exists()
 
@@ -380,7 +382,7 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda found=found: found)
         with pytest.raises(BadInput) as refused:
-            run(plan, tmp_path / "run")
+            train(plan, tmp_path / "run")
         assert said in str(refused.value)
     assert not (tmp_path / "run").exists()
 
@@ -390,6 +392,6 @@ def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
 ) -> None:
     plan = tiny_jobs.plan(tiny_jobs.workload(data), "ep2,graphs=attn", world_size=2)
     with pytest.raises(BadInput) as refused:
-        run(plan, tmp_path / "run")
+        train(plan, tmp_path / "run")
     assert "layout.graphs=attn" in str(refused.value)
     assert not (tmp_path / "run").exists()

@@ -11,20 +11,20 @@ import torch
 
 import tiny_jobs
 from moewright.codec import read_json
-from moewright.cost.ledger import predict
-from moewright.diagnosis.compare_ledgers import compare
-from moewright.engine.optim.distributed import DistributedOptimizer
-from moewright.engine.run.train import run
-from moewright.engine.run.worker import Exit
+from moewright.cost.ledger import predict_ledger
+from moewright.diagnosis.compare_ledgers import compare_ledgers
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
+    BatchRampSpec,
     DataSpec,
     Dtype,
-    RampSpec,
+    LossScalingSpec,
     RouterForce,
     RouterTraining,
-    ScalingSpec,
     Workload,
 )
 from tiny_jobs import state, steps_of
@@ -41,9 +41,9 @@ def plan(work: Workload, layout: str, world_size: int) -> Plan:
     return tiny_jobs.plan(work, layout, world_size=world_size)
 
 
-def train(work: Workload, layout: str, world_size: int, run_dir: Path) -> Plan:
+def train_layout(work: Workload, layout: str, world_size: int, run_dir: Path) -> Plan:
     made = plan(work, layout, world_size)
-    assert run(made, run_dir) is Exit.DONE
+    assert train(made, run_dir) is ExitCode.DONE
     return made
 
 
@@ -59,7 +59,9 @@ def refuse_difference(made: Plan, run_dir: Path) -> list[Ledger]:
         for r in range(made.layout.world_size)
     ]
     for rank, counted in enumerate(found):
-        assert compare(predict(made, rank=rank, selection=selection), counted).exact
+        assert compare_ledgers(
+            predict_ledger(made, rank=rank, selection=selection), counted
+        ).is_exact
     return found
 
 
@@ -67,8 +69,8 @@ def test_an_offloaded_optimizer_is_on_the_host_and_changes_no_bit(
     data: DataSpec, tmp_path: Path
 ) -> None:
     work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
-    train(work, "ep2,mbs2", 2, tmp_path / "device")
-    made = train(work, "ep2,mbs2,offload=optimizer", 2, tmp_path / "host")
+    train_layout(work, "ep2,mbs2", 2, tmp_path / "device")
+    made = train_layout(work, "ep2,mbs2,offload=optimizer", 2, tmp_path / "host")
     assert same(state(tmp_path / "device", 2), state(tmp_path / "host", 2))
     for ledger in refuse_difference(made, tmp_path / "host"):
         held = {row.component for row in ledger.memory}
@@ -80,9 +82,9 @@ def test_bf16_moments_halve_their_bytes_and_follow_fp32(data: DataSpec, tmp_path
     """The update is made in fp32: the first step's weights are those of fp32 moments to the bit."""
     work = tiny_jobs.workload(data, steps=3)
     narrow = replace(work, optimizer=replace(work.optimizer, moment_dtype=Dtype.BF16))
-    train(work, "mbs2", 1, tmp_path / "wide")
-    train(narrow, "mbs2", 1, tmp_path / "one")
-    made = train(narrow, "tp2,ep2,mbs2", 4, tmp_path / "four")
+    train_layout(work, "mbs2", 1, tmp_path / "wide")
+    train_layout(narrow, "mbs2", 1, tmp_path / "one")
+    made = train_layout(narrow, "tp2,ep2,mbs2", 4, tmp_path / "four")
     first = {
         name: value
         for name, value in state(tmp_path / "wide", 1).items()
@@ -110,22 +112,22 @@ def test_bf16_moments_halve_their_bytes_and_follow_fp32(data: DataSpec, tmp_path
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
     layout: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = DistributedOptimizer.begin
+    begin = DistributedOptimizer.begin_step
 
     def spoiled(optimizer: DistributedOptimizer, micro_batches: int) -> None:
         begin(optimizer, micro_batches)
         step = int(optimizer._updates) + 1
         if optimizer._run.mesh.rank == 1 and step == 2 and not hasattr(optimizer, "spoiled"):
             optimizer.spoiled = True  # type: ignore[attr-defined]
-            slot, view = optimizer.buckets[-1].views[0]
+            slot, view = optimizer.buckets[-1].grad_views[0]
             optimizer._pending.discard(
                 slot.name
             )  # the first gradient is added to this, not written over it
             view.fill_(0.0)
             view.view(-1)[0] = torch.inf
 
-    monkeypatch.setattr(DistributedOptimizer, "begin", spoiled)
-    train(tiny_jobs.workload(data, steps=3), layout, 2, tmp_path)
+    monkeypatch.setattr(DistributedOptimizer, "begin_step", spoiled)
+    train_layout(tiny_jobs.workload(data, steps=3), layout, 2, tmp_path)
     assert [line["skipped"] for line in steps_of(tmp_path)] == [False, True, False]
     assert same(state(tmp_path, 1), state(tmp_path, 2))
     assert int(state(tmp_path, 3)["optim/updates"]) == 2
@@ -137,9 +139,9 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
 ) -> None:
     """2**24 overflows fp16 at once: the scale falls until the gradients are finite, then doubles
     every two steps."""
-    scaling = ScalingSpec(initial_loss_scale=2.0**24, loss_scale_window=2)
+    scaling = LossScalingSpec(initial_loss_scale=2.0**24, loss_scale_window=2)
     work = tiny_jobs.workload(data, precision=Dtype.FP16, scaling=scaling)
-    made = train(replace(work, steps=12), "tp2,ep2,mbs2", 4, tmp_path / "whole")
+    made = train_layout(replace(work, steps=12), "tp2,ep2,mbs2", 4, tmp_path / "whole")
     refuse_difference(made, tmp_path / "whole")
     lines = steps_of(tmp_path / "whole")
     skipped = [line["skipped"] for line in lines]
@@ -153,13 +155,13 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
         if number >= 4:  # the checkpoints that are kept
             assert state(tmp_path / "whole", number)["optim/loss_scale"].tolist() == [scale, good]
     for steps in (5, 12):
-        train(replace(work, steps=steps), "tp2,ep2,mbs2", 4, tmp_path / "parts")
+        train_layout(replace(work, steps=steps), "tp2,ep2,mbs2", 4, tmp_path / "parts")
     assert same(state(tmp_path / "whole", 12), state(tmp_path / "parts", 12))
     # Rounding sends a token to another expert now and then, so experts are given here.
     given = RouterTraining(force=RouterForce.BALANCED)
-    one = replace(work, steps=1, scaling=ScalingSpec(initial_loss_scale=256.0), router=given)
-    train(one, "mbs2", 1, tmp_path / "fp16")
-    train(replace(one, precision=Dtype.FP32), "mbs2", 1, tmp_path / "fp32")
+    one = replace(work, steps=1, scaling=LossScalingSpec(initial_loss_scale=256.0), router=given)
+    train_layout(one, "mbs2", 1, tmp_path / "fp16")
+    train_layout(replace(one, precision=Dtype.FP32), "mbs2", 1, tmp_path / "fp32")
     narrow, wide = state(tmp_path / "fp16", 1), state(tmp_path / "fp32", 1)
     assert steps_of(tmp_path / "fp16")[0]["grad_norm"] == pytest.approx(
         steps_of(tmp_path / "fp32")[0]["grad_norm"], rel=5e-3
@@ -172,11 +174,11 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
 def test_growing_batches_are_the_same_in_every_layout_and_resumed(
     data: DataSpec, tmp_path: Path
 ) -> None:
-    ramp = RampSpec(ramp_start=2, ramp_increment=2, ramp_samples=12)
+    ramp = BatchRampSpec(ramp_start=2, ramp_increment=2, ramp_samples=12)
     work = tiny_jobs.workload(data, steps=6, ramp=ramp)
-    train(work, "", 1, tmp_path / "one")
-    train(replace(work, steps=2), "ep2,overlap=grad+param", 2, tmp_path / "parts")
-    made = train(work, "tp2", 2, tmp_path / "parts")
+    train_layout(work, "", 1, tmp_path / "one")
+    train_layout(replace(work, steps=2), "ep2,overlap=grad+param", 2, tmp_path / "parts")
+    made = train_layout(work, "tp2", 2, tmp_path / "parts")
     refuse_difference(made, tmp_path / "parts")
     lines = steps_of(tmp_path / "parts")
     assert [line["tokens"] // 32 for line in lines] == [2, 2, 4, 6, 8, 8]

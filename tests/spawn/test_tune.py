@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
-from moewright.cli.tune import read_tuning, run_trial
+from moewright.cli.tune import read_tuning_request, run_trial
 from moewright.codec import read_json
 from moewright.engine.model.transformer import Transformer
-from moewright.intake.hf_write import config_of
+from moewright.intake.hf_write import build_config
 from moewright.spec.plan import Plan
 from moewright.tuning.contract import Contract, Label
 from moewright.tuning.journal import read_journal
-from moewright.tuning.predictions import Prices
+from moewright.tuning.predictions import StepPredictor
 from moewright.tuning.trial_runner import trial_workload
-from moewright.tuning.trials import Ask, Length
+from moewright.tuning.trials import TrialLength, TrialRequest
 from tiny_jobs import MODEL, corpus
 
 pytestmark = pytest.mark.spawn
@@ -31,7 +31,7 @@ MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tune")
     data = corpus(folder)
-    (folder / "config.json").write_text(json.dumps(config_of(replace(MODEL, max_position=64))))
+    (folder / "config.json").write_text(json.dumps(build_config(replace(MODEL, max_position=64))))
     path = folder / "job.toml"
     path.write_text(
         f"""
@@ -76,7 +76,7 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     plan, report = read_json(Plan, out / "plan.json"), (out / "report.md").read_text()
     assert plan.workload.steps == 100
     assert read_json(Contract, out / "contract.json").label is Label.TRAINING
-    validated = [trial for trial in trials if trial.length is Length.VALIDATE][-1]
+    validated = [trial for trial in trials if trial.length is TrialLength.VALIDATE][-1]
     assert validated.point.layout == plan.layout
     assert validated.outcome.steps >= 50
     assert {check.name for check in validated.outcome.checks} == {
@@ -111,13 +111,14 @@ def test_a_rank_without_memory_is_told_from_one_that_breaks(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError(error)
 
-    asked = read_tuning(job, on="", predict=False, overrides=())
-    plan = Prices(asked.space).plan(
-        asked.space.start, trial_workload(asked.space.workload, Length.SCREEN)
+    asked = read_tuning_request(job, on="", predict=False, overrides=())
+    plan = StepPredictor(asked.space).build_plan(
+        asked.space.start, trial_workload(asked.space.workload, TrialLength.SCREEN)
     )
     monkeypatch.setattr(Transformer, "forward", fails)
     outcome = run_trial(
-        tmp_path, Ask(point=asked.space.start, length=Length.SCREEN, repeat=1, plan=plan)
+        tmp_path,
+        TrialRequest(point=asked.space.start, length=TrialLength.SCREEN, repeat=1, plan=plan),
     )
     assert outcome.failure == failure
     assert error in outcome.said

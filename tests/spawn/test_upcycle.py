@@ -14,14 +14,14 @@ import torch
 import tiny_jobs
 from layout_proof import batches
 from moewright.cli.main import main
-from moewright.codec import json_data
-from moewright.engine.checkpoint import alone, checkpoint_at, load
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.run.build import join, trainee
+from moewright.codec import read_json_data
+from moewright.engine.checkpoint import find_checkpoint, load_checkpoint, single_process
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.train import run
-from moewright.engine.run.verify import _outputs
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.train import train
+from moewright.engine.run.verify import _compute_outputs
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
@@ -52,7 +52,7 @@ def dense(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = tiny_jobs.plan(
         tiny_jobs.workload(data, steps=STEPS), "tp2,mbs2", world_size=2, model=DENSE
     )
-    assert run(plan, run_dir) is Exit.DONE
+    assert train(plan, run_dir) is ExitCode.DONE
     return run_dir
 
 
@@ -72,28 +72,30 @@ def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
     """Of one process, for random tokens."""
 
-    def rank(seat: RankContext) -> Outcome:
+    def rank(seat: RankContext) -> RankOutcome:
         plan = tiny_jobs.plan(PROBE, "mbs4", world_size=1, model=model)
         fixed = batches(model)
-        job = trainee(
+        job = build_train_state(
             model,
             plan.workload,
             plan.layout,
             fixed,
             rank=0,
-            device=join(seat),
-            initial=initial_value,
+            device=init_distributed(seat),
+            initial_value=draw_initial_value,
         )
-        load(checkpoint_at(weights), pieces=job.weights(), comm=alone())
-        job.optimizer.publish()
+        load_checkpoint(find_checkpoint(weights), shards=job.weight_shards(), comm=single_process())
+        job.optimizer.all_gather_params()
         torch.save(
-            torch.cat([p.tensor.flatten(0, 1) for p in _outputs(job, fixed) if p.name == "logits"]),
+            torch.cat(
+                [p.tensor.flatten(0, 1) for p in _compute_outputs(job, fixed) if p.name == "logits"]
+            ),
             folder / "l",
         )
-        return Outcome.DONE
+        return RankOutcome.DONE
 
     folder.mkdir()
-    assert launch(rank, nproc=1, run_dir=folder / "run") is Exit.DONE
+    assert launch(rank, nproc=1, run_dir=folder / "run") is ExitCode.DONE
     return torch.load(folder / "l")
 
 
@@ -137,7 +139,8 @@ def go_on(
     """Losses of a few steps from given weights."""
     work = tiny_jobs.workload(data, steps=STEPS, weights=str(weights or ""))
     assert (
-        run(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir) is Exit.DONE
+        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+        is ExitCode.DONE
     )
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "step"]
@@ -175,7 +178,7 @@ def test_a_hugging_face_folder_upcycles_too(tmp_path: Path) -> None:
     theirs = transformers.LlamaForCausalLM(config)
     theirs.save_pretrained(source)
     assert main(["upcycle", str(source), "--out", str(out), "--experts", "4", "--top-k", "2"]) == 0
-    assert json_data(out / "config.json")["model_type"] == "mixtral"
+    assert read_json_data(out / "config.json")["model_type"] == "mixtral"
     model = read_config(out)
     ids = batches(model).inputs[0]
     with torch.no_grad():
@@ -230,5 +233,5 @@ def test_weights_of_another_model_are_refused(data: DataSpec, dense: Path, tmp_p
         BadInput,
         match=r"model.weights: model.dense_ffn_size is 48 in the checkpoint and 64 in the job",
     ):
-        run(job, tmp_path / "run")
+        train(job, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -10,29 +10,36 @@ from statistics import NormalDist
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.search.space import everything
-from moewright.spec.axis import Axis
+from moewright.search.space import no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.tuning_axis import TuningAxis
 from moewright.spec.units import MIB
-from moewright.tuning.decisions import PREDICTED, Phase, Rules, Ruling
+from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, Ruling, TuningPhase
 from moewright.tuning.journal import JOURNAL_FILE, Journal, read_journal
-from moewright.tuning.paired_test import Noise, interval, noise_of, t_quantile
-from moewright.tuning.procedure import Tuning
-from moewright.tuning.space import Space, moved, point_of
-from moewright.tuning.trials import Check, Failure, Found, Length, Outcome, predicted_outcome
+from moewright.tuning.paired_test import Noise, estimate_noise, log_ratio_interval, t_quantile
+from moewright.tuning.procedure import Tuner
+from moewright.tuning.space import TuningSpace, point_from_job, set_variable
+from moewright.tuning.trials import (
+    TrialFailure,
+    TrialFinding,
+    TrialLength,
+    TrialOutcome,
+    ValidationCheck,
+    predict_outcome,
+)
 from sample_run import hardware, model, workload
 
 AXES = (
-    Axis(key="ep", values=("1", "2")),
-    Axis(key="mbs", values=("1", "2", "4", "8")),
-    Axis(key="recompute", values=("none", "moe_act+layernorm", "full")),
-    Axis(key="bucket_elements", values=("100000", "40000000")),
+    TuningAxis(key="ep", values=("1", "2")),
+    TuningAxis(key="mbs", values=("1", "2", "4", "8")),
+    TuningAxis(key="recompute", values=("none", "moe_act+layernorm", "full")),
+    TuningAxis(key="bucket_elements", values=("100000", "40000000")),
 )
 FEW = AXES[1:3]
 BAD_START = "mbs1,recompute=full,ep1,overlap=grad+param"
-GOOD = (Check(name="loss", passed=True, said="fine"),)
+GOOD = (ValidationCheck(name="loss", passed=True, said="fine"),)
 
 
 def space(axes=AXES, start=BAD_START, memory_bytes=0):
@@ -41,13 +48,13 @@ def space(axes=AXES, start=BAD_START, memory_bytes=0):
         room = Sourced(value=memory_bytes, kind=SourceKind.ASSUMED, source="test")
         machine = replace(machine, device=replace(machine.device, memory_bytes=room))
     layout = parse_layout(start, world_size=2)
-    return Space(
+    return TuningSpace(
         model=model(),
         workload=workload(),
         hardware=machine,
-        start=point_of(layout, workload()),
+        start=point_from_job(layout, workload()),
         axes=axes,
-        allowed=everything,
+        allowed=no_objections,
     )
 
 
@@ -64,25 +71,29 @@ class Machine:
     """Runs points in `true_s` times noise; fails those that `fails` names, and remembers what it
     ran."""
 
-    def __init__(self, noise=0.01, fails=lambda point: Failure.NONE, checks=lambda point: GOOD):
+    def __init__(
+        self, noise=0.01, fails=lambda point: TrialFailure.NONE, checks=lambda point: GOOD
+    ):
         self.asked, self.noise, self.fails, self.checks = [], noise, fails, checks
         self.dice = random.Random(5)
 
     def __call__(self, ask):
         self.asked.append((ask.point, ask.length, ask.repeat))
         failure = self.fails(ask.point)
-        if failure is not Failure.NONE:
-            return Outcome(
+        if failure is not TrialFailure.NONE:
+            return TrialOutcome(
                 failure=failure,
-                said="no memory" if failure is Failure.MEMORY else "broke",
+                said="no memory" if failure is TrialFailure.MEMORY else "broke",
                 spent_s=1.0,
             )
         seconds = true_s(ask.point) * exp(
             self.noise * NormalDist().inv_cdf(self.dice.uniform(0.001, 0.999))
         )
-        walls = (Found(wall=Wall.COMPUTE, cause=Cause.RECOMPUTE, title="replays", share=0.2),)
-        checks = self.checks(ask.point) if ask.length is Length.VALIDATE else ()
-        return Outcome(
+        walls = (
+            TrialFinding(wall=Wall.COMPUTE, cause=Cause.RECOMPUTE, title="replays", share=0.2),
+        )
+        checks = self.checks(ask.point) if ask.length is TrialLength.VALIDATE else ()
+        return TrialOutcome(
             step_s=seconds,
             wall_step_s=seconds,
             steps=ask.length.steps,
@@ -93,10 +104,10 @@ class Machine:
 
 
 def tuned(machine, where=None, rules=None, budget_s=0.0):
-    return Tuning(
+    return Tuner(
         where or space(),
         machine,
-        rules=rules or Rules(),
+        rules=rules or AcceptanceRules(),
         budget_s=budget_s,
         watch=lambda result: None,
     ).run()
@@ -115,17 +126,17 @@ def rulings(result, ruling):
 
 def test_a_bad_start_comes_within_a_twentieth_of_the_best_in_a_fifth_of_the_points(usual):
     where, (result, _) = space(), usual
-    best = min(map(true_s, where.all_points()))
-    assert len(where.all_points()) == 48
+    best = min(map(true_s, where.list_points()))
+    assert len(where.list_points()) == 48
     assert true_s(result.winner) <= best / 0.95
-    assert result.points <= 48 / 5
+    assert result.point_count <= 48 / 5
     assert result.total.high < 0  # faster than the start beyond noise
-    assert {phase for phase, _ in result.stops} == set(Phase)
+    assert {phase for phase, _ in result.stops} == set(TuningPhase)
 
 
 def test_every_candidate_runs_in_turns_with_the_incumbent(usual):
     result, machine = usual
-    screened = [point for point, length, _ in machine.asked if length is Length.SCREEN]
+    screened = [point for point, length, _ in machine.asked if length is TrialLength.SCREEN]
     assert screened[:3] == [result.start] * 3  # how far runs of one layout differ is seen first
     incumbent = rulings(result, Ruling.START)[0].point
     for decision in result.decisions:
@@ -143,8 +154,8 @@ def test_every_candidate_runs_in_turns_with_the_incumbent(usual):
 def test_one_variable_changes_at_a_time_after_scaling(usual):
     result, incumbent = usual[0], None
     for decision in result.decisions:
-        if decision.phase is Phase.RETUNE:
-            near = {point for _, point in space().one_away(incumbent)}
+        if decision.phase is TuningPhase.RETUNE:
+            near = {point for _, point in space().neighbours(incumbent)}
             assert decision.point in near
         if decision.ruling in (Ruling.START, Ruling.KEPT):
             incumbent = decision.point
@@ -152,22 +163,22 @@ def test_one_variable_changes_at_a_time_after_scaling(usual):
 
 def test_constants_are_fitted_to_every_trial():
     seen = []
-    tuning = Tuning(
+    tuning = Tuner(
         space(),
         Machine(),
-        rules=Rules(),
+        rules=AcceptanceRules(),
         budget_s=0.0,
-        watch=lambda _: seen.append(tuning.prices.hardware),
+        watch=lambda _: seen.append(tuning.predictor.fitted_hardware),
     )
     result = tuning.run()
     assert len({str(each.constants) for each in seen}) > len(rulings(result, Ruling.KEPT))
     start = rulings(result, Ruling.START)[0]
     was = abs(log(start.predicted_s / start.step_s))
-    assert abs(log(tuning.prices.step_s(start.point) / start.step_s)) < was
+    assert abs(log(tuning.predictor.predict_step_s(start.point) / start.step_s)) < was
 
 
 def test_noise_that_hides_a_gain_keeps_the_incumbent():
-    flat = (Axis(key="bucket_elements", values=("100000", "40000000")),)
+    flat = (TuningAxis(key="bucket_elements", values=("100000", "40000000")),)
     result = tuned(
         Machine(noise=0.5), space(flat)
     )  # 6 % to be seen through runs that differ by half
@@ -177,15 +188,17 @@ def test_noise_that_hides_a_gain_keeps_the_incumbent():
 
 def test_what_runs_out_of_memory_prunes_all_that_needs_more():
     where = space(AXES[1:])  # of two sizes of buckets one at least needs what the other does
-    machine = Machine(fails=lambda point: Failure.MEMORY if point.layout.mbs >= 4 else Failure.NONE)
+    machine = Machine(
+        fails=lambda point: TrialFailure.MEMORY if point.layout.mbs >= 4 else TrialFailure.NONE
+    )
     result = tuned(machine, where)
     limits = [one.predicted_peak_bytes for one in rulings(result, Ruling.FAILED)]
     assert limits
     assert limits == sorted(limits, reverse=True)  # whatever ran after a failure needed less
     pruned = rulings(result, Ruling.PRUNED)
     assert pruned
-    assert all(one.predicted_peak_bytes >= min(limits) and one.runs == 0 for one in pruned)
-    assert all("ran out" in one.said for one in pruned)
+    assert all(one.predicted_peak_bytes >= min(limits) and one.run_count == 0 for one in pruned)
+    assert all("ran out" in one.reason for one in pruned)
     assert result.winner.layout.mbs < 4
     assert result.validated is not None
 
@@ -197,13 +210,14 @@ def test_what_is_predicted_not_to_fit_is_not_run():
     asked = {point for point, _, _ in machine.asked}
     for decision in rulings(result, Ruling.PRUNED):
         assert decision.point not in asked
-    assert any("predicted not to fit" in one.said for one in rulings(result, Ruling.PRUNED))
+    assert any("predicted not to fit" in one.reason for one in rulings(result, Ruling.PRUNED))
 
 
 def test_a_fault_that_is_not_of_memory_prunes_nothing_else():
-    broken = moved(moved(space().start, "mbs", "8"), "recompute", "none")
+    broken = set_variable(set_variable(space().start, "mbs", "8"), "recompute", "none")
     result = tuned(
-        Machine(fails=lambda point: Failure.OTHER if point == broken else Failure.NONE), space(FEW)
+        Machine(fails=lambda point: TrialFailure.OTHER if point == broken else TrialFailure.NONE),
+        space(FEW),
     )
     assert [one.point for one in rulings(result, Ruling.FAILED)] in ([broken], [])
     assert not rulings(result, Ruling.PRUNED)
@@ -212,18 +226,19 @@ def test_a_fault_that_is_not_of_memory_prunes_nothing_else():
 def test_a_start_that_does_not_run_gives_way_to_the_planners_own():
     start = space().start
     result = tuned(
-        Machine(fails=lambda point: Failure.OTHER if point == start else Failure.NONE), space(FEW)
+        Machine(fails=lambda point: TrialFailure.OTHER if point == start else TrialFailure.NONE),
+        space(FEW),
     )
     assert result.decisions[0].ruling is Ruling.FAILED
     assert rulings(result, Ruling.START)[0].point != start
     assert result.winner is not None
-    nothing = tuned(Machine(fails=lambda _: Failure.OTHER))
+    nothing = tuned(Machine(fails=lambda _: TrialFailure.OTHER))
     assert nothing.winner is None
-    assert nothing.stops == ((Phase.FIT, "no layout of the planner's first ones runs"),)
+    assert nothing.stops == ((TuningPhase.FIT, "no layout of the planner's first ones runs"),)
 
 
 def test_a_winner_that_is_not_valid_gives_way_to_the_incumbent_before_it():
-    bad = (Check(name="loss", passed=False, said="no number"),)
+    bad = (ValidationCheck(name="loss", passed=False, said="no number"),)
     best = tuned(Machine(), space(FEW)).winner
     result = tuned(Machine(checks=lambda point: bad if point == best else GOOD), space(FEW))
     assert rulings(result, Ruling.INVALID)[0].point == best
@@ -237,12 +252,12 @@ def test_a_spent_budget_ends_the_trials_and_the_winner_is_validated_all_the_same
     result = tuned(
         machine, budget_s=11.0
     )  # trials of a second each; a validation of 53 steps takes as long as five
-    assert result.runs < whole.runs
+    assert result.run_count < whole.run_count
     assert any("budget" in why for _, why in result.stops)
-    assert machine.asked[-1][1] is Length.VALIDATE
+    assert machine.asked[-1][1] is TrialLength.VALIDATE
     assert result.validated is not None
     least = tuned(Machine(), budget_s=0.5)
-    assert (least.winner, least.runs) == (least.start, 2)  # one run, and its validation
+    assert (least.winner, least.run_count) == (least.start, 2)  # one run, and its validation
 
 
 def test_a_killed_tuning_goes_on_where_it_stood(tmp_path):
@@ -285,35 +300,35 @@ def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
 
 def test_predictions_alone_decide_without_runs_of_the_start_or_validation():
     where = space()
-    result = tuned(predicted_outcome, where, rules=PREDICTED)
+    result = tuned(predict_outcome, where, rules=PREDICTION_RULES)
     fastest = min(
-        where.all_points(),
-        key=lambda point: Tuning(
-            where, predicted_outcome, rules=PREDICTED, budget_s=0, watch=len
-        ).prices.step_s(point),
+        where.list_points(),
+        key=lambda point: Tuner(
+            where, predict_outcome, rules=PREDICTION_RULES, budget_s=0, watch=len
+        ).predictor.predict_step_s(point),
     )
     assert result.winner == fastest
     assert result.validated is None
     assert result.noise.sd == 0
-    assert "predicted" in dict(result.stops)[Phase.VALIDATE]
+    assert "predicted" in dict(result.stops)[TuningPhase.VALIDATE]
 
 
 def test_a_job_that_spells_nothing_out_is_searched_by_the_planner():
     where = space(axes=())
-    result = tuned(predicted_outcome, where, rules=PREDICTED)
+    result = tuned(predict_outcome, where, rules=PREDICTION_RULES)
     first, last = rulings(result, Ruling.START)[0], rulings(result, Ruling.KEPT)[-1]
     assert last.predicted_s < first.predicted_s
     with pytest.raises(BadInput, match="spells nothing out"):
-        where.all_points()
+        where.list_points()
 
 
 def test_the_space_holds_what_its_axes_reach_and_nothing_else():
     where = space()
-    points = where.all_points()
-    assert all(where.holds(point) for point in points)
-    assert not where.holds(replace(points[0], gc_every_steps=7))
-    assert not where.holds(moved(points[0], "mbs", "16"))
-    assert not where.holds(moved(points[0], "overlap", "none"))
+    points = where.list_points()
+    assert all(where.contains(point) for point in points)
+    assert not where.contains(replace(points[0], gc_every_steps=7))
+    assert not where.contains(set_variable(points[0], "mbs", "16"))
+    assert not where.contains(set_variable(points[0], "overlap", "none"))
 
 
 def test_students_t_is_that_of_the_tables():
@@ -330,16 +345,23 @@ def test_students_t_is_that_of_the_tables():
 
 
 def test_an_interval_narrows_with_pairs_and_widens_with_looks():
-    noise = Noise(sd=0.05, freedom=6)
-    one, four = interval([0.1], noise, looks=1), interval([0.1] * 4, noise, looks=1)
+    noise = Noise(sd=0.05, degrees_of_freedom=6)
+    one, four = (
+        log_ratio_interval([0.1], noise, looks=1),
+        log_ratio_interval([0.1] * 4, noise, looks=1),
+    )
     assert one.high - one.low == pytest.approx(2 * (four.high - four.low))
-    assert interval([0.1], noise, looks=5).high > one.high
+    assert log_ratio_interval([0.1], noise, looks=5).high > one.high
     assert one.gain == pytest.approx(1 - exp(0.1))
 
 
 def test_a_drift_of_the_machine_is_no_noise():
     steady = [[0.0, 0.1, 0.0, 0.1]]
     drifting = [[0.01 * number for number in range(40)]]
-    assert noise_of(drifting, prior_sd=0.07, prior_freedom=2).sd < 0.03
-    assert noise_of(steady, prior_sd=0.07, prior_freedom=2).sd == pytest.approx(0.0866, abs=1e-3)
-    assert noise_of([], prior_sd=0.07, prior_freedom=2) == Noise(sd=0.07, freedom=2)
+    assert estimate_noise(drifting, prior_sd=0.07, prior_degrees_of_freedom=2).sd < 0.03
+    assert estimate_noise(steady, prior_sd=0.07, prior_degrees_of_freedom=2).sd == pytest.approx(
+        0.0866, abs=1e-3
+    )
+    assert estimate_noise([], prior_sd=0.07, prior_degrees_of_freedom=2) == Noise(
+        sd=0.07, degrees_of_freedom=2
+    )

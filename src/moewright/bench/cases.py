@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from moewright.bench.elementwise_passes import HEAD, counted, passes
-from moewright.bench.tiny_steps import SHAPES, Shape, tiny_step
+from moewright.bench.elementwise_passes import HEAD_DIM, build_passes, count_pass_bytes
+from moewright.bench.tiny_steps import TINY_SHAPES, TinyShape, build_tiny_step
 from moewright.engine.kernels import matmul
 from moewright.engine.kernels.attention import attention, attention_backward
 from moewright.rules.legality import divisors
@@ -42,16 +42,20 @@ CUDA_GEMMS = (
 CPU_ROWS, CUDA_ROWS = (8, 32, 128, 384, 1024), (16, 64, 256, 1024, 4096)
 CPU_SEQ_LENS, CUDA_SEQ_LENS = (128, 256, 512, 1024, 2048), (1024, 2048, 4096, 8192)
 CPU_TOKENS, CUDA_TOKENS = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)  # of a layer's passes
-COPIED_BYTES = 64 * MIB
-UPDATED = (1 << 16, 1 << 20, 1 << 23)
+COPY_BYTES = 64 * MIB
+UPDATE_SIZES = (1 << 16, 1 << 20, 1 << 23)
 PAYLOAD_BYTES = (64, KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
+MAX_GATHERED_BYTES = 128 * MIB  # an all-gather's result is held to this
 LINK_BYTES = 4 * MIB
-SETS = 4  # of inputs of a product: a training step finds few of its operands in the nearest cache
+INPUT_SETS = (
+    4  # of inputs of a product: a training step finds few of its operands in the nearest cache
+)
 STEP_SLICES = (
     4  # steps of tiny models are told apart by their differences, which takes many repeats
 )
-UNEVEN = 0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
+LOAD_DEVIATION = (
+    0.4  # deviation of experts' loads; trained routers with a balance loss lie about there
+)
 FEW_ROWS, FEW_COLUMNS = (
     8,
     32,
@@ -71,7 +75,7 @@ class Probe(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class BenchContext:
     """Where a rank measures. `groups` holds its block of each size smaller than the world; None is
     all of them."""
 
@@ -94,22 +98,22 @@ class Case:
     dtype: Dtype
     x: float
     work: float
-    setup: Callable[[Place], Call]
+    setup: Callable[[BenchContext], Call]
     ranks: int = 1
-    sets: int = 1  # of inputs, taken in turn
-    slices: int = 1  # of the time that a case may take
+    input_sets: int = 1  # of inputs, taken in turn
+    time_slices: int = 1  # of the time that a case may take
 
     @property
-    def curve(self) -> tuple[Op | Collective | Probe, Dtype, int]:
+    def curve_key(self) -> tuple[Op | Collective | Probe, Dtype, int]:
         return self.op, self.dtype, self.ranks
 
     @property
-    def moves(self) -> bool:
+    def is_communication(self) -> bool:
         """Whether it is communication, which is timed by the wall."""
         return isinstance(self.op, Collective) or self.op is Probe.LINK
 
 
-def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
+def build_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
     """Every case: what a hardware file cannot be without (launches, tiny steps, the smallest point
     of each curve), then all of the collectives, then the other rates by rounds.
 
@@ -121,13 +125,13 @@ def all_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
         *(case for size in group_sizes(ranks) for case in _collectives(size)),
         *_links(ranks),
     ):
-        curves.setdefault(case.curve, []).append(case)
+        curves.setdefault(case.curve_key, []).append(case)
     ordered = [sorted(curve, key=lambda case: case.x) for curve in curves.values()]
     cut = [(curve, _needed(curve)) for curve in ordered]
-    rates = [curve[needed:] for curve, needed in cut if not curve[0].moves]
+    rates = [curve[needed:] for curve, needed in cut if not curve[0].is_communication]
     return (
         *(case for curve, needed in cut for case in curve[:needed]),
-        *(case for curve, needed in cut if curve[0].moves for case in curve[needed:]),
+        *(case for curve, needed in cut if curve[0].is_communication for case in curve[needed:]),
         *(case for cases in zip_longest(*rates) for case in cases if case is not None),
     )
 
@@ -157,10 +161,10 @@ def _compute(kind: DeviceKind) -> Iterable[Case]:
             batch = max(1024 // seq_len, 1)
             shape = (batch, seq_len, 8, 2, 32) if cpu else (batch, seq_len, 32, 8, 128)
             yield from _attention(dtype, torch_dtype, shape)
-    for parameters in UPDATED:
+    for parameters in UPDATE_SIZES:
         yield _update(parameters)
-    yield _copy(COPIED_BYTES)
-    yield from (_step(number, shape) for number, shape in enumerate(SHAPES, 1))
+    yield _copy(COPY_BYTES)
+    yield from (_step(number, shape) for number, shape in enumerate(TINY_SHAPES, 1))
 
 
 def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:
@@ -171,16 +175,16 @@ def _launches(dtype: Dtype, torch_dtype: torch.dtype) -> Iterable[Case]:
     every = (
         _gemm(dtype, torch_dtype, FEW_ROWS, FEW_COLUMNS, FEW_COLUMNS),
         _grouped(dtype, torch_dtype, FEW_ROWS, 16, FEW_COLUMNS, FEW_COLUMNS),
-        _passes(DeviceKind.CPU, dtype, FEW_ROWS, HEAD),
-        *_attention(dtype, torch_dtype, (1, FEW_ROWS, 8, 2, HEAD)),
+        _passes(DeviceKind.CPU, dtype, FEW_ROWS, HEAD_DIM),
+        *_attention(dtype, torch_dtype, (1, FEW_ROWS, 8, 2, HEAD_DIM)),
     )
-    yield from (replace(case, x=0.0, work=0.0, sets=1) for case in every)
+    yield from (replace(case, x=0.0, work=0.0, input_sets=1) for case in every)
 
 
 def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Case:
     """A linear layer's forward and both products of its backward; x is the FLOPs of one."""
 
-    def setup(place: Place) -> Call:
+    def setup(place: BenchContext) -> Call:
         x, w, g = (_random(shape, torch_dtype, place.device) for shape in ((m, k), (n, k), (m, n)))
 
         def call() -> None:
@@ -191,7 +195,9 @@ def _gemm(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Cas
         return call
 
     flops = 2 * m * n * k
-    return Case(op=Op.GEMM, dtype=dtype, x=flops, work=3 * flops, setup=setup, sets=SETS)
+    return Case(
+        op=Op.GEMM, dtype=dtype, x=flops, work=3 * flops, setup=setup, input_sets=INPUT_SETS
+    )
 
 
 def _grouped(
@@ -200,8 +206,8 @@ def _grouped(
     """Experts' linear [n, k], forward and both products of backward, with `rows` an expert in the
     mean: routers load experts unevenly, and otherwise in every call."""
 
-    def setup(place: Place) -> Call:
-        counts = uneven(rows, experts)
+    def setup(place: BenchContext) -> Call:
+        counts = draw_expert_rows(rows, experts)
         shapes = ((experts * rows, k), (experts, n, k), (experts * rows, n))
         x, w, g = (_random(shape, torch_dtype, place.device) for shape in shapes)
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=place.device)
@@ -214,13 +220,15 @@ def _grouped(
         return call
 
     flops = 3 * 2 * experts * rows * n * k
-    return Case(op=Op.GROUPED_GEMM, dtype=dtype, x=rows, work=flops, setup=setup, sets=SETS)
+    return Case(
+        op=Op.GROUPED_GEMM, dtype=dtype, x=rows, work=flops, setup=setup, input_sets=INPUT_SETS
+    )
 
 
-def uneven(rows: int, experts: int) -> tuple[int, ...]:
+def draw_expert_rows(rows: int, experts: int) -> tuple[int, ...]:
     """Rows of each expert, drawn with a deviation of UNEVEN of the mean; together as many as even
     ones."""
-    weights = torch.randn(experts, dtype=torch.float64).mul_(UNEVEN).exp_()
+    weights = torch.randn(experts, dtype=torch.float64).mul_(LOAD_DEVIATION).exp_()
     ends = (weights.cumsum(0) / weights.sum() * rows * experts).round().int().tolist()
     return tuple(after - before for before, after in zip([0, *ends], ends, strict=False))
 
@@ -237,11 +245,11 @@ def _attention(
         k, v = (_random((batch, seq_len, kv_heads, width), torch_dtype, device) for _ in range(2))
         return q, k, v
 
-    def forward(place: Place) -> Call:
+    def forward(place: BenchContext) -> Call:
         q, k, v = inputs(place.device)
         return lambda: attention(q, k, v)
 
-    def backward(place: Place) -> Call:
+    def backward(place: BenchContext) -> Call:
         q, k, v = inputs(place.device)
         out, rest = attention(q, k, v)
         grad = torch.randn_like(out)
@@ -249,14 +257,21 @@ def _attention(
 
     flops = 2 * batch * heads * seq_len * seq_len * width
     return (
-        Case(op=Op.ATTENTION, dtype=dtype, x=seq_len, work=flops, setup=forward, sets=SETS),
+        Case(
+            op=Op.ATTENTION,
+            dtype=dtype,
+            x=seq_len,
+            work=flops,
+            setup=forward,
+            input_sets=INPUT_SETS,
+        ),
         Case(
             op=Op.ATTENTION_BACKWARD,
             dtype=dtype,
             x=seq_len,
             work=2 * flops,
             setup=backward,
-            sets=SETS,
+            input_sets=INPUT_SETS,
         ),
     )
 
@@ -264,18 +279,20 @@ def _attention(
 def _passes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Case:
     """Everything of a layer that is neither product nor attention. x is the mean bytes of a
     pass."""
-    moved_bytes, each = counted(kind, dtype, tokens, width)
+    moved_bytes, each = count_pass_bytes(kind, dtype, tokens, width)
 
-    def setup(place: Place) -> Call:
-        return passes(dtype, tokens, width, place.device)
+    def setup(place: BenchContext) -> Call:
+        return build_passes(dtype, tokens, width, place.device)
 
-    return Case(op=Op.ELEMENTWISE, dtype=dtype, x=each, work=moved_bytes, setup=setup, sets=SETS)
+    return Case(
+        op=Op.ELEMENTWISE, dtype=dtype, x=each, work=moved_bytes, setup=setup, input_sets=INPUT_SETS
+    )
 
 
 def _update(parameters: int) -> Case:
     """Fused AdamW over flat fp32 buffers: master weights, gradients and two moments."""
 
-    def setup(place: Place) -> Call:
+    def setup(place: BenchContext) -> Call:
         master, grad = (_random((parameters,), torch.float32, place.device) for _ in range(2))
         first, second = torch.zeros_like(master), torch.zeros_like(master)
         step = torch.zeros((), device=place.device)
@@ -306,7 +323,7 @@ def _update(parameters: int) -> Case:
 def _copy(size_bytes: int) -> Case:
     """A plain copy between two buffers far larger than any cache."""
 
-    def setup(place: Place) -> Call:
+    def setup(place: BenchContext) -> Call:
         source = torch.ones(size_bytes, dtype=torch.uint8, device=place.device)
         target = torch.zeros_like(source)
         return lambda: target.copy_(source)
@@ -314,13 +331,15 @@ def _copy(size_bytes: int) -> Case:
     return Case(op=Probe.COPY, dtype=Dtype.FP32, x=2 * size_bytes, work=2 * size_bytes, setup=setup)
 
 
-def _step(number: int, shape: Shape) -> Case:
+def _step(number: int, shape: TinyShape) -> Case:
     """Training steps too small to cost anything but the host's work."""
 
-    def setup(place: Place) -> Call:
-        return tiny_step(shape, place.device)
+    def setup(place: BenchContext) -> Call:
+        return build_tiny_step(shape, place.device)
 
-    return Case(op=Probe.STEP, dtype=Dtype.BF16, x=number, work=1, setup=setup, slices=STEP_SLICES)
+    return Case(
+        op=Probe.STEP, dtype=Dtype.BF16, x=number, work=1, setup=setup, time_slices=STEP_SLICES
+    )
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
@@ -329,7 +348,7 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
 
 
 def _collectives(ranks: int) -> Iterable[Case]:
-    makers: Sequence[tuple[Collective, Callable[[torch.Tensor, int, Place], Call]]] = (
+    makers: Sequence[tuple[Collective, Callable[[torch.Tensor, int, BenchContext], Call]]] = (
         (Collective.ALL_REDUCE, _sum),
         (Collective.ALL_GATHER, _gather),
         (Collective.REDUCE_SCATTER, _scatter),
@@ -340,49 +359,52 @@ def _collectives(ranks: int) -> Iterable[Case]:
     for op, maker in makers:
         for payload_bytes in PAYLOAD_BYTES:
             elements = max(payload_bytes // 4 // ranks, 1) * ranks
-            if op is Collective.ALL_GATHER and elements * 4 * ranks > GATHERED_BYTES:
+            if op is Collective.ALL_GATHER and elements * 4 * ranks > MAX_GATHERED_BYTES:
                 continue
             yield _collective(op, elements, ranks, maker)
 
 
 def _collective(
-    op: Collective, elements: int, ranks: int, maker: Callable[[torch.Tensor, int, Place], Call]
+    op: Collective,
+    elements: int,
+    ranks: int,
+    maker: Callable[[torch.Tensor, int, BenchContext], Call],
 ) -> Case:
     """x is the bytes a rank hands in, its own part included; the curve's y is seconds, a call one
     unit of work."""
 
-    def setup(place: Place) -> Call:
+    def setup(place: BenchContext) -> Call:
         return maker(torch.zeros(elements, device=place.device), ranks, place)
 
     return Case(op=op, dtype=Dtype.FP32, x=4 * elements, work=1, setup=setup, ranks=ranks)
 
 
-def _sum(data: torch.Tensor, ranks: int, place: Place) -> Call:
+def _sum(data: torch.Tensor, ranks: int, place: BenchContext) -> Call:
     group = place.groups.get(ranks)
     return lambda: dist.all_reduce(data, group=group)
 
 
-def _gather(data: torch.Tensor, ranks: int, place: Place) -> Call:
+def _gather(data: torch.Tensor, ranks: int, place: BenchContext) -> Call:
     whole, group = data.new_empty(data.numel() * ranks), place.groups.get(ranks)
     return lambda: dist.all_gather_into_tensor(whole, data, group=group)
 
 
-def _scatter(data: torch.Tensor, ranks: int, place: Place) -> Call:
+def _scatter(data: torch.Tensor, ranks: int, place: BenchContext) -> Call:
     part, group = data.new_empty(data.numel() // ranks), place.groups.get(ranks)
     return lambda: dist.reduce_scatter_tensor(part, data, group=group)
 
 
-def _exchange(data: torch.Tensor, ranks: int, place: Place) -> Call:
+def _exchange(data: torch.Tensor, ranks: int, place: BenchContext) -> Call:
     received, group = torch.empty_like(data), place.groups.get(ranks)
     return lambda: dist.all_to_all_single(received, data, group=group)
 
 
-def _spread(data: torch.Tensor, ranks: int, place: Place) -> Call:
+def _spread(data: torch.Tensor, ranks: int, place: BenchContext) -> Call:
     group, first = place.groups.get(ranks), place.rank // ranks * ranks
     return lambda: dist.broadcast(data, src=first, group=group)
 
 
-def _shift(data: torch.Tensor, ranks: int, place: Place) -> Call:
+def _shift(data: torch.Tensor, ranks: int, place: BenchContext) -> Call:
     """Every rank sends to the next of its group and receives from the one before."""
     first = place.rank // ranks * ranks
     after, before = ((place.rank - first + step) % ranks + first for step in (1, -1))
@@ -404,13 +426,13 @@ def _sent(data: torch.Tensor, to: int, source: int, group: dist.ProcessGroup | N
 def _links(ranks: int) -> Iterable[Case]:
     """Every pair of more than two ranks, in rounds in which all ranks have a partner (but one,
     where they are odd)."""
-    for turn in range(len(rounds(ranks)) if ranks > 2 else 0):
+    for turn in range(len(pairing_rounds(ranks)) if ranks > 2 else 0):
         yield _link(turn, ranks)
 
 
 def _link(turn: int, ranks: int) -> Case:
-    def setup(place: Place) -> Call:
-        partner = rounds(ranks)[turn].get(place.rank)
+    def setup(place: BenchContext) -> Call:
+        partner = pairing_rounds(ranks)[turn].get(place.rank)
         data = torch.zeros(LINK_BYTES // 4, device=place.device)
         return _sent(data, partner, partner, None) if partner is not None else lambda: None
 
@@ -419,7 +441,7 @@ def _link(turn: int, ranks: int) -> Case:
     )
 
 
-def rounds(ranks: int) -> tuple[Mapping[int, int], ...]:
+def pairing_rounds(ranks: int) -> tuple[Mapping[int, int], ...]:
     """Everybody's partner in each round of a tournament, by the circle method: one stays, the
     others move on."""
     seats = [*range(ranks), *([] if ranks % 2 == 0 else [-1])]

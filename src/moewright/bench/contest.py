@@ -20,7 +20,7 @@ from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
-WARM_UP, ROUNDS = 4, 9  # bf16 products of a new shape cost most in the first of them
+WARM_UP_ROUNDS, ROUNDS = 4, 9  # bf16 products of a new shape cost most in the first of them
 _WAITS = {"GOMP_SPINCOUNT": "10000", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
 _INSTALL_S = 600
 
@@ -32,21 +32,25 @@ class Contestant:
 
     name: str
     module: str
-    needs: str = ""
+    requirements: str = ""
 
 
 ENGINE = Contestant(name="moewright", module="ours")
 GEMM = Contestant(name="best GEMM", module="gemm")
 PEERS = (
-    Contestant(name="transformers grouped_mm", module="transformers_moe", needs="transformers"),
     Contestant(
-        name="DeepSpeed MoE in transformers", module="deepspeed_moe", needs="deepspeed transformers"
+        name="transformers grouped_mm", module="transformers_moe", requirements="transformers"
+    ),
+    Contestant(
+        name="DeepSpeed MoE in transformers",
+        module="deepspeed_moe",
+        requirements="deepspeed transformers",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turns:
+class TurnTimes:
     """Seconds of one contestant by round, and what each turn computed."""
 
     name: str
@@ -58,18 +62,18 @@ class Turns:
     def median_s(self) -> float:
         return statistics.median(self.wall_s)
 
-    def ahead_of(self, other: Turns) -> tuple[float, float, float]:
+    def speedup_over(self, other: TurnTimes) -> tuple[float, float, float]:
         """How many times faster, paired by round: median, least, most."""
         ratios = [theirs / ours for ours, theirs in zip(self.wall_s, other.wall_s, strict=True)]
         return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def prepare(who: Contestant, folder: Path) -> Path:
+def prepare_environment(who: Contestant, folder: Path) -> Path:
     """The Python that runs a contestant; its environment is made under `folder` the first time.
 
     Raises BadInput with the reason when it cannot be had.
     """
-    if not who.needs:
+    if not who.requirements:
         return Path(sys.executable)
     home = folder / who.module
     python = home / "bin" / "python"
@@ -92,7 +96,7 @@ def prepare(who: Contestant, folder: Path) -> Path:
             "install",
             "--quiet",
             "--disable-pip-version-check",
-            *who.needs.split(),
+            *who.requirements.split(),
         ],
         who,
     )
@@ -100,14 +104,14 @@ def prepare(who: Contestant, folder: Path) -> Path:
     return python
 
 
-def compete(
+def run_contest(
     who: Mapping[Contestant, Path],
     *,
     part: str,
     dtype: str,
     threads: int,
     environment: Mapping[str, str],
-) -> tuple[tuple[Turns, ...], Mapping[str, float]]:
+) -> tuple[tuple[TurnTimes, ...], Mapping[str, float]]:
     """ROUNDS rounds in which each has its turn, after WARM_UP that do not count; and where the
     engine's time goes."""
     env = {**environment, **_WAITS, "OMP_NUM_THREADS": str(threads)}
@@ -117,10 +121,10 @@ def compete(
     }
     found: dict[str, list[Mapping[str, float]]] = {name: [] for name in running}
     try:
-        for number in range(WARM_UP + ROUNDS):
+        for number in range(WARM_UP_ROUNDS + ROUNDS):
             for name, process in running.items():
                 answer = _turn(name, process, "go")
-                if number >= WARM_UP:
+                if number >= WARM_UP_ROUNDS:
                     found[name].append(answer)
         split = _turn(ENGINE.name, running[ENGINE.name], "split")
     finally:
@@ -128,7 +132,7 @@ def compete(
             process.kill()
             process.wait()
     turns = tuple(
-        Turns(
+        TurnTimes(
             name=name,
             wall_s=tuple(one["wall_s"] for one in answers),
             cpu_s=tuple(one["cpu_s"] for one in answers),

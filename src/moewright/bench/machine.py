@@ -13,10 +13,10 @@ from statistics import fmean
 
 import torch
 
-from moewright.bench.cases import Probe, all_cases, rounds
-from moewright.bench.tiny_steps import SHAPES, HostWork, host_work
-from moewright.bench.workers import Clock, clock_for, run_team
-from moewright.engine.run.process_limit import cores, refuse_crowd
+from moewright.bench.cases import Probe, build_cases, pairing_rounds
+from moewright.bench.tiny_steps import TINY_SHAPES, HostWork, solve_host_work
+from moewright.bench.workers import CallClock, choose_clock, run_workers
+from moewright.engine.run.process_limit import count_cores, refuse_too_many_processes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Collective,
@@ -25,12 +25,12 @@ from moewright.spec.hardware import (
     Curve,
     Device,
     DeviceKind,
+    DtypePeak,
     Fabric,
     Hardware,
     Link,
     Op,
     OpRate,
-    Peak,
 )
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
@@ -38,16 +38,16 @@ from moewright.spec.workload import Dtype
 BENCH_VERSION = (
     5  # part of the fingerprint: raise it when the same machine would be described differently
 )
-LEAST_WORK = 0.1  # of a call, in case the launch was measured too slow
+MIN_WORK_SHARE = 0.1  # of a call, in case the launch was measured too slow
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
-Points = tuple[tuple[float, float], ...]
+CurvePoints = tuple[tuple[float, float], ...]
 
 
-def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
+def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     """Measure with `nproc` processes at once, one thread (or one GPU) each.
 
     Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the
@@ -57,18 +57,18 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     also works, rates are those beyond a launch, which the host's time has.
     """
     kind = _kind(nproc)
-    taken = run_team(kind, ranks=nproc, budget_s=budget_s)
+    taken = run_workers(kind, ranks=nproc, budget_s=budget_s)
     points: dict[tuple[str, Dtype], list[tuple[float, float]]] = defaultdict(list)
     launch_s: dict[tuple[str, Dtype], float] = {}
     moved: dict[tuple[Collective, int], list[tuple[float, float]]] = defaultdict(list)
     pairs: dict[tuple[int, int], float] = {}
-    for case, seconds in zip(all_cases(kind, nproc), taken, strict=True):
+    for case, seconds in zip(build_cases(kind, nproc), taken, strict=True):
         if seconds is None:
             continue
         if isinstance(case.op, Collective):
             moved[case.op, case.ranks].append((case.x, fmean(seconds)))
         elif case.op is Probe.LINK:
-            partners = rounds(nproc)[round(case.x) - 1].items()
+            partners = pairing_rounds(nproc)[round(case.x) - 1].items()
             pairs |= {
                 (a, b): case.work / fmean((seconds[a], seconds[b])) for a, b in partners if a < b
             }
@@ -77,18 +77,20 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         else:
             working_s = max(
                 fmean(seconds) - launch_s.get((case.op, case.dtype), 0.0),
-                LEAST_WORK * fmean(seconds),
+                MIN_WORK_SHARE * fmean(seconds),
             )
             points[case.op, case.dtype].append((case.x, case.work / working_s))
     how = _how(kind, nproc)
-    how_work = f"{how}, CPU time" if clock_for(kind, nproc) is Clock.THREAD else how
+    how_work = f"{how}, CPU time" if choose_clock(kind, nproc) is CallClock.THREAD else how
     curves = {key: tuple(sorted(found)) for key, found in points.items()}
     for dtype in (Dtype.BF16, Dtype.FP32):
         curves[Op.ELEMENTWISE, dtype] = _past_caches(curves, dtype)
     missing = [
         op for op in (*Op, Probe.COPY) if not any(key[0] is op and curves[key] for key in curves)
     ]
-    if len(steps := [1 / y for _, y in curves.pop((Probe.STEP, Dtype.BF16), ())]) < len(SHAPES):
+    if len(steps := [1 / y for _, y in curves.pop((Probe.STEP, Dtype.BF16), ())]) < len(
+        TINY_SHAPES
+    ):
         missing.append(Probe.STEP)
     if missing:
         rule = f"was too short to measure {', '.join(missing)}"
@@ -101,12 +103,12 @@ def measure(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         fabric=_fabric(
             nproc, curves, {key: tuple(sorted(found)) for key, found in moved.items()}, pairs, how
         ),
-        constants=_constants(host_work(steps), how_work),
+        constants=_constants(solve_host_work(steps), how_work),
         fingerprint=machine_fingerprint(nproc),
     )
 
 
-def _past_caches(curves: dict[tuple[str, Dtype], Points], dtype: Dtype) -> Points:
+def _past_caches(curves: dict[tuple[str, Dtype], CurvePoints], dtype: Dtype) -> CurvePoints:
     """The rates of passes, and beyond the largest of them that of a copy, which no cache holds."""
     found, copied = (
         curves.get(key, ()) for key in ((Op.ELEMENTWISE, dtype), (Probe.COPY, Dtype.FP32))
@@ -135,7 +137,7 @@ def machine_fingerprint(nproc: int) -> str:
         BENCH_VERSION,
         device_name(),
         platform.machine(),
-        cores(),
+        count_cores(),
         _ram_bytes(),
         torch.__version__,
         nproc,
@@ -154,7 +156,7 @@ def device_name() -> str:
 
 
 def _kind(nproc: int) -> DeviceKind:
-    refuse_crowd(nproc)
+    refuse_too_many_processes(nproc)
     if not torch.cuda.is_available():
         return DeviceKind.CPU
     gpus = torch.cuda.device_count()
@@ -177,7 +179,7 @@ def _sourced(value: float, source: str) -> Sourced:
 
 
 def _device(
-    kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dtype], Points], how: str
+    kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dtype], CurvePoints], how: str
 ) -> Device:
     whats = {
         Op.GEMM: "linear forward and both backward products",
@@ -194,7 +196,7 @@ def _device(
         if (op, dtype) in curves
     )
     peaks = tuple(
-        Peak(
+        DtypePeak(
             dtype=dtype,
             rate=_sourced(max(y for _, y in curves[Op.GEMM, dtype]), f"{how}: best GEMM rate"),
         )
@@ -220,8 +222,8 @@ def _device(
 
 def _fabric(
     nproc: int,
-    curves: dict[tuple[str, Dtype], Points],
-    moved: dict[tuple[Collective, int], Points],
+    curves: dict[tuple[str, Dtype], CurvePoints],
+    moved: dict[tuple[Collective, int], CurvePoints],
     pairs: dict[tuple[int, int], float],
     how: str,
 ) -> Fabric:
@@ -261,7 +263,7 @@ def _fabric(
     )
 
 
-def _curve(points: Points, source: str) -> Curve:
+def _curve(points: CurvePoints, source: str) -> Curve:
     return Curve(points=points, kind=SourceKind.MEASURED, source=source)
 
 

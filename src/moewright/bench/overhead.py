@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from moewright.engine.comm import collectives
-from moewright.engine.data.batch import Batch, batch_here
-from moewright.engine.model.layers import slots_of
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.run.build import join, trainee
+from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.layers import list_parameters
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import Trainee, train_step
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.step import TrainState, train_step
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
@@ -62,7 +62,7 @@ MODEL = ModelSpec(
     moe=MoeSpec(experts=16, ffn_size=256, router=RouterSpec(top_k=4)),
     moe_layers=(True,) * 4,
 )
-WORK = Workload(
+WORKLOAD = Workload(
     seq_len=256,
     global_batch=4,
     precision=Dtype.FP32,
@@ -86,20 +86,20 @@ class Overhead:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tokens:
+class RandomTokens:
     """One batch a step, the same for both."""
 
     device: torch.device
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
         dice = torch.Generator().manual_seed((step * 1000 + micro_batch) * 1000 + run.mesh.rank)
         rows = torch.randint(
-            0, MODEL.vocab_size, (LAYOUT.mbs, WORK.seq_len + 1), generator=dice
+            0, MODEL.vocab_size, (LAYOUT.mbs, WORKLOAD.seq_len + 1), generator=dice
         ).to(self.device)
-        return batch_here(run, rows[:, :-1], rows[:, 1:], None)
+        return build_micro_batch(run, rows[:, :-1], rows[:, 1:], None)
 
 
-def overhead(device: torch.device) -> Overhead:
+def measure_overhead(device: torch.device) -> Overhead:
     """Time the two in turn. On a CPU one thread runs, and its own time counts: what other jobs take
     is not in it."""
     if device.type == "cpu":
@@ -108,7 +108,7 @@ def overhead(device: torch.device) -> Overhead:
     plain = _plain(plain_job)
 
     def engine(step: int) -> float:
-        return train_step(job, step=step, lr=_LR, stop_asked=False, counted=False).loss
+        return train_step(job, step=step, lr=_LR, stop_requested=False, count_ledger=False).loss
 
     pairs, losses = [], (0.0, 0.0)
     for step in range(1, WARM_UP + REPEATS + 1):
@@ -127,20 +127,26 @@ def overhead(device: torch.device) -> Overhead:
     )
 
 
-def _job(device: torch.device, layout: Layout = LAYOUT, rank: int = 0) -> Trainee:
-    work = replace(WORK, global_batch=WORK.global_batch * layout.dp)
-    return trainee(
-        MODEL, work, layout, _Tokens(device=device), rank=rank, device=device, initial=initial_value
+def _job(device: torch.device, layout: Layout = LAYOUT, rank: int = 0) -> TrainState:
+    work = replace(WORKLOAD, global_batch=WORKLOAD.global_batch * layout.dp)
+    return build_train_state(
+        MODEL,
+        work,
+        layout,
+        RandomTokens(device=device),
+        rank=rank,
+        device=device,
+        initial_value=draw_initial_value,
     )
 
 
-def _plain(job: Trainee) -> Callable[[int], float]:
+def _plain(job: TrainState) -> Callable[[int], float]:
     """A loop over the job's modules alone, on parameters that nothing of the engine hangs on."""
     parameters = []
-    for slot in slots_of(job.model):
+    for slot in list_parameters(job.model):
         slot.owner.weight = torch.nn.Parameter(slot.owner.weight.detach().clone())
         parameters.append(slot.owner.weight)
-    spec = WORK.optimizer
+    spec = WORKLOAD.optimizer
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
@@ -148,10 +154,10 @@ def _plain(job: Trainee) -> Callable[[int], float]:
     rule = torch.optim.AdamW(
         groups, lr=_LR, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
     )
-    count = WORK.global_batch // LAYOUT.mbs
+    count = WORKLOAD.global_batch // LAYOUT.mbs
 
     def step(number: int) -> float:
-        batches = [job.train_data.micro_batch(job.run, number - 1, m) for m in range(count)]
+        batches = [job.train_data.micro_batch(job.runtime, number - 1, m) for m in range(count)]
         targets = sum(int((batch.targets >= 0).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
@@ -198,7 +204,7 @@ def _outside(run: Callable[[int], float], first: int) -> float:
     return min(found)
 
 
-def overlap_ratio(device: DeviceKind, ranks: int) -> float:
+def measure_overlap_ratio(device: DeviceKind, ranks: int) -> float:
     """Tokens/s of data parallelism with ZeRO-1 whose collectives overlap over that without, in turn
     on `ranks` ranks.
 
@@ -208,15 +214,15 @@ def overlap_ratio(device: DeviceKind, ranks: int) -> float:
         path = Path(folder) / "ratio"
         if (
             launch(partial(_overlap, path), nproc=ranks, run_dir=Path(folder), device=device)
-            is not Exit.DONE
+            is not ExitCode.DONE
         ):
             raise BadInput(Reason(field="bench engine", rule="a rank failed: see above"))
         return float(path.read_text())
 
 
-def _overlap(path: Path, seat: RankContext) -> Outcome:
-    device = join(seat)
-    plain = Layout(world_size=seat.world, mbs=LAYOUT.mbs)
+def _overlap(path: Path, seat: RankContext) -> RankOutcome:
+    device = init_distributed(seat)
+    plain = Layout(world_size=seat.world_size, mbs=LAYOUT.mbs)
     jobs = [
         _job(device, layout, seat.rank)
         for layout in (plain, replace(plain, overlap=(Overlap.GRAD, Overlap.PARAM)))
@@ -227,15 +233,15 @@ def _overlap(path: Path, seat: RankContext) -> Outcome:
         seconds = []
         for job in jobs:
             started = time.perf_counter()
-            train_step(job, step=step, lr=_LR, stop_asked=False, counted=False)
+            train_step(job, step=step, lr=_LR, stop_requested=False, count_ledger=False)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - started)
         if step > WARM_UP:
             ratios.append(seconds[0] / seconds[1])
     for job in jobs:
-        job.optimizer.settle()
+        job.optimizer.finish_pending()
     if seat.rank == 0:
         path.write_text(str(statistics.median(ratios)))
-    collectives.stop()
-    return Outcome.DONE
+    collectives.leave_world()
+    return RankOutcome.DONE

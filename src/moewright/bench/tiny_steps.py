@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.data.batch import Batch, batch_here
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.run.build import trainee
+from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
@@ -35,7 +35,7 @@ _FEW, _MANY = 4, 36  # experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class TinyShape:
     """Layers without experts, layers with `experts` each."""
 
     dense: int
@@ -43,13 +43,13 @@ class Shape:
     experts: int
 
 
-ONE = Shape(dense=0, moe=1, experts=_FEW)
+BASE_SHAPE = TinyShape(dense=0, moe=1, experts=_FEW)
 # Beside ONE: more layers, more layers without experts, more experts.
-SHAPES = (
-    ONE,
-    Shape(dense=0, moe=1 + _MORE, experts=_FEW),
-    Shape(dense=_MORE, moe=1, experts=_FEW),
-    Shape(dense=0, moe=1, experts=_MANY),
+TINY_SHAPES = (
+    BASE_SHAPE,
+    TinyShape(dense=0, moe=1 + _MORE, experts=_FEW),
+    TinyShape(dense=_MORE, moe=1, experts=_FEW),
+    TinyShape(dense=0, moe=1, experts=_MANY),
 )
 
 
@@ -65,7 +65,7 @@ class HostWork:
     dense_share: float
 
 
-def host_work(step_s: Sequence[float]) -> HostWork:
+def solve_host_work(step_s: Sequence[float]) -> HostWork:
     """From the seconds of a step of each of SHAPES."""
     one, *others = step_s
     whole_s, dense_s, more_s = (max(0.0, other - one) / MICRO_BATCHES for other in others)
@@ -80,16 +80,16 @@ def host_work(step_s: Sequence[float]) -> HostWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tokens:
+class FixedTokens:
     """The same tokens in every step."""
 
     ids: torch.Tensor
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        return batch_here(run, self.ids[:, :-1], self.ids[:, 1:], None)
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        return build_micro_batch(run, self.ids[:, :-1], self.ids[:, 1:], None)
 
 
-def tiny_step(shape: Shape, device: torch.device) -> Callable[[], object]:
+def build_tiny_step(shape: TinyShape, device: torch.device) -> Callable[[], object]:
     """A step of a model of this shape, alone on its rank."""
     layers = shape.dense + shape.moe
     model = ModelSpec(
@@ -118,13 +118,13 @@ def tiny_step(shape: Shape, device: torch.device) -> Callable[[], object]:
         loss=LossSpec(aux_coeff=0.01),
     )
     ids = torch.arange(_SEQ_LEN + 1, device=device)[None] % _VOCAB
-    job = trainee(
+    job = build_train_state(
         model,
         work,
         Layout(world_size=1),
-        _Tokens(ids=ids),
+        FixedTokens(ids=ids),
         rank=0,
         device=device,
-        initial=initial_value,
+        initial_value=draw_initial_value,
     )
-    return lambda: train_step(job, step=1, lr=1e-3, stop_asked=False, counted=False)
+    return lambda: train_step(job, step=1, lr=1e-3, stop_requested=False, count_ledger=False)

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moewright.bench.cases import Call, Case, Place, all_cases, group_sizes
+from moewright.bench.cases import BenchContext, Call, Case, build_cases, group_sizes
 from moewright.engine.memory.allocator import keep_freed_memory
-from moewright.engine.run.process_limit import cores
+from moewright.engine.run.process_limit import count_cores
 from moewright.engine.run.worker import die_with_parent
 from moewright.spec.hardware import DeviceKind
 
@@ -32,31 +32,31 @@ BATCH_S = 2e-4  # calls shorter than this are timed several at once
 GRACE_S = 60.0  # past the budget, before a team is taken for hung
 
 
-class Clock(StrEnum):
+class CallClock(StrEnum):
     WALL = "wall"
     # CPU time of the calling thread: what other jobs take from the machine is not in it
     THREAD = "thread"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
+class WorkerSettings:
     """What a rank of the team is told; the deadline is of the monotonic clock, which processes
     share."""
 
     kind: DeviceKind
     ranks: int
-    clock: Clock  # of work other than collectives
+    clock: CallClock  # of work other than collectives
     deadline: float
     folder: str
 
 
-def clock_for(kind: DeviceKind, ranks: int) -> Clock:
+def choose_clock(kind: DeviceKind, ranks: int) -> CallClock:
     """Ranks that have a core each are timed by their CPU time; ranks that share cores must wait for
     each other."""
-    return Clock.THREAD if kind is DeviceKind.CPU and ranks <= cores() else Clock.WALL
+    return CallClock.THREAD if kind is DeviceKind.CPU and ranks <= count_cores() else CallClock.WALL
 
 
-def run_team(
+def run_workers(
     kind: DeviceKind, *, ranks: int, budget_s: float
 ) -> tuple[tuple[float, ...] | None, ...]:
     """Seconds of one call of each of `all_cases` on every rank; None: no time was left.
@@ -71,8 +71,12 @@ def run_team(
     )
     deadline = time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="moewright-bench-") as folder:
-        told = Assignment(
-            kind=kind, ranks=ranks, clock=clock_for(kind, ranks), deadline=deadline, folder=folder
+        told = WorkerSettings(
+            kind=kind,
+            ranks=ranks,
+            clock=choose_clock(kind, ranks),
+            deadline=deadline,
+            folder=folder,
         )
         arguments = [(rank, told, os.getpid()) for rank in range(ranks)]
         team = [start.Process(target=_rank_main, args=each, daemon=True) for each in arguments]
@@ -112,7 +116,7 @@ def _raise_first_failure(codes: Sequence[int | None], folder: Path) -> None:
         raise RuntimeError(f"ranks {hung} of the benchmark hung: {GRACE_S:g} s past its budget")
 
 
-def _rank_main(rank: int, told: Assignment, parent: int) -> None:
+def _rank_main(rank: int, told: WorkerSettings, parent: int) -> None:
     folder = Path(told.folder)
     try:
         if sys.platform == "linux":  # a parent that is killed cannot end its daemons
@@ -124,7 +128,7 @@ def _rank_main(rank: int, told: Assignment, parent: int) -> None:
         os._exit(1)
 
 
-def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
+def _measure_all(rank: int, told: WorkerSettings) -> Sequence[float | None]:
     torch.set_num_threads(1)
     keep_freed_memory()
     warnings.simplefilter(
@@ -143,8 +147,8 @@ def _measure_all(rank: int, told: Assignment) -> Sequence[float | None]:
             world_size=told.ranks,
             timeout=timedelta(seconds=GRACE_S),
         )
-    cases = all_cases(told.kind, told.ranks)
-    place = Place(
+    cases = build_cases(told.kind, told.ranks)
+    place = BenchContext(
         device=device,
         rank=rank,
         groups={size: _block(rank, size, told.ranks) for size in group_sizes(told.ranks)},
@@ -164,7 +168,9 @@ def _block(rank: int, size: int, ranks: int) -> dist.ProcessGroup | None:
     return blocks[rank // size]
 
 
-def _measure(case: Case, place: Place, told: Assignment, cases_left: int) -> float | None:
+def _measure(
+    case: Case, place: BenchContext, told: WorkerSettings, cases_left: int
+) -> float | None:
     """Seconds of one call. Every rank makes the same number of calls, at the same time as the
     others.
 
@@ -175,30 +181,30 @@ def _measure(case: Case, place: Place, told: Assignment, cases_left: int) -> flo
     left_s = -_highest(time.monotonic() - told.deadline, device, told.ranks)
     if left_s <= 0:
         return None
-    turns = itertools.cycle([case.setup(place) for _ in range(case.sets)])
+    turns = itertools.cycle([case.setup(place) for _ in range(case.input_sets)])
 
     def call() -> object:
         return next(turns)()
 
     call()
-    clock = Clock.WALL if case.moves else told.clock
+    clock = CallClock.WALL if case.is_communication else told.clock
     first = _time(call, 1, device, clock)
     wall_s = max(_highest(first.wall_s, device, told.ranks), 1e-7)
     calls = max(1, min(1000, round(BATCH_S / wall_s)))
-    repeats = int(case.slices * min(SLICE_S, left_s / cases_left) / (wall_s * calls))
+    repeats = int(case.time_slices * min(SLICE_S, left_s / cases_left) / (wall_s * calls))
     times = [first, *(_time(call, calls, device, clock) for _ in range(max(2, min(60, repeats))))]
     return sorted(timing.call_s for timing in times)[len(times) // 4]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
+class CallTiming:
     """One call, by the wall clock and by the clock asked for."""
 
     wall_s: float
     call_s: float
 
 
-def _time(call: Call, calls: int, device: torch.device, clock: Clock) -> Timing:
+def _time(call: Call, calls: int, device: torch.device, clock: CallClock) -> CallTiming:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     wall, thread = time.perf_counter(), time.thread_time()
@@ -207,7 +213,7 @@ def _time(call: Call, calls: int, device: torch.device, clock: Clock) -> Timing:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     thread_s, wall_s = (time.thread_time() - thread) / calls, (time.perf_counter() - wall) / calls
-    return Timing(wall_s=wall_s, call_s=thread_s if clock is Clock.THREAD else wall_s)
+    return CallTiming(wall_s=wall_s, call_s=thread_s if clock is CallClock.THREAD else wall_s)
 
 
 def _highest(value: float, device: torch.device, ranks: int) -> float:

@@ -15,7 +15,14 @@ from moewright.intake import catalogue
 from moewright.rules import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Device, Hardware
-from moewright.spec.layout import Dispatcher, Graphs, Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import (
+    CudaGraphScope,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+)
 from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB, TERA
@@ -32,35 +39,35 @@ _OVERLAPS = (
 OVERLAP_COLUMNS = tuple(column for column, _ in _OVERLAPS)
 
 
-def wrong(column: str, value: str, rule: str) -> BadInput:
+def cell_error(column: str, value: str, rule: str) -> BadInput:
     """A cell that cannot be read, as what a caller raises."""
     return BadInput(Reason(field=column, value=value[:60], rule=rule))
 
 
-def number(column: str, text: str) -> float:
+def parse_number(column: str, text: str) -> float:
     """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise wrong(column, text, "must be a number above 0")
+        raise cell_error(column, text, "must be a number above 0")
     return value
 
 
-def whole(column: str, text: str) -> int:
-    value = number(column, text)
+def parse_whole_number(column: str, text: str) -> int:
+    value = parse_number(column, text)
     if value != int(value):
-        raise wrong(column, text, "must be a whole number")
+        raise cell_error(column, text, "must be a whole number")
     return int(value)
 
 
-def hardware(text: str, count: int, own: Sequence[Hardware] = ()) -> Hardware:
+def parse_hardware(text: str, count: int, user_hardware: Sequence[Hardware] = ()) -> Hardware:
     """`count` parts of that name, one of the user's `own` or the catalogue's.
 
     "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's part with this memory.
     """
-    for part in own:
+    for part in user_hardware:
         if text.strip().casefold() in (part.name.casefold(), part.device.name.casefold()):
             return replace(part, count=count)
     base, _, inside = text.partition("(")
@@ -79,7 +86,7 @@ def hardware(text: str, count: int, own: Sequence[Hardware] = ()) -> Hardware:
     return replace(found, name=text, device=device) if inside else found
 
 
-def precision(text: str) -> Dtype:
+def parse_precision(text: str) -> Dtype:
     """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX);
     4-bit ones NVFP4 alone.
 
@@ -87,11 +94,11 @@ def precision(text: str) -> Dtype:
     """
     folded = text.casefold()
     if not folded:
-        raise wrong("precision", text, "is not stated")
+        raise cell_error("precision", text, "is not stated")
     if folded == Dtype.NVFP4:
         return Dtype.NVFP4
     if "fp4" in folded:
-        raise wrong(
+        raise cell_error(
             "precision", text, "of 4-bit compute, all layers in nvfp4 have measured rates here"
         )
     if "fp8" in folded:
@@ -99,10 +106,10 @@ def precision(text: str) -> Dtype:
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
         if folded.startswith(dtype.value):
             return dtype
-    raise wrong("precision", text, "is no known precision")
+    raise cell_error("precision", text, "is no known precision")
 
 
-def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
+def parse_optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
     """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32
     gradients.
 
@@ -111,7 +118,7 @@ def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
     """
     folded = text.casefold()
     if folded and "adam" not in folded and folded != "muon":
-        raise wrong("optimizer", text, "only Adam and Muon are modelled")
+        raise cell_error("optimizer", text, "only Adam and Muon are modelled")
     moments = Dtype.FP32
     halves = "precision-aware" in folded or "bf16 moments" in folded or folded == "muon"
     if halves and "fp32 states" not in folded:
@@ -120,7 +127,7 @@ def optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
     return OptimizerSpec(moment_dtype=moments), grads
 
 
-def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
+def parse_recompute(granularity: str, modules: str) -> tuple[Recompute, ...]:
     """Megatron's two columns; selective without a list is its default, core_attn. Raises BadInput
     for other tools' own policies."""
     folded = granularity.casefold()
@@ -139,45 +146,49 @@ def recomputed(granularity: str, modules: str) -> tuple[Recompute, ...]:
     for word in words or ["core_attn"]:
         known = next((one for one in Recompute if one.value == word), None)
         if known is None:
-            raise wrong("recompute_modules", modules, "is no policy of modules that is modelled")
+            raise cell_error(
+                "recompute_modules", modules, "is no policy of modules that is modelled"
+            )
         found.add(known)
     return tuple(sorted(found))
 
 
-def recomputed_layers(granularity: str, modules: str, method: str) -> int | None:
+def parse_recompute_layers(granularity: str, modules: str, method: str) -> int | None:
     """Layers that full recompute takes by a method of Megatron's, "full block 5" or "uniform, 2
     layers"."""
     match = re.search(rf"\b{method}\D*(\d+)", modules) if granularity.casefold() == "full" else None
     return int(match[1]) if match else None
 
 
-def offloaded_fraction(text: str) -> float:
+def parse_offload_fraction(text: str) -> float:
     """Share of the optimizer on the host, where it is: all of it unless a percentage stands
     beside."""
     part = re.search(r"optimizer[^;]*?([\d.]+) ?%", text)
-    return number("offload", part[1]) / 100 if part else 1.0
+    return parse_number("offload", part[1]) / 100 if part else 1.0
 
 
-def dispatcher(text: str) -> Dispatcher:
+def parse_dispatcher(text: str) -> DispatcherKind:
     """Megatron's plain all-to-all when the cell is empty."""
-    if text and text not in tuple(Dispatcher):
-        raise wrong("dispatcher", text, f"must be one of {', '.join(Dispatcher)}")
-    return Dispatcher(text) if text else Dispatcher.ALL_TO_ALL
+    if text and text not in tuple(DispatcherKind):
+        raise cell_error("dispatcher", text, f"must be one of {', '.join(DispatcherKind)}")
+    return DispatcherKind(text) if text else DispatcherKind.ALL_TO_ALL
 
 
-def graphs(text: str) -> tuple[Graphs, ...]:
+def parse_graphs(text: str) -> tuple[CudaGraphScope, ...]:
     """Scope of CUDA graphs; a Transformer Engine graph of the whole layer captures what such graphs
     can."""
     _, _, scope = text.partition(":")
     if "iteration" in scope:
-        return (Graphs.FULL,)
+        return (CudaGraphScope.FULL,)
     if "whole layer" in scope:
-        return tuple(sorted({Graphs.ATTN, Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS}))
+        return tuple(
+            sorted({CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS})
+        )
     words = scope.split()
-    return tuple(sorted(one for one in Graphs if one.value in words))
+    return tuple(sorted(one for one in CudaGraphScope if one.value in words))
 
 
-def offloaded(text: str) -> tuple[Offload, ...]:
+def parse_offload(text: str) -> tuple[Offload, ...]:
     """What lives on the host. Raises BadInput where only a part does, or the source does not say
     what."""
     if text in ("", "none") or text.startswith("paged stash"):
@@ -191,19 +202,21 @@ def offloaded(text: str) -> tuple[Offload, ...]:
         else:
             words = [one for one in Offload if one.value in piece.replace(":", " ").split()]
             if not words:
-                raise wrong("offload", text, "the offloaded modules are not stated or not modelled")
+                raise cell_error(
+                    "offload", text, "the offloaded modules are not stated or not modelled"
+                )
             found.update(words)
     return tuple(sorted(found))
 
 
-def overlapped(of: Mapping[str, str]) -> tuple[Overlap, ...]:
+def parse_overlaps(cells: Mapping[str, str]) -> tuple[Overlap, ...]:
     """The overlaps that are on. A recipe may ask for the gather alone; it needs the buckets of the
     reduction."""
-    found = {overlap for column, overlap in _OVERLAPS if of[column] == "true"}
+    found = {overlap for column, overlap in _OVERLAPS if cells[column] == "true"}
     return tuple(sorted(found if Overlap.GRAD in found else found - {Overlap.PARAM}))
 
 
-def stage_text(text: str, model: ModelSpec, pp: int) -> str:
+def parse_stage_text(text: str, model: ModelSpec, pp: int) -> str:
     """A layout string; "uneven: first 2, last 2 layers" is spelt out, the other stages sharing what
     is left evenly.
 
@@ -217,7 +230,7 @@ def stage_text(text: str, model: ModelSpec, pp: int) -> str:
     middle = pp - len(ends)
     each, rest = divmod(model.layers - sum(ends.values()), middle)
     if rest:
-        raise wrong(
+        raise cell_error(
             "pp_layout", text, f"leaves {each * middle + rest} layers for {middle} equal stages"
         )
     counts = [ends.get("first", each), *[each] * (pp - 2), ends.get("last", each)]
@@ -225,10 +238,12 @@ def stage_text(text: str, model: ModelSpec, pp: int) -> str:
     return f"E{body}{'m' * model.mtp_layers}L"
 
 
-def spread(model: ModelSpec, layout: Layout) -> Layout:
+def spread_layers(model: ModelSpec, layout: Layout) -> Layout:
     """The layout with the layers spread over its stages where no even split exists and the source
     gives none."""
-    if layout.stages or not stages.stage_reasons(model, layout):
+    if layout.stages or not stages.check_stages(model, layout):
         return layout
-    text = stages.layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)
+    text = stages.even_layout_string(
+        model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp
+    )
     return replace(layout, stages=text)

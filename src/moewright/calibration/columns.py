@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moewright.codec import given_fields, parse_layout
-from moewright.spec.layout import Graphs, Overlap, Recompute
+from moewright.codec import explicit_fields, parse_layout
+from moewright.spec.layout import CudaGraphScope, Overlap, Recompute
 
 _SILENCE = frozenset(
     {"nan", "na", "n/a", "null", "unknown", "not stated", "-", "--", "?", "\u2013", "\u2014"}
@@ -97,13 +97,13 @@ _OVERLAPS: Mapping[Overlap, str] = MappingProxyType(
 )
 
 
-def column_of(title: str) -> str:
+def canonical_column(title: str) -> str:
     """The column that a header names: "Micro Batch Size" and "micro-batch-size" are mbs."""
     name = re.sub(r"[\s-]+", "_", title.strip().casefold())
     return _ALSO.get(name, name)
 
 
-def cell_of(column: str, text: str) -> str:
+def canonical_cell(column: str, text: str) -> str:
     """A cell in this project's spelling."""
     said = text.strip()
     if said.casefold() in _SILENCE:
@@ -127,7 +127,7 @@ def _number(column: str, said: str) -> str:
     return re.sub(r"^(\d+)\.0+$", r"\1", plain)
 
 
-def with_layout(cells: Mapping[str, str]) -> dict[str, str]:
+def fill_from_layout(cells: Mapping[str, str]) -> dict[str, str]:
     """The cells, the empty ones read from a `layout` column as far as it is written like a layout
     and says so. Raises BadInput for other text.
     """
@@ -137,7 +137,7 @@ def with_layout(cells: Mapping[str, str]) -> dict[str, str]:
     devices = cells.get("num_gpus", "")
     layout, given = (
         parse_layout(text, world_size=int(devices) if devices.isdecimal() else 1),
-        given_fields(text),
+        explicit_fields(text),
     )
     said: dict[str, str] = {name: str(getattr(layout, name)) for name in _DEGREES if name in given}
     if "recompute" in given:
@@ -151,7 +151,7 @@ def with_layout(cells: Mapping[str, str]) -> dict[str, str]:
     if "graphs" in given:
         said["cuda_graph"] = f"scope: {' '.join(layout.graphs)}" if layout.graphs else "none"
         said["cuda_graph"] = (
-            "scope: iteration" if Graphs.FULL in layout.graphs else said["cuda_graph"]
+            "scope: iteration" if CudaGraphScope.FULL in layout.graphs else said["cuda_graph"]
         )
     if "overlap" in given:
         said |= {column: str(one in layout.overlap).lower() for one, column in _OVERLAPS.items()}

@@ -9,15 +9,15 @@ from statistics import fmean, median
 
 import numpy as np
 
-from moewright.calibration.table import Measured, PeakKind, Table
+from moewright.calibration.table import MeasuredRow, MeasurementTable, PeakKind
 from moewright.cost.estimate import estimate
 from moewright.spec.hardware import Constant
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Verdict
 from moewright.spec.units import GB
 
-FEWEST_LAYOUTS = 3  # of a group whose rank correlation says anything
-_BEYOND_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
+MIN_LAYOUTS = 3  # of a group whose rank correlation says anything
+_NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class ScoredRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
+class SpeedErrors:
     """Errors of predicted tokens/s over some rows, as shares of the measured figure."""
 
     rows: int
@@ -68,7 +68,7 @@ class GroupScore:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class MemoryScore:
     """Peaks, as errors over the measured figure, and verdicts: over rows that ran and rows stated
     out of memory."""
 
@@ -83,30 +83,31 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class ScoreSummary:
     """`complete`: rows whose source states all that decides the speed; a measurement under two ids
     counts once."""
 
     rows: int
     scored: int
     skipped: int
-    all_speeds: Speeds | None
-    complete_speeds: Speeds | None
+    all_speeds: SpeedErrors | None
+    complete_speeds: SpeedErrors | None
     mean_rank_correlation: float | None
     worst_regret: float | None
     groups: tuple[GroupScore, ...]
-    memory: Memory
+    memory: MemoryScore
     contradictions: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    summary: Summary
+    summary: ScoreSummary
     rows: tuple[ScoredRow, ...]
 
 
-def score(
-    table: Table, calibrate: Callable[[Measured], Calibration] = lambda _: Calibration()
+def score_table(
+    table: MeasurementTable,
+    calibrate: Callable[[MeasuredRow], Calibration] = lambda _: Calibration(),
 ) -> Score:
     """Every row of the table, in its order, predicted under its calibration."""
     skipped = {row.id: ScoredRow(id=row.id, skipped=row.reason) for row in table.skipped}
@@ -115,60 +116,62 @@ def score(
     return Score(summary=_summary(table, predicted), rows=rows)
 
 
-def _predicted(row: Measured, calibration: Calibration) -> ScoredRow:
+def _predicted(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
     hardware = replace(row.hardware, constants=(*row.hardware.constants, *calibration.constants))
     found = estimate(row.model, row.workload, hardware, row.layout)
     said = [calibration.source, *row.notes]
-    if row.unknown:
-        said.append(f"not stated, taken at the default: {', '.join(row.unknown)}")
-    if row.same_as:
-        said.append(f"the same measurement as {row.same_as}")
+    if row.unstated:
+        said.append(f"not stated, taken at the default: {', '.join(row.unstated)}")
+    if row.duplicate_of:
+        said.append(f"the same measurement as {row.duplicate_of}")
     verdict = found.verdict
-    if verdict is Verdict.OOM and "recompute_granularity" in row.unknown and not row.oom:
+    if verdict is Verdict.OOM and "recompute_granularity" in row.unstated and not row.oom:
         verdict = Verdict.UNCERTAIN
         said.append("does not fit without recompute, which may have been on")
-    if verdict is Verdict.FITS and row.least:
+    if verdict is Verdict.FITS and row.assumed_least:
         verdict = Verdict.UNCERTAIN
-        said.append(f"would fit at the least that its source leaves open: {', '.join(row.least)}")
-    elif row.least:
         said.append(
-            f"does not fit even at the least that its source leaves open: {', '.join(row.least)}"
+            f"would fit at the least that its source leaves open: {', '.join(row.assumed_least)}"
+        )
+    elif row.assumed_least:
+        said.append(
+            f"does not fit even at the least that its source leaves open: {', '.join(row.assumed_least)}"
         )
     return ScoredRow(
         id=row.id,
         measured_tokens_per_s_per_gpu=row.speed.tokens_per_s_per_device if row.speed else None,
         predicted_tokens_per_s_per_gpu=found.tokens_per_s_per_device,
         measured_peak_memory_gb=row.peak.value if row.peak else None,
-        predicted_peak_memory_gb=predicted_peak(row, found),
+        predicted_peak_memory_gb=predict_peak(row, found),
         verdict=verdict,
         measured_oom=row.oom,
         calibration="; ".join(said),
     )
 
 
-def predicted_peak(row: Measured, found: Estimate) -> float:
+def predict_peak(row: MeasuredRow, predicted: Estimate) -> float:
     """The predicted peak of what the row measured, in its unit; without a measured peak, the whole
     device in GB."""
     if row.peak is None:
-        return found.peak_bytes / GB
+        return predicted.peak_bytes / GB
     kind = row.peak.kind
     beyond: tuple[Component, ...] = ()
     if kind is PeakKind.RESERVED:
         beyond = (Component.COMMUNICATION,)
     elif kind is not PeakKind.DEVICE:
-        beyond = _BEYOND_ALLOCATED
-    ledger = found.ledgers[-1 if kind is PeakKind.LAST_RANK else found.peak_rank]
+        beyond = _NOT_ALLOCATED
+    ledger = predicted.ledgers[-1 if kind is PeakKind.LAST_RANK else predicted.peak_rank]
     return (
-        sum(one.bytes for one in ledger.on_device if one.component not in beyond)
+        sum(one.bytes for one in ledger.device_rows if one.component not in beyond)
         / row.peak.unit_bytes
     )
 
 
-def _summary(table: Table, predicted: dict[str, ScoredRow]) -> Summary:
-    once = [row for row in table.rows if not row.same_as]
-    full = [row for row in once if row.complete]
+def _summary(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> ScoreSummary:
+    once = [row for row in table.rows if not row.duplicate_of]
+    full = [row for row in once if row.is_complete]
     groups = tuple(_groups(full, predicted))
-    return Summary(
+    return ScoreSummary(
         rows=len(table.order),
         scored=len(table.rows),
         skipped=len(table.skipped),
@@ -182,7 +185,7 @@ def _summary(table: Table, predicted: dict[str, ScoredRow]) -> Summary:
     )
 
 
-def _speeds(rows: Iterable[ScoredRow]) -> Speeds | None:
+def _speeds(rows: Iterable[ScoredRow]) -> SpeedErrors | None:
     ratios = [
         row.predicted_tokens_per_s_per_gpu / row.measured_tokens_per_s_per_gpu
         for row in rows
@@ -191,7 +194,7 @@ def _speeds(rows: Iterable[ScoredRow]) -> Speeds | None:
     if not ratios:
         return None
     errors = np.abs(np.array(ratios) - 1)
-    return Speeds(
+    return SpeedErrors(
         rows=len(ratios),
         median_error=float(np.median(errors)),
         mean_error=float(errors.mean()),
@@ -200,7 +203,7 @@ def _speeds(rows: Iterable[ScoredRow]) -> Speeds | None:
     )
 
 
-def _groups(rows: Sequence[Measured], predicted: dict[str, ScoredRow]) -> Iterable[GroupScore]:
+def _groups(rows: Sequence[MeasuredRow], predicted: dict[str, ScoredRow]) -> Iterable[GroupScore]:
     """Groups of at least three layouts; runs of one layout are averaged, whatever their release."""
     by_group: dict[tuple[str, str], dict[object, list[tuple[float, float]]]] = {}
     for row in rows:
@@ -217,7 +220,7 @@ def _groups(rows: Sequence[Measured], predicted: dict[str, ScoredRow]) -> Iterab
             pair = one.measured_tokens_per_s_per_gpu, one.predicted_tokens_per_s_per_gpu
             by_group.setdefault(row.group, {}).setdefault(layout, []).append(pair)
     for (model, hardware), layouts in sorted(by_group.items()):
-        if len(layouts) < FEWEST_LAYOUTS:
+        if len(layouts) < MIN_LAYOUTS:
             continue
         measured = [fmean(m for m, _ in pairs) for pairs in layouts.values()]
         expected = [fmean(p for _, p in pairs) for pairs in layouts.values()]
@@ -231,10 +234,10 @@ def _groups(rows: Sequence[Measured], predicted: dict[str, ScoredRow]) -> Iterab
         )
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's: the correlation of ranks, equal values sharing their mean rank; 0 when one side
     does not vary."""
-    a, b = _ranks(one), _ranks(other)
+    a, b = _ranks(first), _ranks(second)
     a, b = a - a.mean(), b - b.mean()
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
     return float((a * b).sum()) / scale if scale else 0.0
@@ -248,7 +251,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float6
     return ranks
 
 
-def _memory(rows: Sequence[ScoredRow]) -> Memory:
+def _memory(rows: Sequence[ScoredRow]) -> MemoryScore:
     errors = [
         abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
         for row in rows
@@ -256,7 +259,7 @@ def _memory(rows: Sequence[ScoredRow]) -> Memory:
     ]
     ran = [row.verdict for row in rows if not row.measured_oom]
     out = [row.verdict for row in rows if row.measured_oom]
-    return Memory(
+    return MemoryScore(
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
         ran=len(ran),

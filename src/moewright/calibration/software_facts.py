@@ -40,7 +40,7 @@ _FLOW_BYTES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Filled:
+class SoftwareFacts:
     """A workload and layout with what their stack is known to do, the stack's constants, and the
     facts in words."""
 
@@ -50,10 +50,14 @@ class Filled:
     notes: tuple[str, ...]
 
 
-def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout: Layout) -> Filled:
+def apply_software_facts(
+    cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout: Layout
+) -> SoftwareFacts:
     """What is known of the row's software beyond its cells. A stated optimizer is not overruled."""
     constants = [
-        _constant("stack_age_years", age_years(cells["date_release"]), "date of its release")
+        _constant(
+            "stack_age_years", release_age_years(cells["date_release"]), "date of its release"
+        )
     ]
     notes: list[str] = []
     if _BRIDGE in cells["source"]:
@@ -97,10 +101,12 @@ def fill(cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout:
         notes.append(
             "arXiv 2603.07685, table 5: without TP it fits by offloading activations alone; taken as experts'"
         )
-    return Filled(workload=workload, layout=layout, constants=tuple(constants), notes=tuple(notes))
+    return SoftwareFacts(
+        workload=workload, layout=layout, constants=tuple(constants), notes=tuple(notes)
+    )
 
 
-def age_years(released: str) -> float:
+def release_age_years(released: str) -> float:
     """Years from a release ("26.04.01", "2025-11", "2025") to the software that the constants stand
     for, at most 2."""
     found = re.match(r"(?:20)?(\d\d)(?:[.-](\d\d))?", released)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moewright.calibration.cells import number
+from moewright.calibration.cells import parse_number
 from moewright.rules import flops
 from moewright.spec.model import ModelSpec
 from moewright.spec.units import TERA
@@ -28,14 +28,14 @@ _SAME = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speed:
+class MeasuredSpeed:
     """Measured speed, and from which figure it came."""
 
     tokens_per_s_per_device: float
     origin: str
 
 
-def without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> bool:
+def trained_without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> bool:
     """Whether a model that can train MTP layers did not in this run: the source says so, its layout
     string has none, or its TFLOP/s and tokens/s agree only without."""
     if not model.mtp_layers:
@@ -53,18 +53,18 @@ def without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> boo
     return abs(implied - bare) < abs(implied - full)
 
 
-def speed_of(
+def read_speed(
     cells: Mapping[str, str], model: ModelSpec, *, seq_len: int, gbs: int, devices: int
-) -> Speed | None:
+) -> MeasuredSpeed | None:
     """The speed of a row; None when it prints none that can be turned into tokens/s. Raises
     BadInput for no number."""
     if cells["time_per_iter_s"]:
         rate = gbs * seq_len / _figure(cells, "time_per_iter_s") / devices
-        return Speed(tokens_per_s_per_device=rate, origin="time of a step")
+        return MeasuredSpeed(tokens_per_s_per_device=rate, origin="time of a step")
     turned = _from_flops(cells, _flops_per_token(cells, model, seq_len))
     if not cells["tokens_per_s_per_gpu"]:
         return turned
-    printed = Speed(
+    printed = MeasuredSpeed(
         tokens_per_s_per_device=_figure(cells, "tokens_per_s_per_gpu"), origin="tokens/s"
     )
     if turned is None or cells["date_release"] not in _ROUNDED:
@@ -78,10 +78,10 @@ def speed_of(
 
 
 def _figure(cells: Mapping[str, str], column: str) -> float:
-    return number(column, cells[column])
+    return parse_number(column, cells[column])
 
 
-def _from_flops(cells: Mapping[str, str], per_token: int) -> Speed | None:
+def _from_flops(cells: Mapping[str, str], per_token: int) -> MeasuredSpeed | None:
     if not per_token or not (cells["tflops_per_gpu"] or cells["mfu_pct"]):
         return None
     if cells["tflops_per_gpu"]:
@@ -91,7 +91,7 @@ def _from_flops(cells: Mapping[str, str], per_token: int) -> Speed | None:
         )
     else:
         rate, origin = _figure(cells, "mfu_pct") / 100 * _MFU_OF, "MFU of 989.5 TFLOP/s"
-    return Speed(tokens_per_s_per_device=rate / per_token, origin=origin)
+    return MeasuredSpeed(tokens_per_s_per_device=rate / per_token, origin=origin)
 
 
 def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> int:
@@ -104,5 +104,5 @@ def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -
         halves = sum(
             flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
         )
-        counted += flops.TRAIN_OVER_FORWARD * halves // seq_len
+        counted += flops.TRAIN_TO_FORWARD_RATIO * halves // seq_len
     return counted

@@ -16,13 +16,13 @@ from itertools import combinations
 from pathlib import Path
 
 from moewright.calibration import cells as read
-from moewright.calibration.columns import cell_of, column_of, with_layout
-from moewright.calibration.software_facts import fill
-from moewright.calibration.speed import Speed, speed_of, without_mtp
-from moewright.calibration.unstated import open_columns, readings
+from moewright.calibration.columns import canonical_cell, canonical_column, fill_from_layout
+from moewright.calibration.software_facts import apply_software_facts
+from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
+from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
-from moewright.rules.legality import illegal
+from moewright.rules.legality import check_legality
 from moewright.rules.stages import parse_stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -67,7 +67,7 @@ COLUMNS = (
     *("oom", "notes"),
 )
 _NEEDED = ("model", "hardware", "num_gpus")
-APART = 1.1  # rows that say the same and differ by more contradict each other
+CONTRADICTION_RATIO = 1.1  # rows that say the same and differ by more contradict each other
 
 
 class PeakKind(StrEnum):
@@ -80,7 +80,7 @@ class PeakKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
+class MeasuredPeak:
     """A measured peak as printed, in units of `unit_bytes` (GB or GiB)."""
 
     value: float
@@ -89,7 +89,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredRow:
     """One run: what it was, as far as its source says, and what it measured.
 
     `unknown` names the columns that decide its speed or memory and are not stated; `least` those
@@ -103,49 +103,49 @@ class Measured:
     workload: Workload
     hardware: Hardware
     layout: Layout
-    speed: Speed | None
-    peak: Peak | None
+    speed: MeasuredSpeed | None
+    peak: MeasuredPeak | None
     oom: bool
-    unknown: tuple[str, ...]
-    least: tuple[str, ...] = ()
+    unstated: tuple[str, ...]
+    assumed_least: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    same_as: str = ""
+    duplicate_of: str = ""
 
     @property
     def group(self) -> tuple[str, str]:
         return self.model.name, self.hardware.name
 
     @property
-    def release(self) -> str:
+    def release_family(self) -> str:
         """Software family: the release up to its second number for dated releases, else the kind of
         source."""
         dated = re.match(r"\d\d\.\d\d", self.cells["date_release"])
         return dated[0] if dated else self.id.rpartition("-")[0]
 
     @property
-    def complete(self) -> bool:
-        return not self.unknown
+    def is_complete(self) -> bool:
+        return not self.unstated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
+class SkippedRow:
     id: str
     cells: Mapping[str, str]
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class MeasurementTable:
     """Rows in the order of the file; `order` holds all ids, made unique by their line where the
     file repeats one. `contradictions` are pairs that say the same layout."""
 
     order: tuple[str, ...]
-    rows: tuple[Measured, ...]
-    skipped: tuple[Skipped, ...]
+    rows: tuple[MeasuredRow, ...]
+    skipped: tuple[SkippedRow, ...]
     contradictions: tuple[str, ...]
 
 
-def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
+def read_table(path: Path, user_hardware: Sequence[Hardware] = ()) -> MeasurementTable:
     """The rows of a table; `own` are parts beside the catalogue's that its hardware column may
     name.
 
@@ -161,13 +161,13 @@ def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
         raise BadInput(
             Reason(field="table", value=str(path), rule="is no CSV text in UTF-8")
         ) from None
-    titles = {title: column_of(title) for title in (lines[0] if lines else ()) if title}
+    titles = {title: canonical_column(title) for title in (lines[0] if lines else ()) if title}
     missing = [column for column in _NEEDED if column not in titles.values()]
     if missing:
         rule = f"needs rows under a header with {', '.join(_NEEDED)}; missing: {', '.join(missing)}"
         raise BadInput(Reason(field="table", value=str(path), rule=rule))
-    rows: list[Measured] = []
-    skipped: list[Skipped] = []
+    rows: list[MeasuredRow] = []
+    skipped: list[SkippedRow] = []
     order: list[str] = []
     for place, line in enumerate(lines, 2):
         given = dict.fromkeys(COLUMNS, "")
@@ -175,19 +175,21 @@ def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
         for title, column in sorted(
             titles.items(), key=lambda pair: pair[0] != pair[1], reverse=True
         ):
-            given[column] = cell_of(column, line[title] or "") or given.get(column, "")
+            given[column] = canonical_cell(column, line[title] or "") or given.get(column, "")
         if not given["id"] or given["id"] in order:
             given["id"] = f"{given['id']}@line{place}"
         order.append(given["id"])
         try:
-            given = with_layout(given)
+            given = fill_from_layout(given)
             rows.append(
-                _out_of_memory(given, own) if given["oom"] == "true" else _measured(given, own)
+                _out_of_memory(given, user_hardware)
+                if given["oom"] == "true"
+                else _measured(given, user_hardware)
             )
         except BadInput as bad:
-            skipped.append(Skipped(id=given["id"], cells=given, reason=str(bad)))
+            skipped.append(SkippedRow(id=given["id"], cells=given, reason=str(bad)))
     marked = tuple(_repeats(rows))
-    return Table(
+    return MeasurementTable(
         order=tuple(order),
         rows=marked,
         skipped=tuple(skipped),
@@ -195,12 +197,12 @@ def read_table(path: Path, own: Sequence[Hardware] = ()) -> Table:
     )
 
 
-def _out_of_memory(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
+def _out_of_memory(given: Mapping[str, str], own: Sequence[Hardware]) -> MeasuredRow:
     """A row that states running out of memory, what it leaves open taken at what needs least."""
-    columns = open_columns(given, moe=catalogue.model(given["model"]).moe is not None)
-    best: tuple[int, Measured] | None = None
+    columns = find_unstated_columns(given, is_moe=catalogue.model(given["model"]).moe is not None)
+    best: tuple[int, MeasuredRow] | None = None
     refused: BadInput | None = None
-    for reading in readings(given, columns):
+    for reading in enumerate_readings(given, columns):
         try:
             row = _measured(reading, own)
         except BadInput as error:
@@ -208,35 +210,35 @@ def _out_of_memory(given: Mapping[str, str], own: Sequence[Hardware]) -> Measure
             continue
         peak = estimate(row.model, row.workload, row.hardware, row.layout).peak_bytes
         if best is None or peak < best[0]:
-            best = peak, replace(row, cells=given, least=tuple(sorted(columns)))
+            best = peak, replace(row, cells=given, assumed_least=tuple(sorted(columns)))
     if best is None:
-        raise refused or read.wrong("id", given["id"], "has no legal layout")
+        raise refused or read.cell_error("id", given["id"], "has no legal layout")
     return best[1]
 
 
-def _measured(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
+def _measured(given: Mapping[str, str], own: Sequence[Hardware]) -> MeasuredRow:
     """Raises BadInput with the reason why a row cannot be scored."""
     if given["task"] not in ("", "pretrain"):
-        raise read.wrong("task", given["task"], "only pre-training is modelled")
+        raise read.cell_error("task", given["task"], "only pre-training is modelled")
     for column in ("model", "hardware", "num_gpus", "seq_len", "mbs"):
         if not given[column]:
-            raise read.wrong(column, "", "is not stated")
+            raise read.cell_error(column, "", "is not stated")
     timed = any(
         given[c] for c in ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
     )
     if not (timed or given["peak_memory_gb"] or given["oom"] == "true"):
-        raise read.wrong("id", given["id"], "states neither speed nor memory")
+        raise read.cell_error("id", given["id"], "states neither speed nor memory")
     if not given["vpp"] and re.search(r"VPP[^;]*degree not stated", given["notes"]):
-        raise read.wrong(
+        raise read.cell_error(
             "vpp", given["vpp"], "the source switches VPP on and does not state its degree"
         )
     devices, seq_len = (
-        read.whole("num_gpus", given["num_gpus"]),
-        read.whole("seq_len", given["seq_len"]),
+        read.parse_whole_number("num_gpus", given["num_gpus"]),
+        read.parse_whole_number("seq_len", given["seq_len"]),
     )
     model = catalogue.model(given["model"])
     notes = []
-    if without_mtp(given, model, seq_len):
+    if trained_without_mtp(given, model, seq_len):
         model = replace(model, mtp_layers=0)
         notes.append("trained without MTP")
     unknown = list(_unknown(given, model))
@@ -245,23 +247,23 @@ def _measured(given: Mapping[str, str], own: Sequence[Hardware]) -> Measured:
     if layout.stages and given["pp_layout"] in ("", "custom layout string"):
         unknown.append("pp_layout")
     gbs = _global_batch(given, layout, timed=timed)
-    known = fill(given, model, _workload(given, seq_len, gbs), layout)
+    known = apply_software_facts(given, model, _workload(given, seq_len, gbs), layout)
     workload, layout = known.workload, known.layout
-    hardware = read.hardware(given["hardware"], devices, own)
-    reasons = illegal(model, workload, layout)
+    hardware = read.parse_hardware(given["hardware"], devices, own)
+    reasons = check_legality(model, workload, layout)
     if reasons:
         raise BadInput(*reasons)
-    return Measured(
+    return MeasuredRow(
         id=given["id"],
         cells=given,
         model=model,
         workload=workload,
         hardware=replace(hardware, constants=(*hardware.constants, *known.constants)),
         layout=layout,
-        speed=speed_of(given, model, seq_len=seq_len, gbs=gbs, devices=devices),
+        speed=read_speed(given, model, seq_len=seq_len, gbs=gbs, devices=devices),
         peak=_peak(given),
         oom=given["oom"] == "true",
-        unknown=tuple(unknown),
+        unstated=tuple(unknown),
         notes=(*notes, *known.notes),
     )
 
@@ -270,14 +272,14 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
     fsdp = given["fsdp"] not in ("", "none")
     for column in ("tp", "pp"):
         if not given[column] and not fsdp:
-            raise read.wrong(column, "", "is not stated")
+            raise read.cell_error(column, "", "is not stated")
     if model.moe and not given["ep"]:
-        raise read.wrong("ep", "", "is not stated")
+        raise read.cell_error("ep", "", "is not stated")
     tp, cp, pp, vpp, ep, etp, mbs = (
-        read.whole(column, given[column] or "1")
+        read.parse_whole_number(column, given[column] or "1")
         for column in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
     )
-    stages = read.stage_text(given["pp_layout"], model, pp)
+    stages = read.parse_stage_text(given["pp_layout"], model, pp)
     if stages and not given["vpp"]:
         vpp = max(1, len(parse_stages(stages)) // pp)
     layout = Layout(
@@ -292,36 +294,38 @@ def _layout(given: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
         mbs=mbs,
         zero=3 if fsdp else 0 if given["zero1"] == "false" else 1,
         schedule=Schedule.INTERLEAVED if pp > 1 and vpp > 1 else Schedule.ONE_F_ONE_B,
-        recompute=read.recomputed(given["recompute_granularity"], given["recompute_modules"]),
-        recompute_block=read.recomputed_layers(
+        recompute=read.parse_recompute(given["recompute_granularity"], given["recompute_modules"]),
+        recompute_block=read.parse_recompute_layers(
             given["recompute_granularity"], given["recompute_modules"], "block"
         )
         or 0,
-        recompute_span=read.recomputed_layers(
+        recompute_span=read.parse_recompute_layers(
             given["recompute_granularity"], given["recompute_modules"], "uniform"
         )
         or 1,
-        offload=read.offloaded(given["offload"]),
-        offload_fraction=read.offloaded_fraction(given["offload"]),
-        dispatcher=read.dispatcher(given["dispatcher"] if model.moe else ""),
-        capacity=read.number("capacity_factor", given["capacity_factor"])
+        offload=read.parse_offload(given["offload"]),
+        offload_fraction=read.parse_offload_fraction(given["offload"]),
+        dispatcher=read.parse_dispatcher(given["dispatcher"] if model.moe else ""),
+        capacity=read.parse_number("capacity_factor", given["capacity_factor"])
         if given["capacity_factor"]
         else 0.0,
-        overlap=tuple(one for one in read.overlapped(given) if one is not Overlap.TP or tp > 1),
-        graphs=read.graphs(given["cuda_graph"]),
+        overlap=tuple(one for one in read.parse_overlaps(given) if one is not Overlap.TP or tp > 1),
+        graphs=read.parse_graphs(given["cuda_graph"]),
         stages=stages,
     )
-    if given["dp"] and read.whole("dp", given["dp"]) != layout.dp:
-        raise read.wrong("dp", given["dp"], f"{devices} devices leave {layout.dp} after tp*cp*pp")
-    return read.spread(model, layout)
+    if given["dp"] and read.parse_whole_number("dp", given["dp"]) != layout.dp:
+        raise read.cell_error(
+            "dp", given["dp"], f"{devices} devices leave {layout.dp} after tp*cp*pp"
+        )
+    return read.spread_layers(model, layout)
 
 
 def _workload(given: Mapping[str, str], seq_len: int, gbs: int) -> Workload:
-    optimizer, grad_dtype = read.optimizer(given["optimizer"])
+    optimizer, grad_dtype = read.parse_optimizer(given["optimizer"])
     return Workload(
         seq_len=seq_len,
         global_batch=gbs,
-        precision=read.precision(given["precision"]),
+        precision=read.parse_precision(given["precision"]),
         grad_dtype=grad_dtype,
         routing=Routing.LEARNED if _is_natural(given) else Routing.BALANCED,
         optimizer=optimizer,
@@ -332,9 +336,9 @@ def _global_batch(given: Mapping[str, str], layout: Layout, *, timed: bool) -> i
     """The batch, or for a row that tells memory alone a pipeline kept full: its peak does not
     depend on more."""
     if given["gbs"]:
-        return read.whole("gbs", given["gbs"])
+        return read.parse_whole_number("gbs", given["gbs"])
     if timed:
-        raise read.wrong("gbs", "", "is not stated")
+        raise read.cell_error("gbs", "", "is not stated")
     return 2 * layout.pp * layout.mbs * layout.dp
 
 
@@ -374,10 +378,13 @@ def _is_natural(given: Mapping[str, str]) -> bool:
     return "natural routing" in given["notes"] or "real data" in given["notes"]
 
 
-def _peak(given: Mapping[str, str]) -> Peak | None:
+def _peak(given: Mapping[str, str]) -> MeasuredPeak | None:
     if not given["peak_memory_gb"]:
         return None
-    value, said = read.number("peak_memory_gb", given["peak_memory_gb"]), given["peak_memory_kind"]
+    value, said = (
+        read.parse_number("peak_memory_gb", given["peak_memory_gb"]),
+        given["peak_memory_kind"],
+    )
     kind = PeakKind.ALLOCATED
     if "LAST rank" in said:
         kind = PeakKind.LAST_RANK
@@ -386,8 +393,8 @@ def _peak(given: Mapping[str, str]) -> Peak | None:
     elif "reserved" in said and "allocated" not in said:
         kind = PeakKind.RESERVED
     if "MiB" in said:
-        return Peak(value=value / 1024, unit_bytes=GIB, kind=kind)
-    return Peak(value=value, unit_bytes=GIB if "GiB" in said else GB, kind=kind)
+        return MeasuredPeak(value=value / 1024, unit_bytes=GIB, kind=kind)
+    return MeasuredPeak(value=value, unit_bytes=GIB if "GiB" in said else GB, kind=kind)
 
 
 # What makes two rows the same job, feature by feature; and what two reports of one measurement
@@ -431,9 +438,9 @@ _SHARED = (
 )
 
 
-def _repeats(rows: Sequence[Measured]) -> Iterator[Measured]:
+def _repeats(rows: Sequence[MeasuredRow]) -> Iterator[MeasuredRow]:
     """Rows of different sources that print the same TFLOP/s of the same job are one measurement."""
-    first: dict[tuple[str, ...], Measured] = {}
+    first: dict[tuple[str, ...], MeasuredRow] = {}
     for row in rows:
         if row.speed is None or not row.cells["tflops_per_gpu"]:
             yield row
@@ -441,15 +448,15 @@ def _repeats(rows: Sequence[Measured]) -> Iterator[Measured]:
         key = row.model.name, *(row.cells[column] for column in _SHARED)
         earlier = first.setdefault(key, row)
         same = earlier is not row and earlier.cells["source"] != row.cells["source"]
-        yield replace(row, same_as=earlier.id) if same else row
+        yield replace(row, duplicate_of=earlier.id) if same else row
 
 
-def _contradictions(rows: Sequence[Measured]) -> Iterator[str]:
+def _contradictions(rows: Sequence[MeasuredRow]) -> Iterator[str]:
     """Pairs that state the same job, feature by feature, and differ by more than a tenth: no model
     can fit both."""
-    groups: dict[tuple[str, ...], list[Measured]] = {}
+    groups: dict[tuple[str, ...], list[MeasuredRow]] = {}
     for row in rows:
-        if row.speed and not row.same_as:
+        if row.speed and not row.duplicate_of:
             key = (
                 row.model.name,
                 str(row.model.mtp_layers),
@@ -461,5 +468,5 @@ def _contradictions(rows: Sequence[Measured]) -> Iterator[str]:
             if one.speed is None or other.speed is None:
                 continue
             ratio = one.speed.tokens_per_s_per_device / other.speed.tokens_per_s_per_device
-            if max(ratio, 1 / ratio) > APART:
-                yield f"{one.id} ({one.release}) and {other.id} ({other.release}): {max(ratio, 1 / ratio):.2f} x apart"
+            if max(ratio, 1 / ratio) > CONTRADICTION_RATIO:
+                yield f"{one.id} ({one.release_family}) and {other.id} ({other.release_family}): {max(ratio, 1 / ratio):.2f} x apart"

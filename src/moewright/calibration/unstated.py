@@ -23,7 +23,7 @@ _POWERS = tuple(str(2**n) for n in range(8))
 _CHUNKS = ("2", "3", "4", "6", "12")
 
 
-def open_columns(given: Mapping[str, str], *, moe: bool) -> dict[str, tuple[str, ...]]:
+def find_unstated_columns(given: Mapping[str, str], *, is_moe: bool) -> dict[str, tuple[str, ...]]:
     """Columns of an out-of-memory row that are not stated, and the values that they may have."""
     found: dict[str, tuple[str, ...]] = {
         column: values for column, values in _LEAST if not given[column]
@@ -32,7 +32,7 @@ def open_columns(given: Mapping[str, str], *, moe: bool) -> dict[str, tuple[str,
     # Without a single degree there is no layout to speak of.
     if given["tp"] or given["pp"] or given["ep"]:
         found |= {column: _POWERS for column in ("tp", "pp") if not given[column] and not sharded}
-        found |= {"ep": _POWERS} if moe and not given["ep"] else {}
+        found |= {"ep": _POWERS} if is_moe and not given["ep"] else {}
     if "degree not stated" in given["notes"]:
         found["vpp"] = _CHUNKS
     words = given["recompute_modules"].replace(",", " ").partition("(")[0].split()
@@ -45,7 +45,7 @@ def open_columns(given: Mapping[str, str], *, moe: bool) -> dict[str, tuple[str,
     return found
 
 
-def readings(
+def enumerate_readings(
     given: Mapping[str, str], columns: Mapping[str, tuple[str, ...]]
 ) -> Iterator[dict[str, str]]:
     """The row with every combination of the values."""

@@ -35,13 +35,13 @@ def bench_machine(
         Measure again even so.
     """
 
-    from moewright.engine.run.process_limit import refuse_crowd
+    from moewright.engine.run.process_limit import refuse_too_many_processes
 
-    refuse_crowd(nproc, field="--nproc")
+    refuse_too_many_processes(nproc, field="--nproc")
     if out.exists() and not force and _is_of_this_machine(out, nproc=nproc):
         print(f"{out} is of this machine already; --force measures again")
     else:
-        measure_to(out, nproc=nproc)
+        write_machine_file(out, nproc=nproc)
     _print_bandwidths(out)
     return 0
 
@@ -50,17 +50,17 @@ def _print_bandwidths(path: Path) -> None:
     """What nccl-tests would say of the largest message of each collective and group size, and which
     link is slow."""
     from moewright.codec import read_toml
-    from moewright.diagnosis.bandwidth import bandwidths, slow_links
+    from moewright.diagnosis.bandwidth import compute_bandwidths, find_slow_links
     from moewright.spec.hardware import Hardware
-    from moewright.spec.units import show_bytes, show_seconds
+    from moewright.spec.units import format_bytes, format_seconds
 
     hardware = read_toml(Hardware, path)
-    for one in bandwidths(hardware):
+    for one in compute_bandwidths(hardware):
         rate = f"algorithm {one.algorithm_Bps / GIGA:.3g} GB/s, bus {one.bus_Bps / GIGA:.3g} GB/s"
-        size = f"{show_bytes(one.payload_bytes)} in {show_seconds(one.seconds)}"
-        note = "  SLOW beside the others" if one.slow else ""
+        size = f"{format_bytes(one.payload_bytes)} in {format_seconds(one.seconds)}"
+        note = "  SLOW beside the others" if one.is_slow else ""
         print(f"{one.op:<16}{one.group_size:>4} ranks  {size:<24}{rate}{note}")
-    for slow in slow_links(hardware):
+    for slow in find_slow_links(hardware):
         link, beside = slow.link, f"{slow.typical_Bps / GIGA:.3g} GB/s between most"
         port = f"; rank {slow.rank} is on more of them" if slow.rank >= 0 else ""
         pair = f"SLOW link between ranks {link.first} and {link.second}"
@@ -70,18 +70,18 @@ def _print_bandwidths(path: Path) -> None:
 def bench_search() -> int:
     """Search large models over many devices, and print how many layouts a second are scored, beside
     other planners."""
-    from moewright.bench.rate import RIVALS, SCORED, rates
+    from moewright.bench.search_speed import COUNTING_RULE, PEER_PLANNERS, measure_search_rates
 
     print(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
-    for rate in rates():
+    for rate in measure_search_rates():
         case = f"{rate.model} on {rate.hardware}"
         print(
             f"{case:<34}{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}",
             flush=True,
         )
-    print(SCORED)
+    print(COUNTING_RULE)
     print("other planners, measured on a machine of two cores:")
-    for rival in RIVALS:
+    for rival in PEER_PLANNERS:
         print(f"{rival.name:<34}{'':>22}{rival.layouts_per_s:>20}  {rival.what}")
     return 0
 
@@ -95,21 +95,23 @@ def bench_engine(*, nproc: int = 2) -> int:
     nproc
         Processes for the second; 1 leaves it out.
     """
-    from moewright.engine.run.process_limit import refuse_crowd
+    from moewright.engine.run.process_limit import refuse_too_many_processes
 
-    refuse_crowd(nproc, field="--nproc")
+    refuse_too_many_processes(nproc, field="--nproc")
     import torch
 
-    from moewright.bench.overhead import WORK, overhead, overlap_ratio
+    from moewright.bench.overhead import WORKLOAD, measure_overhead, measure_overlap_ratio
     from moewright.spec.hardware import DeviceKind
 
     kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
     if kind is DeviceKind.CUDA and nproc > torch.cuda.device_count():
         nproc = 1
     # The ranks first: they are forked, and this process has started no thread of torch's yet.
-    ratio = overlap_ratio(kind, nproc) if nproc > 1 else None
-    found = overhead(torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu"))
-    tokens = WORK.tokens_per_step
+    ratio = measure_overlap_ratio(kind, nproc) if nproc > 1 else None
+    found = measure_overhead(
+        torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu")
+    )
+    tokens = WORKLOAD.tokens_per_step
     print(f"{'one process, TP 1':<26}{'step':>10}{'tokens/s':>11}{'host outside torch ops':>25}")
     for name, step_s, outside_s in (
         ("engine", found.engine_s, found.engine_outside_s),
@@ -137,19 +139,19 @@ def bench_peers(*, threads: int = 0, folder: Path = Path("runs/peers")) -> int:
     folder
         Where the peers are installed, each into an environment of its own.
     """
-    from moewright.bench.contest import ENGINE, GEMM, PEERS, compete, prepare
-    from moewright.bench.peers.contest import WORK, Part, model_flops
+    from moewright.bench.contest import ENGINE, GEMM, PEERS, prepare_environment, run_contest
+    from moewright.bench.peers.contest import WORKLOAD, ContestPart, model_flops
     from moewright.spec.workload import Dtype
 
-    ready = {ENGINE: prepare(ENGINE, folder), GEMM: prepare(GEMM, folder)}
+    ready = {ENGINE: prepare_environment(ENGINE, folder), GEMM: prepare_environment(GEMM, folder)}
     for peer in PEERS:
         try:
-            ready[peer] = prepare(peer, folder)
+            ready[peer] = prepare_environment(peer, folder)
         except BadInput as absent:
             print(f"left out: {absent}")
-    for part in Part:
+    for part in ContestPart:
         for dtype in (Dtype.BF16, Dtype.FP32):
-            turns, split = compete(
+            turns, split = run_contest(
                 ready,
                 part=part,
                 dtype=dtype,
@@ -167,9 +169,11 @@ def bench_peers(*, threads: int = 0, folder: Path = Path("runs/peers")) -> int:
                     continue
                 share = model_flops(part) / one.median_s / best
                 paired = (
-                    "" if one is ours else "{:.2f}x ({:.2f} to {:.2f})".format(*ours.ahead_of(one))
+                    ""
+                    if one is ours
+                    else "{:.2f}x ({:.2f} to {:.2f})".format(*ours.speedup_over(one))
                 )
-                rate = WORK.tokens_per_step / one.median_s
+                rate = WORKLOAD.tokens_per_step / one.median_s
                 print(
                     f"{one.name:<34}{one.median_s * 1e3:>7.0f} ms{rate:>10,.0f}{share:>9.1%}  {paired}",
                     flush=True,
@@ -182,10 +186,10 @@ def bench_peers(*, threads: int = 0, folder: Path = Path("runs/peers")) -> int:
     return 0
 
 
-def measure_to(path: Path, *, nproc: int) -> None:
+def write_machine_file(path: Path, *, nproc: int) -> None:
     """Measure with `nproc` processes and write the hardware file. A path it cannot go to is refused
     first."""
-    from moewright.bench.machine import measure
+    from moewright.bench.machine import measure_machine
     from moewright.codec import write_text, write_toml
 
     if path.suffix != ".toml":
@@ -199,7 +203,7 @@ def measure_to(path: Path, *, nproc: int) -> None:
         write_text(path, "")  # refuses what cannot be written now rather than when all is measured
         path.unlink()
     started = time.monotonic()
-    hardware = measure(nproc=nproc)
+    hardware = measure_machine(nproc=nproc)
     write_toml(path, hardware)
     peaks = ", ".join(
         f"{peak.dtype} {peak.rate.value / GIGA:.3g}" for peak in hardware.device.peaks

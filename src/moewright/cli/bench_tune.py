@@ -16,8 +16,8 @@ from cyclopts import Parameter
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
-    from moewright.tuning.space import Point, Space
-    from moewright.tuning.trials import Outcome, RunOne
+    from moewright.tuning.space import TuningPoint, TuningSpace
+    from moewright.tuning.trials import RunTrial, TrialOutcome
 
 MAX_ROUNDS = 100
 _DUEL = 5  # pairs of the winner and the best of all
@@ -48,14 +48,14 @@ def bench_tune(
     set_
         Another value for a key of the job, section.key=value; may be given again.
     """
-    from moewright.cli.tune import NOT_VALID, read_tuning, run_trial, tune
+    from moewright.cli.tune import NOTHING_VALID, read_tuning_request, run_trial, tune
     from moewright.codec import read_json, write_text
-    from moewright.report.console import console_for
-    from moewright.report.tuning_markdown import exhaustive_text
+    from moewright.report.console import make_console
+    from moewright.report.tuning_markdown import render_exhaustive
     from moewright.spec.plan import Plan
     from moewright.tuning.journal import Journal, read_journal
-    from moewright.tuning.space import point_of
-    from moewright.tuning.trials import Length
+    from moewright.tuning.space import point_from_job
+    from moewright.tuning.trials import TrialLength
 
     if not 1 <= rounds <= MAX_ROUNDS:
         close = str(min(max(rounds, 1), MAX_ROUNDS))
@@ -68,14 +68,14 @@ def bench_tune(
             )
         )
     folder = out or Path("runs") / f"{job.stem}_bench"
-    space = read_tuning(job, on="", predict=False, overrides=tuple(set_ or ())).space
-    points = space.all_points()
+    space = read_tuning_request(job, on="", predict=False, overrides=tuple(set_ or ())).space
+    points = space.list_points()
     if code := tune(job, out=folder / "tune", set_=set_):
         return code
     plan = read_json(Plan, folder / "tune" / "plan.json")
-    winner = point_of(plan.layout, plan.workload)
+    winner = point_from_job(plan.layout, plan.workload)
     journal = Journal(folder / "all", partial(run_trial, folder / "all"), time.monotonic)
-    seconds: dict[Point, list[float]] = {}
+    seconds: dict[TuningPoint, list[float]] = {}
     for number in range(1, rounds + 1):
         turn = (
             points if number % 2 else points[::-1]
@@ -87,33 +87,35 @@ def bench_tune(
             print(f"round {number}: {point}: {outcome.step_s:.4f} s", flush=True)
     means = {point: exp(fmean(map(log, found))) for point, found in seconds.items()}
     if winner not in means:
-        return NOT_VALID
+        return NOTHING_VALID
     best = min(means, key=lambda point: means[point])
     duel = []
     for number in range(rounds + 1, rounds + 1 + _DUEL) if best != winner else ():
         order = (winner, best) if number % 2 else (best, winner)
         of = {point: _run(space, journal, point, number).step_s for point in order}
         duel += [(of[winner], of[best])] if all(of.values()) else []
-    trials = [trial for trial in read_journal(folder / "tune") if trial.length is Length.SCREEN]
-    text = exhaustive_text(
+    trials = [
+        trial for trial in read_journal(folder / "tune") if trial.length is TrialLength.SCREEN
+    ]
+    text = render_exhaustive(
         means,
         runs=len(points) * rounds,
         winner=winner,
         best=best,
-        duel=duel,
-        tried=len({trial.point for trial in trials}),
+        paired_s=duel,
+        tuning_points=len({trial.point for trial in trials}),
         tuning_runs=len(trials),
     )
-    console_for(sys.stdout).print(text, soft_wrap=True, markup=False, highlight=False)
+    make_console(sys.stdout).print(text, soft_wrap=True, markup=False, highlight=False)
     write_text(folder / "report.md", text)
     return 0
 
 
-def _run(space: Space, run_one: RunOne, point: Point, repeat: int) -> Outcome:
-    from moewright.search.search import plan_of
+def _run(space: TuningSpace, run_one: RunTrial, point: TuningPoint, repeat: int) -> TrialOutcome:
+    from moewright.search.search import build_plan
     from moewright.tuning.trial_runner import trial_workload
-    from moewright.tuning.trials import Ask, Length
+    from moewright.tuning.trials import TrialLength, TrialRequest
 
-    workload = point.on(trial_workload(space.workload, Length.SCREEN))
-    plan = plan_of(space.model, workload, space.hardware, point.layout)
-    return run_one(Ask(point=point, length=Length.SCREEN, repeat=repeat, plan=plan))
+    workload = point.apply_to(trial_workload(space.workload, TrialLength.SCREEN))
+    plan = build_plan(space.model, workload, space.hardware, point.layout)
+    return run_one(TrialRequest(point=point, length=TrialLength.SCREEN, repeat=repeat, plan=plan))

@@ -54,11 +54,11 @@ def convert_export(
     dtype
         Of the weights; as they were imported (packed ones: bf16), or as the run computed, when not given.
     """
-    from moewright.engine.checkpoint import checkpoint_at
+    from moewright.engine.checkpoint import find_checkpoint
     from moewright.engine.hf.export_weights import plan_export, run_export
     from moewright.spec.workload import Dtype
 
-    plan = plan_export(checkpoint_at(checkpoint), Dtype(dtype) if dtype else None, _config)
+    plan = plan_export(find_checkpoint(checkpoint), Dtype(dtype) if dtype else None, _config)
     with _told(f"export {plan.checkpoint}", plan.nbytes) as told:
         run_export(plan, out, told)
     print(f"wrote {out}")
@@ -68,10 +68,10 @@ def convert_export(
 def _config(model: ModelSpec, dtype: Dtype) -> str:
     import json
 
-    from moewright.intake.hf_write import config_of
+    from moewright.intake.hf_write import build_config
 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return json.dumps({**config_of(model), "torch_dtype": names[dtype.value]}, indent=2) + "\n"
+    return json.dumps({**build_config(model), "torch_dtype": names[dtype.value]}, indent=2) + "\n"
 
 
 @contextmanager

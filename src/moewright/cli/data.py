@@ -33,30 +33,30 @@ def data_build(
     force
         Build again even when the folder holds this very data.
     """
-    from moewright.engine.data.build import Outcome, Rebuild, build
+    from moewright.engine.data.build_corpus import BuildOutcome, RebuildPolicy, build_corpus
     from moewright.engine.data.tokenizer import TokenizerKind
-    from moewright.spec.units import show_bytes, show_seconds
+    from moewright.spec.units import format_bytes, format_seconds
 
-    made = build(
+    made = build_corpus(
         source,
         out,
         vocab_size=vocab_size,
         tokenizer=TokenizerKind(tokenizer),
-        rebuild=Rebuild.ALWAYS if force else Rebuild.IF_CHANGED,
+        rebuild=RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED,
     )
     corpus = made.corpus
-    if made.outcome is Outcome.REUSED:
+    if made.outcome is BuildOutcome.REUSED:
         print(f"{out} already holds this corpus; --force builds it again")
     else:
         skipped = (
             f", {corpus.skipped_files} skipped as not UTF-8 text" if corpus.skipped_files else ""
         )
         print(
-            f"read {show_bytes(corpus.text_bytes)} from {corpus.files} files of {corpus.source}{skipped}"
+            f"read {format_bytes(corpus.text_bytes)} from {corpus.files} files of {corpus.source}{skipped}"
         )
     print(
         f"{out}: {corpus.train.tokens:,} tokens to train on, {corpus.heldout.tokens:,} held out, "
         f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}), unigram entropy {corpus.unigram_entropy:.3f} nats "
-        f"a token; {show_seconds(made.seconds)}"
+        f"a token; {format_seconds(made.seconds)}"
     )
     return 0

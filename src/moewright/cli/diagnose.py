@@ -12,11 +12,11 @@ from moewright.spec.workload import Dtype
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moewright.diagnosis.priced_fixes import Known
+    from moewright.diagnosis.priced_fixes import PricedJob
     from moewright.diagnosis.traces.megatron_log import MegatronLog
     from moewright.spec.plan import Plan
 
-PLAN, TRACES, MERGED = "plan.json", "trace", "trace.json"  # of a run's folder
+PLAN_FILE, TRACE_FOLDER, MERGED_TRACE_FILE = "plan.json", "trace", "trace.json"  # of a run's folder
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -59,11 +59,11 @@ def diagnose(
         Compute precision, with --model.
     """
     from moewright.codec import read_json
-    from moewright.report.console import console_for
+    from moewright.report.console import make_console
     from moewright.spec.plan import Plan
 
-    console = console_for(sys.stdout)
-    if (run / PLAN).exists():
+    console = make_console(sys.stdout)
+    if (run / PLAN_FILE).exists():
         return _own_run(console, run)
     if script is not None:
         if layout:
@@ -74,15 +74,15 @@ def diagnose(
                     rule="cannot stand beside --script, which tells it",
                 )
             )
-        known: Known | None = _of_script(console, script, model, on)
+        known: PricedJob | None = _of_script(console, script, model, on)
     else:
         known = _known(model, on, layout, seq_len, global_batch, precision)
     if not run.exists():
         raise BadInput(Reason(field=str(run), rule="no such run folder, trace or log"))
-    if run.name == MERGED and (run.parent / TRACES).is_dir():
-        run = run.parent / TRACES  # the same, rank by rank
-    if known is None and (run.parent / PLAN).exists():
-        known = _of_plan(read_json(Plan, run.parent / PLAN))
+    if run.name == MERGED_TRACE_FILE and (run.parent / TRACE_FOLDER).is_dir():
+        run = run.parent / TRACE_FOLDER  # the same, rank by rank
+    if known is None and (run.parent / PLAN_FILE).exists():
+        known = _of_plan(read_json(Plan, run.parent / PLAN_FILE))
     if run.is_dir() or run.name.endswith((".json", ".json.gz", ".gz")) or _is_sqlite(run):
         return _traces(console, run, known)
     return _log(console, run, known, model, on)
@@ -100,25 +100,25 @@ def _known(
     seq_len: int | None,
     global_batch: int | None,
     precision: Dtype | None,
-) -> Known | None:
+) -> PricedJob | None:
     """The job as the options tell it; None when no model is given."""
-    from moewright.cli.jobs import as_written, option_field, read_asked
+    from moewright.cli.plan_request import read_plan_request, to_options, translate_fields
     from moewright.codec import parse_layout
     from moewright.cost.estimate import estimate
-    from moewright.diagnosis.priced_fixes import Known
+    from moewright.diagnosis.priced_fixes import PricedJob
 
     if not model:
         given = [name for name, value in (("--layout", layout), ("--seq-len", seq_len)) if value]
         if given:
             raise BadInput(Reason(field=given[0], rule="needs --model beside it"))
         return None
-    asked = read_asked(
+    asked = read_plan_request(
         model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision
     )
-    with as_written(option_field("--layout")):
-        chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
+    with translate_fields(to_options("--layout")):
+        chosen = parse_layout(layout or asked.layout_text, world_size=asked.hardware.count)
         found = estimate(asked.model, asked.workload, asked.hardware, chosen)
-    return Known(
+    return PricedJob(
         model=asked.model,
         workload=asked.workload,
         hardware=asked.hardware,
@@ -127,20 +127,20 @@ def _known(
     )
 
 
-def _of_script(console: Console, script: Path, model: str, on: str) -> Known:
+def _of_script(console: Console, script: Path, model: str, on: str) -> PricedJob:
     """The job as its launch script tells it; what was read otherwise than written is said."""
-    from moewright.cli.flags import plan_of_script
+    from moewright.cli.launch_script import read_plan_from_script
 
-    plan, read = plan_of_script(script, model=model, on=on)
+    plan, read = read_plan_from_script(script, model=model, on=on)
     for note in read.notes:
         console.print(note, soft_wrap=True)
     return _of_plan(plan)
 
 
-def _of_plan(plan: Plan) -> Known:
-    from moewright.diagnosis.priced_fixes import Known
+def _of_plan(plan: Plan) -> PricedJob:
+    from moewright.diagnosis.priced_fixes import PricedJob
 
-    return Known(
+    return PricedJob(
         model=plan.model,
         workload=plan.workload,
         hardware=plan.hardware,
@@ -151,9 +151,9 @@ def _of_plan(plan: Plan) -> Known:
 
 def _own_run(console: Console, run: Path) -> int:
     from moewright.codec import read_run
-    from moewright.diagnosis.own_run import diagnose as findings_of
-    from moewright.diagnosis.own_run import pace_of, waterfall_of
-    from moewright.diagnosis.priced_fixes import priced
+    from moewright.diagnosis.engine_run import build_run_waterfall, find_critical_rank
+    from moewright.diagnosis.engine_run import diagnose_run as findings_of
+    from moewright.diagnosis.priced_fixes import price_findings
     from moewright.report.diagnosis_text import print_findings, print_waterfall
 
     record = read_run(run)
@@ -167,21 +167,25 @@ def _own_run(console: Console, run: Path) -> int:
             )
         )
     known = _of_plan(record.plan)
-    print_findings(console, priced(findings, known))
+    print_findings(console, price_findings(findings, known))
     print_waterfall(
         console,
-        waterfall_of(record, pace_of(record), known),
+        build_run_waterfall(record, find_critical_rank(record), known),
         known.estimate.model_flops_per_step / known.layout.world_size,
     )
     return 0
 
 
-def _traces(console: Console, path: Path, known: Known | None) -> int:
-    from moewright.diagnosis.traces.across import across
-    from moewright.diagnosis.traces.breakdown import breakdown
+def _traces(console: Console, path: Path, known: PricedJob | None) -> int:
+    from moewright.diagnosis.traces.breakdown import break_down_step
     from moewright.diagnosis.traces.kineto import read_traces
     from moewright.diagnosis.traces.nsight import read_nsight
-    from moewright.diagnosis.traces.verdict import findings, peak_of, waterfall
+    from moewright.diagnosis.traces.rank_skew import measure_rank_skew
+    from moewright.diagnosis.traces.trace_findings import (
+        build_trace_waterfall,
+        diagnose_traces,
+        find_peak_rate,
+    )
     from moewright.report.diagnosis_text import print_breakdown, print_findings, print_waterfall
 
     captures = read_nsight(path) if path.is_file() and _is_sqlite(path) else read_traces(path)
@@ -189,11 +193,11 @@ def _traces(console: Console, path: Path, known: Known | None) -> int:
         rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
         raise BadInput(Reason(field=str(path), rule=rule))
     layout = known.layout if known else None
-    parts = tuple(breakdown(capture, layout) for capture in captures)
-    beside, peak = across(captures, parts, layout), peak_of(parts, known)
+    parts = tuple(break_down_step(capture, layout) for capture in captures)
+    beside, peak = measure_rank_skew(captures, parts, layout), find_peak_rate(parts, known)
     print_breakdown(console, parts)
-    print_findings(console, findings(parts, beside, known, peak))
-    fall = waterfall(parts, beside, known, peak)
+    print_findings(console, diagnose_traces(parts, beside, known, peak))
+    fall = build_trace_waterfall(parts, beside, known, peak)
     if fall is None:
         console.print(
             f"no waterfall: {peak.note}, or no shapes were recorded; say the job with --model, --on, --layout"
@@ -204,15 +208,17 @@ def _traces(console: Console, path: Path, known: Known | None) -> int:
     return 0
 
 
-def _of_dump(console: Console, log: MegatronLog, path: Path, model: str, on: str) -> Known | None:
+def _of_dump(
+    console: Console, log: MegatronLog, path: Path, model: str, on: str
+) -> PricedJob | None:
     """The job by the arguments that the log itself printed; None, with the reason, where they do
     not make one."""
-    from moewright.cli.flags import plan_of_dump
+    from moewright.cli.launch_script import read_plan_from_log
 
     if not log.arguments or not on:
         return None
     try:
-        found = plan_of_dump(log.arguments, path, model=model, on=on)
+        found = read_plan_from_log(log.arguments, path, model=model, on=on)
     except BadInput as error:
         console.print(
             f"the log's arguments make no job that can be planned: {error}", soft_wrap=True
@@ -221,17 +227,17 @@ def _of_dump(console: Console, log: MegatronLog, path: Path, model: str, on: str
     return _of_plan(found[0]) if found else None
 
 
-def _log(console: Console, path: Path, known: Known | None, model: str, on: str) -> int:
-    from moewright.diagnosis.traces.log_verdict import findings
+def _log(console: Console, path: Path, known: PricedJob | None, model: str, on: str) -> int:
+    from moewright.diagnosis.traces.log_findings import diagnose_log
     from moewright.diagnosis.traces.megatron_log import read_log
-    from moewright.diagnosis.traces.timers import timed_parts
-    from moewright.diagnosis.waterfall import predicted
+    from moewright.diagnosis.traces.megatron_timers import measure_parts
+    from moewright.diagnosis.waterfall import build_log_waterfall
     from moewright.report.diagnosis_text import print_findings, print_log, print_waterfall
 
     log = read_log(path)
     known = known or _of_dump(console, log, path, model, on)
     print_log(console, log, known)
-    found = findings(log, known)
+    found = diagnose_log(log, known)
     print_findings(console, found)
     if known is None:
         rest = "what nobody timed" if log.timers else "a wall of time"
@@ -240,7 +246,7 @@ def _log(console: Console, path: Path, known: Known | None, model: str, on: str)
             soft_wrap=True,
         )
     elif log.step_s:
-        fall = predicted(known, log.step_s, timed_parts(log.timers))
+        fall = build_log_waterfall(known, log.step_s, measure_parts(log.timers))
         print_waterfall(
             console, fall, known.estimate.model_flops_per_step / known.layout.world_size
         )

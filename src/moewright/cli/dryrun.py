@@ -37,23 +37,23 @@ def dryrun(
     json
         Write what was counted to this file.
     """
-    from moewright.cli.jobs import as_written, job_field
-    from moewright.codec import layout_text, parse_layout, write_json
-    from moewright.cost.ledger import predict_rank
-    from moewright.cost.memory import enough_micro_batches
-    from moewright.diagnosis.compare_ledgers import compare
+    from moewright.cli.plan_request import to_job_keys, translate_fields
+    from moewright.codec import format_layout, parse_layout, write_json
+    from moewright.cost.ledger import predict_rank_ledger
+    from moewright.cost.memory import steady_micro_batches
+    from moewright.diagnosis.compare_ledgers import compare_ledgers
     from moewright.intake import catalogue
     from moewright.intake.job import read_job
-    from moewright.report.console import console_for
+    from moewright.report.console import make_console
     from moewright.report.dryrun_text import print_dry_run
-    from moewright.rules.grid import coordinate, on_fabric
+    from moewright.rules.engine_limits import require_runnable
+    from moewright.rules.grid import coordinate, with_fabric_nodes
     from moewright.rules.legality import micro_batches
-    from moewright.rules.routing import selection_in_turn
-    from moewright.rules.runnable import refuse_unrunnable
-    from moewright.search.search import plan_of
+    from moewright.rules.routing import round_robin_selection
+    from moewright.search.search import build_plan
 
     asked = read_job(job, tuple(set_ or ()))
-    with as_written(lambda field: "--rank" if field == "rank" else job_field(job)(field)):
+    with translate_fields(lambda field: "--rank" if field == "rank" else to_job_keys(job)(field)):
         device = (
             catalogue.hardware(f"{asked.nproc}x{asked.hardware}")
             if _is_known(asked.hardware)
@@ -61,48 +61,53 @@ def dryrun(
         )
         layout = parse_layout(asked.layout_text, world_size=asked.nproc)
         if device is not None:
-            layout = on_fabric(layout, device.fabric.domain_size)
-        refuse_unrunnable(asked.model, asked.workload, layout)
+            layout = with_fabric_nodes(layout, device.fabric.domain_size)
+        require_runnable(asked.model, asked.workload, layout)
         coordinate(layout, rank, "pp")  # refuses a rank outside of the world
 
-        from moewright.engine.run.dryrun import (
+        from moewright.engine.run.dry_run import (
             dry_run,
         )  # torch takes seconds: after what is refused without it
 
         count = micro_batches(asked.workload, layout)
-        run = enough_micro_batches(layout, count)
+        run = steady_micro_batches(layout, count)
         whole = replace(
             asked.workload.data, attended_share=1.0
         )  # sequences without data have no documents
         workload = replace(asked.workload, global_batch=run * layout.mbs * layout.dp, data=whole)
         found = dry_run(asked.model, workload, layout, rank=rank)
-    selection = selection_in_turn(asked.model, workload, layout, micro_batches=run)
-    comparison = compare(
-        predict_rank(asked.model, workload, layout, rank=rank, selection=selection), found.ledger
+    selection = round_robin_selection(asked.model, workload, layout, micro_batches=run)
+    comparison = compare_ledgers(
+        predict_rank_ledger(asked.model, workload, layout, rank=rank, selection=selection),
+        found.ledger,
     )
     planned = None
     if device is not None:
-        planned = plan_of(asked.model, asked.workload, device, layout).estimate.ledgers[
+        planned = build_plan(asked.model, asked.workload, device, layout).estimate.ledgers[
             found.ledger.pp_rank
         ]
-    console = console_for(sys.stdout)
+    console = make_console(sys.stdout)
     name = asked.model.name or "model"
     console.print(
         f"{name}, rank {rank} of {asked.nproc} (pipeline rank {found.ledger.pp_rank})",
         soft_wrap=True,
     )
-    console.print(f"layout    {layout_text(layout)}", soft_wrap=True)
+    console.print(f"layout    {format_layout(layout)}", soft_wrap=True)
     console.print(
         f"{run} of the step's {count} micro-batches: the peak does not grow after; the rest of the table is of these",
         soft_wrap=True,
     )
     print_dry_run(
-        console, comparison, states=found.states_bytes, beside=found.beside, planned=planned
+        console,
+        comparison,
+        states_bytes=found.states_bytes,
+        tensor_bytes=found.peak_by_module,
+        planned=planned,
     )
     if json is not None:
         write_json(json, found)
         console.print(f"wrote {json}", soft_wrap=True)
-    return 0 if comparison.exact and comparison.bounded else 1
+    return 0 if comparison.is_exact and comparison.is_within_bound else 1
 
 
 def _is_known(hardware: str) -> bool:

@@ -60,12 +60,18 @@ def estimate(
     trace
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
-    from moewright.cli.flags import plan_of_script, print_better
-    from moewright.cli.jobs import as_written, beside_even, job_field, option_field, read_asked
+    from moewright.cli.launch_script import print_better_layouts, read_plan_from_script
+    from moewright.cli.plan_request import (
+        estimate_even_routing,
+        read_plan_request,
+        to_job_keys,
+        to_options,
+        translate_fields,
+    )
     from moewright.codec import parse_layout, write_json
-    from moewright.report.console import console_for, print_estimate, print_load
+    from moewright.report.console import make_console, print_estimate, print_measured_load
     from moewright.report.trace import write_trace
-    from moewright.search.search import plan_of
+    from moewright.search.search import build_plan
 
     if from_flags is not None:
         said = {
@@ -82,25 +88,25 @@ def estimate(
                     field=beside, rule="the script of --from-flags says it", nearest="leave it out"
                 )
             )
-        result, found = plan_of_script(from_flags, arguments=script_args, model=model, on=on)
+        result, found = read_plan_from_script(from_flags, arguments=script_args, model=model, on=on)
         chosen_lines = found.notes
     else:
-        asked = read_asked(
+        asked = read_plan_request(
             model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load
         )
-        with as_written(
-            option_field("--layout") if layout or not asked.fixed else job_field(Path(model))
+        with translate_fields(
+            to_options("--layout") if layout or not asked.layout_text else to_job_keys(Path(model))
         ):
-            chosen = parse_layout(layout or asked.fixed, world_size=asked.hardware.count)
-            result = plan_of(asked.model, asked.workload, asked.hardware, chosen)
-        chosen_lines = asked.chosen
-    console = console_for(sys.stdout)
+            chosen = parse_layout(layout or asked.layout_text, world_size=asked.hardware.count)
+            result = build_plan(asked.model, asked.workload, asked.hardware, chosen)
+        chosen_lines = asked.defaults
+    console = make_console(sys.stdout)
     for line in chosen_lines:
         console.print(line, soft_wrap=True)
     print_estimate(console, result)
-    print_load(console, result, beside_even(result))
+    print_measured_load(console, result, estimate_even_routing(result))
     if from_flags is not None:
-        print_better(console, result)
+        print_better_layouts(console, result)
     if json is not None:
         write_json(json, result)
         console.print(f"wrote {json}", soft_wrap=True)

@@ -86,43 +86,43 @@ def export(
 
 def _read_back(script: Path, *, arguments: str, on: str, model: str, shown: bool) -> PlanNoun:
     """The plan of a script. Its notes go to stderr where a launch file goes to stdout."""
-    from moewright.cli.flags import plan_of_script, print_better
-    from moewright.report.console import console_for, print_estimate
+    from moewright.cli.launch_script import print_better_layouts, read_plan_from_script
+    from moewright.report.console import make_console, print_estimate
 
-    given, found = plan_of_script(script, arguments=arguments, model=model, on=on)
-    console = console_for(sys.stdout if shown else sys.stderr)
+    given, found = read_plan_from_script(script, arguments=arguments, model=model, on=on)
+    console = make_console(sys.stdout if shown else sys.stderr)
     for line in found.notes:
         console.print(line, soft_wrap=True)
     if shown:
         print_estimate(console, given)
-        print_better(console, given)
+        print_better_layouts(console, given)
     return given
 
 
 def _written(plan: PlanNoun, to: Target, *, job: str, image: str, run_dir: str) -> str:
-    from moewright.exporters.bridge import bridge
-    from moewright.exporters.kubernetes import kubernetes
-    from moewright.exporters.megatron.script import megatron
-    from moewright.exporters.slurm import slurm
-    from moewright.exporters.torchrun import torchrun
-    from moewright.exporters.torchtitan import torchtitan
+    from moewright.exporters.bridge import render_bridge_recipe
+    from moewright.exporters.kubernetes import render_train_job
+    from moewright.exporters.megatron.script import render_megatron_script
+    from moewright.exporters.slurm import render_slurm_script
+    from moewright.exporters.torchrun import render_engine_command
+    from moewright.exporters.torchtitan import render_torchtitan_config
 
     if job and to in ("megatron", "bridge", "torchtitan"):
         raise BadInput(
             Reason(field="--job", value=job, rule=f"says nothing to {to}", nearest="leave it out")
         )
     if to == "megatron":
-        return megatron(plan)
+        return render_megatron_script(plan)
     if to == "bridge":
-        return bridge(plan)
+        return render_bridge_recipe(plan)
     if to == "torchtitan":
-        return torchtitan(plan)
+        return render_torchtitan_config(plan)
     if to == "slurm":
-        return slurm(plan, job=job, run_dir=run_dir)
+        return render_slurm_script(plan, job=job, run_dir=run_dir)
     if to == "k8s":
-        return kubernetes(plan, job=job, run_dir=run_dir, image=image)
+        return render_train_job(plan, job=job, run_dir=run_dir, image=image)
     if not job:
         raise BadInput(
             Reason(field="--job", rule="is needed for torchrun: the job file of the plan")
         )
-    return torchrun(plan, job=job, run_dir=run_dir) + "\n"
+    return render_engine_command(plan, job=job, run_dir=run_dir) + "\n"

@@ -36,10 +36,10 @@ def _answer(arguments: Sequence[str]) -> int:
         CycloptsError,
     )  # takes a moment, as the verbs do: an interrupt meanwhile is no traceback
 
-    from moewright.cli.verbs import app
+    from moewright.cli.verbs import build_app
 
     try:
-        code = app()(
+        code = build_app()(
             arguments, print_error=False, exit_on_error=False, result_action="return_value"
         )
         sys.stdout.flush()
@@ -63,13 +63,13 @@ def _answer(arguments: Sequence[str]) -> int:
 def _speaks() -> bool:
     """Whether this process tells of a refusal: the ranks that torchrun starts on a machine all find
     the same."""
-    from moewright.engine.run.env import torchrun
+    from moewright.engine.run.env import read_torchrun_env
 
     try:
-        env = torchrun()
+        env = read_torchrun_env()
     except BadInput:
         return True
-    return env is None or env.local_rank == 0 or env.local_world == 0
+    return env is None or env.local_rank == 0 or env.local_world_size == 0
 
 
 def _say(text: str, code: int) -> int:

@@ -55,18 +55,18 @@ def plan(
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file.
     """
-    from moewright.cli.jobs import (
+    from moewright.cli.plan_request import (
         Purpose,
-        as_written,
-        beside_even,
-        job_field,
-        nothing_fits,
-        option_field,
-        read_asked,
+        estimate_even_routing,
+        explain_empty_search,
+        read_plan_request,
+        to_job_keys,
+        to_options,
+        translate_fields,
     )
     from moewright.codec import parse_layout, write_json
-    from moewright.report.console import console_for, print_load, print_plans
-    from moewright.rules.runnable import unsupported_layout
+    from moewright.report.console import make_console, print_measured_load, print_plans
+    from moewright.rules.engine_limits import unsupported_layout
     from moewright.search import explain, search, space, what_if
 
     if not 1 <= top <= MAX_TOP:
@@ -74,49 +74,56 @@ def plan(
         raise BadInput(
             Reason(field="--top", value=str(top), rule=f"must be in 1..{MAX_TOP}", nearest=close)
         )
-    asked = read_asked(
+    asked = read_plan_request(
         model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load
     )
-    with as_written(option_field("--why-not")):
+    with translate_fields(to_options("--why-not")):
         parse_layout(why_not, world_size=asked.hardware.count)
     runs_here = partial(unsupported_layout, model=asked.model, workload=asked.workload)
-    allowed = runs_here if asked.purpose is Purpose.TRAIN else space.everything
-    with as_written(job_field(Path(model))):
+    allowed = runs_here if asked.purpose is Purpose.TRAIN else space.no_objections
+    with translate_fields(to_job_keys(Path(model))):
         ranked = search.search(
-            asked.model, asked.workload, asked.hardware, fixed=asked.fixed, top=top, allowed=allowed
+            asked.model,
+            asked.workload,
+            asked.hardware,
+            fixed=asked.layout_text,
+            top=top,
+            allowed=allowed,
         )
-    console = console_for(sys.stdout)
-    for line in asked.chosen:
+    console = make_console(sys.stdout)
+    for line in asked.defaults:
         console.print(line, soft_wrap=True)
     shown = ranked.plans
-    if asked.fixed and ranked.plans:
+    if asked.layout_text and ranked.plans:
         free = search.search(
             asked.model, asked.workload, asked.hardware, fixed="", top=top, allowed=allowed
         ).plans
         shown = tuple(ranked.plans[0] if plan == ranked.plans[0] else plan for plan in free)
         shown = shown if ranked.plans[0] in free else (*free, ranked.plans[0])
-        console.print(f"layout {asked.fixed} (given by the job)", soft_wrap=True)
+        console.print(f"layout {asked.layout_text} (given by the job)", soft_wrap=True)
     picked = tuple(
-        replace(p, gains=what_if.gains(ranked, fixed=asked.fixed, allowed=allowed))
+        replace(p, gains=what_if.find_gains(ranked, fixed=asked.layout_text, allowed=allowed))
         for p in ranked.plans[:1]
     )
     shown = tuple(picked[0] if plan is ranked.plans[0] else plan for plan in shown)
-    why = (*ranked.why, *explain.binding(picked[0])) if picked else ()
+    why = (*ranked.why, *explain.explain_bound(picked[0])) if picked else ()
     print_plans(console, shown, picked=picked, rejected=ranked.rejected, why=why)
     for plan in picked:
-        print_load(console, plan, beside_even(plan))
+        print_measured_load(console, plan, estimate_even_routing(plan))
     if why_not:
-        for line in explain.why_not(asked.model, asked.workload, asked.hardware, ranked, why_not):
+        for line in explain.explain_objections(
+            asked.model, asked.workload, asked.hardware, ranked, why_not
+        ):
             console.print(line, soft_wrap=True)
     if not ranked.plans:
-        with as_written(
-            job_field(Path(model)) if asked.purpose is Purpose.TRAIN else option_field("layout")
+        with translate_fields(
+            to_job_keys(Path(model)) if asked.purpose is Purpose.TRAIN else to_options("layout")
         ):
-            raise nothing_fits(
+            raise explain_empty_search(
                 asked.model,
                 asked.workload,
                 asked.hardware,
-                fixed=asked.fixed,
+                fixed=asked.layout_text,
                 allowed=allowed,
                 ranked=ranked,
             )

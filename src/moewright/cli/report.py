@@ -24,10 +24,10 @@ def write_run_report(run: Path, out: Path) -> Path:
     """Predict the ledger of every counted rank, on the routing the run recorded, and write the
     page."""
     from moewright.codec import read_run
-    from moewright.diagnosis.compare_ledgers import comparisons
-    from moewright.diagnosis.own_run import diagnose
-    from moewright.report.html import write_report
+    from moewright.diagnosis.compare_ledgers import compare_ranks
+    from moewright.diagnosis.engine_run import diagnose_run
+    from moewright.report.report_page import write_report
 
     record = read_run(run)
-    write_report(record, comparisons(record), diagnose(record), out)
+    write_report(record, compare_ranks(record), diagnose_run(record), out)
     return out

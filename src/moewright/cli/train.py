@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
-    from moewright.intake.job import Job
+    from moewright.intake.job import JobFile
     from moewright.spec.hardware import Hardware
     from moewright.spec.plan import Plan
 
@@ -47,15 +47,15 @@ def train(
     extend
         When the run has done all its steps, do as many again.
     """
-    from moewright.cli.jobs import as_written, job_field, with_measured_documents
-    from moewright.engine.run.env import torchrun
-    from moewright.engine.run.process_limit import refuse_crowd
+    from moewright.cli.plan_request import fill_attended_share, to_job_keys, translate_fields
+    from moewright.engine.run.env import read_torchrun_env
+    from moewright.engine.run.process_limit import refuse_too_many_processes
+    from moewright.intake.devices import MAX_DEVICES
     from moewright.intake.job import read_job
-    from moewright.intake.parts import MAX_DEVICES
 
-    launched = torchrun()
+    launched = read_torchrun_env()
     asked = read_job(job, tuple(set_ or ()))
-    world = nproc if nproc is not None else launched.world if launched else asked.nproc
+    world = nproc if nproc is not None else launched.world_size if launched else asked.nproc
     if not 1 <= world <= MAX_DEVICES:
         close = str(min(max(world, 1), MAX_DEVICES))
         raise BadInput(
@@ -66,27 +66,27 @@ def train(
                 nearest=close,
             )
         )
-    if launched and world != launched.world:
+    if launched and world != launched.world_size:
         rule = "is not the number of processes torchrun started"
         raise BadInput(
-            Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world))
+            Reason(field="--nproc", value=str(world), rule=rule, nearest=str(launched.world_size))
         )
     if launched is None:
-        with as_written(job_field(job)):
-            refuse_crowd(world, field="train.nproc" if nproc is None else "--nproc")
+        with translate_fields(to_job_keys(job)):
+            refuse_too_many_processes(world, field="train.nproc" if nproc is None else "--nproc")
     asked = replace(asked, nproc=world)
-    with as_written(job_field(job)):
+    with translate_fields(to_job_keys(job)):
         _refuse_untrainable(asked)
-    asked = replace(asked, workload=with_measured_documents(asked.workload))
+    asked = replace(asked, workload=fill_attended_share(asked.workload))
     run_dir = out or Path("runs") / job.stem
     leads = launched is None or launched.rank == 0
-    with as_written(job_field(job)):
+    with translate_fields(to_job_keys(job)):
         plan = _plan(asked, run_dir, measure=launched is None, say=leads)
 
-    from moewright.engine.run.train import run
+    from moewright.engine.run.train import train
 
-    with as_written(job_field(job)):
-        code = int(run(plan, run_dir, extend=extend))
+    with translate_fields(to_job_keys(job)):
+        code = int(train(plan, run_dir, extend=extend))
     if code == 0 and leads:
         from moewright.cli.report import write_run_report
 
@@ -94,10 +94,10 @@ def train(
     return code
 
 
-def _refuse_untrainable(job: Job) -> None:
+def _refuse_untrainable(job: JobFile) -> None:
     """Raise BadInput for what no layout can mend, before anything is measured or written."""
     from moewright.engine.data.preflight import check_data
-    from moewright.rules.runnable import unsupported_model
+    from moewright.rules.engine_limits import unsupported_model
 
     steps = job.workload.steps
     few = (
@@ -110,10 +110,10 @@ def _refuse_untrainable(job: Job) -> None:
     check_data(job.model, job.workload)
 
 
-def _plan(job: Job, run_dir: Path, *, measure: bool, say: bool) -> Plan:
+def _plan(job: JobFile, run_dir: Path, *, measure: bool, say: bool) -> Plan:
     """The run's own plan when it is of this very job; else a new one, the best that the engine
     runs."""
-    from moewright.codec import layout_text
+    from moewright.codec import format_layout
 
     hardware = _hardware(job, measure=measure)
     path = run_dir / PLAN_FILE
@@ -131,7 +131,7 @@ def _plan(job: Job, run_dir: Path, *, measure: bool, say: bool) -> Plan:
             print(f"{path} is not of this job ({', '.join(changed)}): planning again")
     plan = _search(job, hardware)
     if say:
-        print(f"planned {layout_text(plan.layout)} over {job.nproc} processes", flush=True)
+        print(f"planned {format_layout(plan.layout)} over {job.nproc} processes", flush=True)
     return plan
 
 
@@ -147,19 +147,19 @@ def _read_plan(path: Path) -> Plan:
         ) from None
 
 
-def _hardware(job: Job, *, measure: bool) -> Hardware:
-    from moewright.cli.bench import measure_to
+def _hardware(job: JobFile, *, measure: bool) -> Hardware:
+    from moewright.cli.bench import write_machine_file
     from moewright.intake import catalogue
 
     path = Path(job.hardware)
     if path.suffix == ".toml" and not path.exists() and measure:
         _refuse_illegal(job)
         print(f"{path} is not there: measuring this machine")
-        measure_to(path, nproc=job.nproc)
+        write_machine_file(path, nproc=job.nproc)
     return catalogue.hardware(f"{job.nproc}x{job.hardware}")
 
 
-def _refuse_illegal(job: Job) -> None:
+def _refuse_illegal(job: JobFile) -> None:
     """Raise BadInput when no layout of the job is legal, which any device tells as well as one yet
     to be measured."""
     from moewright.intake import catalogue
@@ -172,9 +172,9 @@ def _refuse_illegal(job: Job) -> None:
             raise
 
 
-def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
+def _changed(kept: Plan, job: JobFile, hardware: Hardware) -> tuple[str, ...]:
     """What of a kept plan is no longer what the job asks; () when it may be run as it is."""
-    from moewright.codec import fingerprint, given_fields, parse_layout
+    from moewright.codec import explicit_fields, fingerprint, parse_layout
 
     pinned = parse_layout(job.layout_text, world_size=job.nproc)
     old, new = kept.workload, job.workload
@@ -183,23 +183,23 @@ def _changed(kept: Plan, job: Job, hardware: Hardware) -> tuple[str, ...]:
         field.name for field in fields(new) if getattr(old, field.name) != getattr(new, field.name)
     ]
     changed += [] if kept.hardware == hardware else ["hardware"]
-    keys = sorted({"world_size", *given_fields(job.layout_text)})
+    keys = sorted({"world_size", *explicit_fields(job.layout_text)})
     changed += [key for key in keys if getattr(kept.layout, key) != getattr(pinned, key)]
     if kept.fingerprint != fingerprint(kept.model, kept.workload, kept.hardware, kept.layout):
         changed.append("fingerprint")
     return tuple(changed)
 
 
-def _search(job: Job, hardware: Hardware) -> Plan:
-    from moewright.cli.jobs import nothing_fits
-    from moewright.rules.runnable import unsupported_layout
+def _search(job: JobFile, hardware: Hardware) -> Plan:
+    from moewright.cli.plan_request import explain_empty_search
+    from moewright.rules.engine_limits import unsupported_layout
     from moewright.search.search import search
 
     fixed = job.layout_text
     allowed = partial(unsupported_layout, model=job.model, workload=job.workload)
     ranked = search(job.model, job.workload, hardware, fixed=fixed, top=1, allowed=allowed)
     if not ranked.plans:
-        raise nothing_fits(
+        raise explain_empty_search(
             job.model, job.workload, hardware, fixed=fixed, allowed=allowed, ranked=ranked
         )
     return ranked.plans[0]

@@ -18,16 +18,16 @@ from cyclopts import Parameter
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
-    from moewright.intake.job import Job
+    from moewright.intake.job import JobFile
     from moewright.spec.hardware import Hardware
     from moewright.tuning.contract import Contract
-    from moewright.tuning.decisions import Result, Rules
-    from moewright.tuning.space import Space
-    from moewright.tuning.trials import Ask, Outcome, RunOne
+    from moewright.tuning.decisions import AcceptanceRules, TuningResult
+    from moewright.tuning.space import TuningSpace
+    from moewright.tuning.trials import RunTrial, TrialOutcome, TrialRequest
 
 REPORT_FILE, PLAN_FILE, MACHINE_FILE = "report.md", "plan.json", "machine.toml"
 MAX_MINUTES = 10_000.0
-NOT_VALID, STOPPED = 1, 143
+NOTHING_VALID, STOPPED = 1, 143
 # What allocators, the kernel and the launcher say when there is no memory left.
 _NO_MEMORY = (
     "out of memory",
@@ -39,11 +39,11 @@ _NO_MEMORY = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class TuningRequest:
     """A tuning that can start."""
 
-    job: Job
-    space: Space
+    job: JobFile
+    space: TuningSpace
     contract: Contract
 
 
@@ -87,8 +87,8 @@ def tune(
     set_
         Another value for a key of the job, section.key=value; may be given again.
     """
-    from moewright.tuning.decisions import PREDICTED, Rules
-    from moewright.tuning.trials import predicted_outcome
+    from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules
+    from moewright.tuning.trials import predict_outcome
 
     if not 0 <= budget_minutes <= MAX_MINUTES:
         close = (
@@ -110,150 +110,161 @@ def tune(
             )
         )
     folder = out or Path("runs") / f"{job.stem}_tune"
-    asked = read_tuning(job, on=on, predict=predict, overrides=tuple(set_ or ()))
+    asked = read_tuning_request(job, on=on, predict=predict, overrides=tuple(set_ or ()))
     if predict:
-        return _tuned(asked, folder, predicted_outcome, rules=PREDICTED, budget_s=0.0)
+        return _tuned(asked, folder, predict_outcome, rules=PREDICTION_RULES, budget_s=0.0)
     try:
         return _tuned(
-            asked, folder, partial(run_trial, folder), rules=Rules(), budget_s=60 * budget_minutes
+            asked,
+            folder,
+            partial(run_trial, folder),
+            rules=AcceptanceRules(),
+            budget_s=60 * budget_minutes,
         )
     except _StoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED
 
 
-def read_tuning(job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]) -> Asked:
+def read_tuning_request(
+    job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]
+) -> TuningRequest:
     """The job as a space to tune in, with its contract. Raises BadInput for a job that cannot be
     tuned."""
     from moewright import __version__
-    from moewright.cli.jobs import as_written, job_field, with_measured_documents
+    from moewright.cli.plan_request import fill_attended_share, to_job_keys, translate_fields
     from moewright.codec import parse_layout
     from moewright.intake.job import read_job
-    from moewright.rules.runnable import unsupported_layout
-    from moewright.search.space import everything
-    from moewright.tuning.contract import Label, contract_of, label_of
-    from moewright.tuning.space import Space, point_of
+    from moewright.rules.engine_limits import unsupported_layout
+    from moewright.search.space import no_objections
+    from moewright.tuning.contract import Label, build_contract, choose_label
+    from moewright.tuning.space import TuningSpace, point_from_job
 
     asked = read_job(job, overrides)
-    with as_written(job_field(job)):
+    with translate_fields(to_job_keys(job)):
         data, torch = ("", "") if predict else _runnable(asked)
         hardware = _hardware(asked, on=on, predict=predict)
-        asked = replace(
-            asked, nproc=hardware.count, workload=with_measured_documents(asked.workload)
-        )
+        asked = replace(asked, nproc=hardware.count, workload=fill_attended_share(asked.workload))
         layout = parse_layout(asked.layout_text, world_size=hardware.count)
         allowed = partial(unsupported_layout, model=asked.model, workload=asked.workload)
-        space = Space(
+        space = TuningSpace(
             model=asked.model,
             workload=asked.workload,
             hardware=hardware,
-            start=point_of(layout, asked.workload),
+            start=point_from_job(layout, asked.workload),
             axes=asked.axes,
-            allowed=everything if predict and on else allowed,
+            allowed=no_objections if predict and on else allowed,
         )
-        if reasons := space.reasons(space.start):
+        if reasons := space.reasons_against(space.start):
             raise BadInput(*reasons)
-    contract = contract_of(
+    contract = build_contract(
         asked.model,
         asked.workload,
         hardware,
         start=space.start,
         axes=asked.axes,
-        label=Label.PREDICTED if predict else label_of(asked.workload),
+        label=Label.PREDICTED if predict else choose_label(asked.workload),
         versions=(__version__, torch),
         data=data,
     )
-    return Asked(job=asked, space=space, contract=contract)
+    return TuningRequest(job=asked, space=space, contract=contract)
 
 
-def _hardware(job: Job, *, on: str, predict: bool) -> Hardware:
-    from moewright.cli.bench import measure_to
-    from moewright.cli.jobs import as_written
+def _hardware(job: JobFile, *, on: str, predict: bool) -> Hardware:
+    from moewright.cli.bench import write_machine_file
+    from moewright.cli.plan_request import translate_fields
     from moewright.intake import catalogue
 
     if on:
-        with as_written(lambda field: "--on" if field == "hardware" else field):
+        with translate_fields(lambda field: "--on" if field == "hardware" else field):
             return catalogue.hardware(on)
     path = Path(job.hardware)
     if path.suffix == ".toml" and not path.exists() and not predict:
         print(f"{path} is not there: measuring this machine")
-        measure_to(path, nproc=job.nproc)
+        write_machine_file(path, nproc=job.nproc)
     return catalogue.hardware(f"{job.nproc}x{job.hardware}")
 
 
-def _runnable(job: Job) -> tuple[str, str]:
+def _runnable(job: JobFile) -> tuple[str, str]:
     """Fingerprint of the data and version of torch, once nothing but the layout can keep the job
     from running."""
     import torch
 
     from moewright.engine.data.preflight import check_data
-    from moewright.engine.run.env import torchrun
-    from moewright.engine.run.process_limit import refuse_crowd
-    from moewright.rules.runnable import unsupported_model
+    from moewright.engine.run.env import read_torchrun_env
+    from moewright.engine.run.process_limit import refuse_too_many_processes
+    from moewright.rules.engine_limits import unsupported_model
 
-    if torchrun() is not None:
+    if read_torchrun_env() is not None:
         raise BadInput(
             Reason(
                 field="torchrun", rule="tuning starts its ranks itself", nearest="moewright tune"
             )
         )
-    refuse_crowd(job.nproc, field="train.nproc")
+    refuse_too_many_processes(job.nproc, field="train.nproc")
     if reasons := unsupported_model(job.model, job.workload):
         raise BadInput(*reasons)
     return check_data(job.model, job.workload), str(torch.__version__)
 
 
-def _tuned(asked: Asked, folder: Path, run_one: RunOne, *, rules: Rules, budget_s: float) -> int:
+def _tuned(
+    asked: TuningRequest,
+    folder: Path,
+    run_one: RunTrial,
+    *,
+    rules: AcceptanceRules,
+    budget_s: float,
+) -> int:
     """Carry the tuning out in its folder, and say at each decision where it stands."""
     import time
 
     from moewright.codec import write_json, write_text, write_toml
-    from moewright.engine.checkpoint.lock import run_lock
-    from moewright.report.tuning_markdown import line, markdown
-    from moewright.search.search import plan_of
+    from moewright.engine.checkpoint.lock import lock_run_dir
+    from moewright.report.tuning_markdown import format_decision, render_tuning
+    from moewright.search.search import build_plan
     from moewright.spec.finding import Basis
-    from moewright.tuning.contract import freeze
+    from moewright.tuning.contract import freeze_contract
     from moewright.tuning.journal import Journal
-    from moewright.tuning.procedure import Tuning
+    from moewright.tuning.procedure import Tuner
 
     measured = rules.basis is Basis.MEASURED
     said = 0
 
-    def watch(result: Result) -> None:
+    def watch(result: TuningResult) -> None:
         nonlocal said
         for decision in result.decisions[said:]:
-            print(line(decision, rules.basis), flush=True)
+            print(format_decision(decision, rules.basis), flush=True)
         said = len(result.decisions)
-        write_text(folder / REPORT_FILE, markdown(asked.contract, result, basis=rules.basis))
+        write_text(folder / REPORT_FILE, render_tuning(asked.contract, result, basis=rules.basis))
 
-    with run_lock(folder):
-        freeze(asked.contract, folder)
+    with lock_run_dir(folder):
+        freeze_contract(asked.contract, folder)
         journal = Journal(folder, run_one, time.monotonic) if measured else run_one
-        tuning = Tuning(asked.space, journal, rules=rules, budget_s=budget_s, watch=watch)
+        tuning = Tuner(asked.space, journal, rules=rules, budget_s=budget_s, watch=watch)
         result = tuning.run()
         watch(result)
     if result.winner is None:
         print(f"nothing was found valid; {folder / REPORT_FILE} tells why")
-        return NOT_VALID
+        return NOTHING_VALID
     space, winner = asked.space, result.winner
-    workload = replace(winner.on(space.workload), ramp=space.workload.ramp)
-    plan = plan_of(space.model, workload, tuning.prices.learnt, winner.layout)
+    workload = replace(winner.apply_to(space.workload), ramp=space.workload.ramp)
+    plan = build_plan(space.model, workload, tuning.predictor.learnt_hardware, winner.layout)
     write_json(folder / PLAN_FILE, plan)
     if measured:
-        write_toml(folder / MACHINE_FILE, tuning.prices.learnt)
+        write_toml(folder / MACHINE_FILE, tuning.predictor.learnt_hardware)
     print(
         f"winner: {winner}; {folder / REPORT_FILE} tells what was tried, {folder / PLAN_FILE} is its plan"
     )
     return 0
 
 
-def run_trial(folder: Path, ask: Ask) -> Outcome:
+def run_trial(folder: Path, ask: TrialRequest) -> TrialOutcome:
     """Run the engine in a folder of its own, its output beside it; the state that it saved goes,
     its records stay."""
     from moewright.codec import fingerprint, read_run
-    from moewright.engine.run.train import run
-    from moewright.engine.run.worker import Exit
-    from moewright.tuning.trials import Failure, Outcome, outcome_of
+    from moewright.engine.run.train import train
+    from moewright.engine.run.worker import ExitCode
+    from moewright.tuning.trials import TrialFailure, TrialOutcome, build_outcome
 
     place = folder / "trials" / f"{fingerprint(ask.point)}-{ask.length}-{ask.repeat}"
     shutil.rmtree(place, ignore_errors=True)  # of a trial that was killed
@@ -261,26 +272,26 @@ def run_trial(folder: Path, ask: Ask) -> Outcome:
     log = place / "output.txt"
     try:
         with _output_to(log):
-            code = run(ask.plan, place)
+            code = train(ask.plan, place)
     except BadInput as error:
-        return Outcome(failure=Failure.REFUSED, said=str(error))
+        return TrialOutcome(failure=TrialFailure.REFUSED, said=str(error))
     finally:
         shutil.rmtree(place / "checkpoints", ignore_errors=True)
-    if code is Exit.STOPPED:
+    if code is ExitCode.STOPPED:
         raise _StoppedError
-    if code is not Exit.DONE:
+    if code is not ExitCode.DONE:
         text = log.read_text(encoding="utf-8", errors="replace")
         failure = (
-            Failure.MEMORY
+            TrialFailure.MEMORY
             if any(word.lower() in text.lower() for word in _NO_MEMORY)
-            else Failure.OTHER
+            else TrialFailure.OTHER
         )
         said = next(
             (one for one in text.splitlines() if one.startswith("rank ")),
             f"ended with code {int(code)}",
         )
-        return Outcome(failure=failure, said=said[:200])
-    return outcome_of(read_run(place), ask.length)
+        return TrialOutcome(failure=failure, said=said[:200])
+    return build_outcome(read_run(place), ask.length)
 
 
 @contextmanager

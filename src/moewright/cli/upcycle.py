@@ -14,7 +14,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
-    from moewright.engine.run.upcycle import Read
+    from moewright.engine.run.upcycle import ReadParameter
 
 
 def upcycle(
@@ -60,10 +60,15 @@ def upcycle(
     seed
         Decides the routers' fresh rows.
     """
-    from moewright.cli.jobs import as_written
+    from moewright.cli.plan_request import translate_fields
     from moewright.codec import write_text
-    from moewright.rules.parameters import count
-    from moewright.rules.upcycling import Scaling, Upcycling, Weighing, upcycled
+    from moewright.rules.parameters import count_parameters
+    from moewright.rules.upcycling import (
+        RouterWeighting,
+        UpcyclingScaling,
+        UpcyclingSpec,
+        upcycle_model,
+    )
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(
@@ -71,20 +76,20 @@ def upcycle(
                 field="--out", value=str(out), rule="holds something already", nearest=f"{out}-2"
             )
         )
-    choice = Upcycling(
+    choice = UpcyclingSpec(
         experts=experts,
         top_k=top_k,
         granularity=granularity,
         dense_first=dense_first,
         every=every,
-        scaling=Scaling(scaling),
-        weighing=Weighing(router),
+        scaling=UpcyclingScaling(scaling),
+        weighting=RouterWeighting(router),
     )
     source, source_of = _dense(dense)
-    with as_written(
+    with translate_fields(
         lambda field: field if field.startswith("model") else f"--{field.replace('_', '-')}"
     ):
-        model = upcycled(source, choice)
+        model = upcycle_model(source, choice)
     config = _config_of(model)
 
     from moewright.engine.run.upcycle import upcycle as run
@@ -92,34 +97,38 @@ def upcycle(
     with source_of as read:
         run(read, source, model, choice, seed=seed, out=out)
     write_text(out / "config.json", json.dumps(config, indent=1) + "\n")
-    size = count(model)
+    size = count_parameters(model)
     print(
         f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {experts} experts of width "
         f"{model.moe.ffn_size if model.moe else 0}, top {top_k}; {size.total:,} parameters, {size.active:,} active "
-        f"({count(source).total:,} before)"
+        f"({count_parameters(source).total:,} before)"
     )
     return 0
 
 
-def _dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[Read]]:
+def _dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[ReadParameter]]:
     """The model of a folder, ours or Hugging Face's, and how its parameters are read."""
-    from moewright.engine.hf.folder import is_folder
-    from moewright.engine.run.upcycle import of_checkpoint, of_hugging_face, stored_model
+    from moewright.engine.hf.folder import is_hf_folder
+    from moewright.engine.run.upcycle import (
+        open_checkpoint_parameters,
+        open_hf_parameters,
+        read_checkpoint_model,
+    )
     from moewright.intake.hf import read_config
 
-    if is_folder(path):
+    if is_hf_folder(path):
         model = read_config(path)
-        return model, of_hugging_face(model, path)
-    return stored_model(path), of_checkpoint(path)
+        return model, open_hf_parameters(model, path)
+    return read_checkpoint_model(path), open_checkpoint_parameters(path)
 
 
 def _config_of(model: ModelSpec) -> dict[str, Any]:
     """The config.json of a model, which must say all of it. Raises BadInput."""
-    from moewright.intake.hf import spec_of
-    from moewright.intake.hf_write import config_of
+    from moewright.intake.hf import parse_config
+    from moewright.intake.hf_write import build_config
 
-    config = config_of(model)
-    read = spec_of(config, where="config.json", name=model.name)
+    config = build_config(model)
+    read = parse_config(config, where="config.json", name=model.name)
     lost = [
         field.name
         for field in fields(model)

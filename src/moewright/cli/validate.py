@@ -34,11 +34,11 @@ def validate(
         Cross-validate: fit each row's constants without the rows that share its values in these columns, such as
         "model,hardware"; "id" leaves out one row at a time.
     """
-    from moewright.calibration.cross_validate import fitted_on, leaving_out
-    from moewright.calibration.score import score
+    from moewright.calibration.cross_validate import calibrate_leaving_out, calibrate_on
+    from moewright.calibration.score import score_table
     from moewright.calibration.table import read_table
     from moewright.codec import write_json
-    from moewright.report.console import console_for
+    from moewright.report.console import make_console
     from moewright.report.score_text import print_score
 
     if fit_on is not None and leave_out:
@@ -49,12 +49,12 @@ def validate(
     rows = read_table(table)
     columns = [column.strip() for column in leave_out.split(",") if column.strip()]
     if fit_on is not None:
-        found = score(rows, fitted_on(read_table(fit_on).rows, name=fit_on.name))
+        found = score_table(rows, calibrate_on(read_table(fit_on).rows, table_name=fit_on.name))
     elif columns:
-        found = score(rows, leaving_out(rows.rows, columns))
+        found = score_table(rows, calibrate_leaving_out(rows.rows, columns))
     else:
-        found = score(rows)
-    console = console_for(sys.stdout)
+        found = score_table(rows)
+    console = make_console(sys.stdout)
     print_score(console, found)
     if json is not None:
         write_json(json, found)

@@ -25,7 +25,7 @@ from moewright.cli.validate import validate
 from moewright.cli.verify import verify
 
 
-def app() -> App:
+def build_app() -> App:
     verbs = App(
         name="moewright",
         help="Plan, train, measure and retune Mixture-of-Experts language models.",

@@ -60,10 +60,10 @@ def verify(
         Largest gradient norm; 0: no clipping.
     """
     from moewright.codec import parse_layout
-    from moewright.engine.run.batch_file import workload_of
-    from moewright.engine.run.process_limit import refuse_crowd
+    from moewright.engine.run.batch_file import read_batch_workload
+    from moewright.engine.run.process_limit import refuse_too_many_processes
     from moewright.intake.hf import read_config
-    from moewright.rules.runnable import refuse_unrunnable
+    from moewright.rules.engine_limits import require_runnable
     from moewright.spec.workload import OptimizerSpec
 
     for field, value, low in (("--nproc", nproc, 1), ("--steps", steps, 1)):
@@ -80,23 +80,25 @@ def verify(
     adjusted = OptimizerSpec(
         lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip_norm=clip
     )
-    refuse_crowd(nproc, field="--nproc")
+    refuse_too_many_processes(nproc, field="--nproc")
     # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint
     # may leave out.
-    refuse_unrunnable(
-        replace(model, mtp_layers=0), workload_of(batch, steps=steps, optimizer=adjusted), chosen
+    require_runnable(
+        replace(model, mtp_layers=0),
+        read_batch_workload(batch, steps=steps, optimizer=adjusted),
+        chosen,
     )
 
-    from moewright.engine.run.verify import Rule, Verification
+    from moewright.engine.run.verify import UpdateKind, VerifyJob
     from moewright.engine.run.verify import verify as run
 
-    job = Verification(
+    job = VerifyJob(
         model=model,
         weights=hf_dir,
         batch=batch,
         layout=chosen,
         steps=steps,
-        rule=Rule(optimizer),
+        update_kind=UpdateKind(optimizer),
         lr=lr,
         optimizer=adjusted,
     )

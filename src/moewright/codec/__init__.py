@@ -1,45 +1,53 @@
 """Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way
 out."""
 
-from moewright.codec.data import Numbers, fingerprint, from_data, nearest, shown, to_data, unsaid
+from moewright.codec.data import (
+    FloatPolicy,
+    closest_match,
+    default_values,
+    fingerprint,
+    format_value,
+    from_data,
+    to_data,
+)
 from moewright.codec.files import (
     append_line,
-    json_data,
     parse_json,
+    read_complete_lines,
     read_json,
+    read_json_data,
     read_text,
     read_toml,
-    toml_data,
-    whole_lines,
+    read_toml_data,
     write_json,
     write_text,
     write_toml,
 )
-from moewright.codec.layout_text import given_fields, layout_text, parse_layout
-from moewright.codec.run_files import PACES_FILE, read_run, record_line
+from moewright.codec.layout_text import explicit_fields, format_layout, parse_layout
+from moewright.codec.run_files import RANK_TIMINGS_FILE, format_record, read_run
 
 __all__ = [
-    "PACES_FILE",
-    "Numbers",
+    "RANK_TIMINGS_FILE",
+    "FloatPolicy",
     "append_line",
+    "closest_match",
+    "default_values",
+    "explicit_fields",
     "fingerprint",
+    "format_layout",
+    "format_record",
+    "format_value",
     "from_data",
-    "given_fields",
-    "json_data",
-    "layout_text",
-    "nearest",
     "parse_json",
     "parse_layout",
+    "read_complete_lines",
     "read_json",
+    "read_json_data",
     "read_run",
     "read_text",
     "read_toml",
-    "record_line",
-    "shown",
+    "read_toml_data",
     "to_data",
-    "toml_data",
-    "unsaid",
-    "whole_lines",
     "write_json",
     "write_text",
     "write_toml",

@@ -23,12 +23,12 @@ T = TypeVar("T")
 INT_LIMIT = 2**63
 
 
-class Numbers(StrEnum):
+class FloatPolicy(StrEnum):
     """Which floats are read: what people write is finite; what a diverged run measured may not
     be."""
 
     FINITE = "finite"
-    MEASURED = "measured"
+    NON_FINITE = "measured"
 
 
 class _Refused(Exception):
@@ -37,37 +37,39 @@ class _Refused(Exception):
     def __init__(self, rule: str, value: object, nearest_value: str = "") -> None:
         super().__init__(rule)
         self.rule = rule
-        self.value = shown(value)
+        self.value = format_value(value)
         self.nearest = nearest_value
 
 
-def nearest(word: str, legal: Iterable[str]) -> str:
+def closest_match(word: str, legal: Iterable[str]) -> str:
     """The legal word most like `word`, letter case aside; "" when none is much like it."""
     by_folded = {name.casefold(): name for name in legal}
     close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.5)
     return by_folded[close[0]] if close else ""
 
 
-def to_data(noun: object) -> Any:
+def to_data(record: object) -> Any:
     """Plain data of a noun: dataclass -> dict, tuple -> list, enum -> its value."""
-    return _converter(Numbers.FINITE).unstructure(noun)
+    return _converter(FloatPolicy.FINITE).unstructure(record)
 
 
-def unsaid(noun: object) -> dict[str, Any]:
+def default_values(record: object) -> dict[str, Any]:
     """What `from_data` takes the fields of a noun, and of the nouns in it, for that are left out;
     without those that may not be.
     """
     found: dict[str, Any] = {}
-    for field in fields(cast(Any, noun)):
-        value = getattr(noun, field.name)
+    for field in fields(cast(Any, record)):
+        value = getattr(record, field.name)
         if is_dataclass(value):
-            found[field.name] = unsaid(value)
+            found[field.name] = default_values(value)
         elif field.default is not MISSING:
             found[field.name] = to_data(field.default)
     return found
 
 
-def from_data(cls: type[T], data: Any, *, where: str, numbers: Numbers = Numbers.FINITE) -> T:
+def from_data(
+    cls: type[T], data: Any, *, where: str, floats: FloatPolicy = FloatPolicy.FINITE
+) -> T:
     """The noun that `data` describes. Keys must be fields of `cls`, types must match exactly (an
     int does for a float).
 
@@ -75,29 +77,29 @@ def from_data(cls: type[T], data: Any, *, where: str, numbers: Numbers = Numbers
     where="job.toml".
     """
     try:
-        return _converter(numbers).structure(data, cls)
+        return _converter(floats).structure(data, cls)
     except (BaseValidationError, ForbiddenExtraKeysError, _Refused, KeyError) as error:
         raise BadInput(*_reasons(error, "", where)) from None
     except RecursionError:
         raise BadInput(Reason(field=where, rule="is nested too deeply")) from None
 
 
-def fingerprint(*nouns: object) -> str:
+def fingerprint(*records: object) -> str:
     """16 hex digits of the SHA-256 over the nouns' canonical JSON: equal nouns, equal
     fingerprint."""
     canonical = json.dumps(
-        [[type(noun).__name__, to_data(noun)] for noun in nouns], sort_keys=True, allow_nan=False
+        [[type(noun).__name__, to_data(noun)] for noun in records], sort_keys=True, allow_nan=False
     )
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 @cache
-def _converter(numbers: Numbers) -> Converter:
+def _converter(numbers: FloatPolicy) -> Converter:
     converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_structure_hook(bool, _bool)
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(
-        float, _float if numbers is Numbers.FINITE else _measured_float
+        float, _float if numbers is FloatPolicy.FINITE else _measured_float
     )
     converter.register_structure_hook(str, _str)
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
@@ -147,7 +149,7 @@ def _enum(value: Any, cls: type[StrEnum]) -> StrEnum:
     legal = [str(member.value) for member in cls]
     if isinstance(value, str) and value in legal:
         return cls(value)
-    raise _Refused(f"must be one of {', '.join(legal)}", value, nearest(str(value), legal))
+    raise _Refused(f"must be one of {', '.join(legal)}", value, closest_match(str(value), legal))
 
 
 def _is_tuple(cls: Any) -> bool:
@@ -201,7 +203,7 @@ def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
         legal = [field.name for field in fields(cast(Any, error.cl))]
         for key in sorted(map(str, error.extra_fields)):
             field = _located(where, f"{path}.{key}" if path else key)
-            close = nearest(key, legal)
+            close = closest_match(key, legal)
             known = "" if close else f"; known here: {', '.join(legal)}"
             yield Reason(field=field, rule=f"unknown key{known}", nearest=close)
     elif isinstance(error, _Refused):
@@ -229,7 +231,7 @@ def _located(where: str, path: str) -> str:
     return f"{where}{'.' if ': ' in where else ': '}{path}"
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A refused value in a few letters, as JSON writes it."""
     if isinstance(value, int) and abs(value) >= INT_LIMIT:
         return "a huge integer"

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import tomli_w
 
-from moewright.codec.data import Numbers, from_data, nearest, to_data
+from moewright.codec.data import FloatPolicy, closest_match, from_data, to_data
 from moewright.spec.errors import BadInput, Reason
 
 T = TypeVar("T")
@@ -26,35 +26,35 @@ class _Malformed(ValueError):
 def read_json(cls: type[T], path: Path) -> T:
     """The noun in a JSON file; BadInput names the file, the key, the rule and the nearest legal
     value."""
-    return from_data(cls, json_data(path), where=str(path))
+    return from_data(cls, read_json_data(path), where=str(path))
 
 
 def read_toml(cls: type[T], path: Path) -> T:
     """The noun in a TOML file; BadInput as for read_json."""
-    return from_data(cls, toml_data(path), where=str(path))
+    return from_data(cls, read_toml_data(path), where=str(path))
 
 
-def write_json(path: Path, noun: object) -> None:
+def write_json(path: Path, record: object) -> None:
     """Write a noun as JSON; a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(to_data(noun), indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(to_data(record), indent=1, allow_nan=False) + "\n")
 
 
-def write_toml(path: Path, noun: object) -> None:
+def write_toml(path: Path, record: object) -> None:
     """Write a noun as TOML (which has no null: nouns with a None in them go to JSON), replaced
     whole."""
-    write_text(path, tomli_w.dumps(to_data(noun)))
+    write_text(path, tomli_w.dumps(to_data(record)))
 
 
-def json_data(path: Path) -> Any:
+def read_json_data(path: Path) -> Any:
     """Plain data of a JSON file; repeated keys, NaN, Infinity, bytes not UTF-8, endless nesting are
     refused."""
     return parse_json(read_text(path), where=str(path))
 
 
-def parse_json(text: str, *, where: str, numbers: Numbers = Numbers.FINITE) -> Any:
+def parse_json(text: str, *, where: str, floats: FloatPolicy = FloatPolicy.FINITE) -> Any:
     """Plain data of JSON text, as strict as json_data; MEASURED lets NaN and Infinity pass."""
     try:
-        if numbers is Numbers.MEASURED:
+        if floats is FloatPolicy.NON_FINITE:
             return json.loads(text, object_pairs_hook=_unique)
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -68,7 +68,7 @@ def parse_json(text: str, *, where: str, numbers: Numbers = Numbers.FINITE) -> A
     raise BadInput(Reason(field=where, rule=rule))
 
 
-def toml_data(path: Path) -> dict[str, Any]:
+def read_toml_data(path: Path) -> dict[str, Any]:
     """Plain data of a TOML file."""
     text = read_text(path)
     try:
@@ -113,7 +113,7 @@ def read_text(path: Path) -> str:
             rule = "is a folder, a file is wanted"
         elif not path.exists():
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-            close = nearest(path.name, beside)
+            close = closest_match(path.name, beside)
             raise BadInput(
                 Reason(
                     field=str(path),
@@ -144,7 +144,7 @@ def _no_constant(name: str) -> NoReturn:
     raise _Malformed(f"holds {name}, which is not JSON")
 
 
-def whole_lines(path: Path) -> list[str]:
+def read_complete_lines(path: Path) -> list[str]:
     """The lines of a file that have their end: whoever wrote what stands behind them was killed
     over it. [] of none."""
     return read_text(path).split("\n")[:-1] if path.exists() else []

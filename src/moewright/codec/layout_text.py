@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from moewright.codec.data import nearest
+from moewright.codec.data import closest_match
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
-    Dispatcher,
+    CudaGraphScope,
+    DispatcherKind,
     ExpertPlacement,
-    Graphs,
     Layout,
     Offload,
     Overlap,
@@ -39,7 +39,7 @@ _NUMBERS = (
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("schedule", Schedule),
     ("cp_comm", CpComm),
-    ("dispatcher", Dispatcher),
+    ("dispatcher", DispatcherKind),
     ("expert_placement", ExpertPlacement),
     ("capacity_fill", CapacityFill),
 )
@@ -47,15 +47,15 @@ _SETS: tuple[tuple[str, type[StrEnum]], ...] = (
     ("recompute", Recompute),
     ("offload", Offload),
     ("overlap", Overlap),
-    ("graphs", Graphs),
+    ("graphs", CudaGraphScope),
 )
-KEYS = (*_NUMBERS, *(key for key, _ in _CHOICES), *(key for key, _ in _SETS), "layout")
+LAYOUT_KEYS = (*_NUMBERS, *(key for key, _ in _CHOICES), *(key for key, _ in _SETS), "layout")
 
 MAX_DIGITS = 18  # far beyond any size, below 2**63
 
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
-_ALONE = (Recompute.FULL, Graphs.FULL)
+_ALONE = (Recompute.FULL, CudaGraphScope.FULL)
 _BESIDE = frozenset({Recompute.LOSS})  # no module of a layer
 _SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)
 
@@ -99,15 +99,15 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     return layout
 
 
-def given_fields(text: str) -> frozenset[str]:
+def explicit_fields(text: str) -> frozenset[str]:
     """The fields of Layout that `text` itself sets, without defaults: what a search must keep."""
     return frozenset(_fields(text)[0])
 
 
-def layout_text(layout: Layout) -> str:
+def format_layout(layout: Layout) -> str:
     """The shortest text that parse_layout reads back to `layout`, degrees first; ep, pp and mbs
     always shown."""
-    shown = ("tp", "pp", "ep", "mbs", *(("vpp",) if layout.schedule.v_shaped else ()))
+    shown = ("tp", "pp", "ep", "mbs", *(("vpp",) if layout.schedule.is_v_shaped else ()))
     parts = [
         f"{key}{getattr(layout, key)}"
         for key in _DEGREES
@@ -125,7 +125,7 @@ def layout_text(layout: Layout) -> str:
         parts.append(f"vpp_group{layout.vpp_group}")
     if layout.cp_comm is not CpComm.P2P:
         parts.append(f"cp_comm={layout.cp_comm}")
-    if layout.dispatcher is not Dispatcher.ALL_TO_ALL:
+    if layout.dispatcher is not DispatcherKind.ALL_TO_ALL:
         parts.append(f"dispatcher={layout.dispatcher}")
     if layout.ep_node:
         parts.append(f"ep_node{layout.ep_node}")
@@ -193,15 +193,17 @@ def _item(part: str) -> _Item:
         raise BadInput(
             Reason(field="edp", value=value, rule="is derived from the other degrees; leave it out")
         )
-    if folded not in KEYS:
+    if folded not in LAYOUT_KEYS:
         if not stripped:
             raise BadInput(
                 Reason(
                     field="layout", rule="has an empty place between commas", nearest="leave it out"
                 )
             )
-        rule = f"is no layout key; keys are {' '.join(KEYS)}; a value with commas is quoted"
-        raise BadInput(Reason(field=key or stripped, rule=rule, nearest=nearest(folded, KEYS)))
+        rule = f"is no layout key; keys are {' '.join(LAYOUT_KEYS)}; a value with commas is quoted"
+        raise BadInput(
+            Reason(field=key or stripped, rule=rule, nearest=closest_match(folded, LAYOUT_KEYS))
+        )
     if not equals and folded not in _NUMBERS:
         raise BadInput(Reason(field=folded, rule="needs a value", nearest=f"{folded}=..."))
     return _Item(key=folded, value=value)
@@ -341,7 +343,9 @@ def _choice(key: str, text: str, choices: type[StrEnum]) -> StrEnum:
     if folded in legal:
         return choices(folded)
     rule = f"must be one of {', '.join(legal)}"
-    raise BadInput(Reason(field=key, value=text.strip(), rule=rule, nearest=nearest(folded, legal)))
+    raise BadInput(
+        Reason(field=key, value=text.strip(), rule=rule, nearest=closest_match(folded, legal))
+    )
 
 
 def _set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moewright.codec.data import Numbers, fingerprint, from_data, to_data
-from moewright.codec.files import json_data, parse_json, read_json, read_text
+from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
+from moewright.codec.files import parse_json, read_json, read_json_data, read_text
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, RankPace, RunRecord, Session, StepRecord
+from moewright.spec.run import EvalRecord, RankTiming, RunRecord, Session, StepRecord
 
-PACES_FILE = "paces.json"
+RANK_TIMINGS_FILE = "paces.json"
 
 _KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
     ("session", Session),
@@ -21,7 +21,7 @@ _KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
 )
 
 
-def record_line(record: Session | StepRecord | EvalRecord) -> str:
+def format_record(record: Session | StepRecord | EvalRecord) -> str:
     """One line of steps.jsonl, with its newline. A diverged loss is written as NaN or Infinity."""
     kind = next(name for name, cls in _KINDS if isinstance(record, cls))
     return json.dumps({"kind": kind, **to_data(record)}) + "\n"
@@ -65,18 +65,18 @@ def read_run(directory: Path) -> RunRecord:
             read_json(Ledger, path) for path in sorted((directory / "ledger").glob("rank*.json"))
         ),
         selection=read_json(Selection, selection) if selection.exists() else None,
-        paces=_paces(directory / PACES_FILE),
+        paces=_paces(directory / RANK_TIMINGS_FILE),
         notes=notes,
     )
 
 
-def _paces(path: Path) -> tuple[RankPace, ...]:
+def _paces(path: Path) -> tuple[RankTiming, ...]:
     """() for a run that has not ended by itself yet."""
     if not path.exists():
         return ()
-    data = json_data(path)
+    data = read_json_data(path)
     listed = data.get("paces") if isinstance(data, dict) else None
-    return tuple(from_data(RankPace, pace, where=str(path)) for pace in listed or ())
+    return tuple(from_data(RankTiming, pace, where=str(path)) for pace in listed or ())
 
 
 def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], tuple[str, ...]]:
@@ -91,11 +91,11 @@ def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], 
 
 
 def _record(line: str, where: str) -> Session | StepRecord | EvalRecord:
-    data = parse_json(line, where=where, numbers=Numbers.MEASURED)
+    data = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     for name, cls in _KINDS:
         if name == kind:
-            return from_data(cls, data, where=where, numbers=Numbers.MEASURED)
+            return from_data(cls, data, where=where, floats=FloatPolicy.NON_FINITE)
     raise BadInput(
         Reason(field=f"{where}: kind", value=str(kind), rule="must be one of session, step, eval")
     )

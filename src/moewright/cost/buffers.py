@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from moewright.cost.symbols import Sizes
+from moewright.cost.symbols import Symbols
 from moewright.rules import recompute, routing, shards
-from moewright.spec.layout import Dispatcher, Graphs, Layout
+from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
@@ -23,7 +23,7 @@ _DEEPEP_BESIDE_BYTES = 2064
 _GATHERED_UNITS = 2  # the layer at work and the one after it
 
 
-def dispatcher_bytes(size: Sizes) -> int:
+def dispatcher_bytes(size: Symbols) -> int:
     """What a dispatcher keeps registered whatever it sends.
 
     DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for
@@ -33,9 +33,9 @@ def dispatcher_bytes(size: Sizes) -> int:
     layout, token = size.layout, size.c * size.model.expert_width
     if size.model.moe is None or layout.ep == 1:
         return 0
-    if layout.dispatcher is Dispatcher.HYBRIDEP:
+    if layout.dispatcher is DispatcherKind.HYBRIDEP:
         return 2 * layout.ep * size.t * token
-    if layout.dispatcher is not Dispatcher.DEEPEP:
+    if layout.dispatcher is not DispatcherKind.DEEPEP:
         return 0
     nodes = ceil(layout.ep / _DEEPEP_PEERS)
     inside = min(layout.ep, _DEEPEP_PEERS) * _DEEPEP_TOKENS_INSIDE
@@ -50,10 +50,10 @@ def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
     60 of them in DeepSeek-V3 on GB200 are 7.05 GB; arXiv 2603.07685 prints 7. A graph of the whole
     iteration pins what its run holds anyway.
     """
-    if not layout.graphs or Graphs.FULL in layout.graphs:
+    if not layout.graphs or CudaGraphScope.FULL in layout.graphs:
         return 0
     tokens = routing.micro_batch_tokens(workload, layout)
-    return 2 * recompute.activation_bytes(workload) * tokens * model.hidden_size
+    return 2 * recompute.activation_nbytes(workload) * tokens * model.hidden_size
 
 
 def gathered_bytes(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int) -> int:
@@ -62,7 +62,7 @@ def gathered_bytes(model: ModelSpec, workload: Workload, layout: Layout, pp_rank
     if layout.zero != 3:
         return 0
     sums: dict[int, int] = {}
-    for param in shards.parameters_of(model, layout, pp_rank):
+    for param in shards.stage_parameters(model, layout, pp_rank):
         sums[param.layer] = sums.get(param.layer, 0) + prod(shards.local_shape(param, layout))
-    each = recompute.activation_bytes(workload) + workload.grad_dtype.nbytes
+    each = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes
     return sum(sorted(sums.values())[-_GATHERED_UNITS:]) * each

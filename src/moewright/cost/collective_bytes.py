@@ -8,17 +8,24 @@ from dataclasses import replace
 
 from moewright.cost.model_states import BucketSet
 from moewright.cost.replicas import replica_calls
-from moewright.cost.routed_rows import Routed, is_moe, rank_chunks, replayed_layers, runs, summed
+from moewright.cost.routed_rows import (
+    ExpertRows,
+    is_moe_layer,
+    rank_chunks,
+    recomputed_layers,
+    run_lengths,
+    sum_rows,
+)
 from moewright.rules import expert_placement, fsdp, grid, p2p, routing, stages
-from moewright.rules.context_parallel import factors
-from moewright.rules.recompute import activation_bytes
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.recompute import activation_nbytes
 from moewright.rules.stages import chunk_layers
-from moewright.rules.timetable_rows import Kind
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CapacityFill, CpComm, Dispatcher, Layout, Recompute
+from moewright.spec.layout import CapacityFill, CpComm, DispatcherKind, Layout, Recompute
 from moewright.spec.ledger import CommRow
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm
-from moewright.spec.workload import Assignment, Workload
+from moewright.spec.workload import RouterAssignment, Workload
 
 INT64_BYTES = 8
 INT32_BYTES = 4
@@ -34,9 +41,9 @@ def comm_rows(
     workload: Workload,
     layout: Layout,
     rank: int,
-    rows: Routed,
+    rows: ExpertRows,
     sets: Sequence[BucketSet],
-    units: Sequence[fsdp.Unit] | None = None,
+    units: Sequence[fsdp.FsdpUnit] | None = None,
 ) -> tuple[CommRow, ...]:
     """Sorted rows; groups of one rank make no call. `units`: of our engine under zero=3, whose
     `sets` are flat buffers beside them; None where the sets hold all parameters, whatever is cut.
@@ -46,7 +53,10 @@ def comm_rows(
     calls = [
         *_step(model, workload, layout, rows),
         *_gradients(
-            workload, layout if units is None else fsdp.flat_layout(layout), sets, len(rows.rows)
+            workload,
+            layout if units is None else fsdp.flat_buffer_layout(layout),
+            sets,
+            len(rows.rows),
         ),
         *_units(workload, units or (), len(rows.rows)),
         *(
@@ -73,7 +83,7 @@ def _layers(
     workload: Workload,
     layout: Layout,
     chunks: Sequence[stages.Chunk],
-    rows: Routed,
+    rows: ExpertRows,
 ) -> Iterator[_Call]:
     """Of the layers in `chunks`, whose expert rows are `rows`, and of the embedding and head around
     them."""
@@ -87,7 +97,7 @@ def _some_replayed(
     workload: Workload,
     layout: Layout,
     chunks: Sequence[stages.Chunk],
-    rows: Routed,
+    rows: ExpertRows,
 ) -> Iterator[_Call]:
     """The same where some layers alone are replayed: all without replays, and what replays add to
     these layers."""
@@ -95,23 +105,27 @@ def _some_replayed(
         replace(layout, recompute_block=0),
         replace(layout, recompute_block=0, recompute=()),
     )
-    layers = replayed_layers(model, layout, chunks)
+    layers = recomputed_layers(model, layout, chunks)
     part = [
         replace(
             chunk,
             layers=tuple(layer for layer in chunk.layers if layer in layers),
-            mtp=sum(layer in layers for layer in chunk_layers(model, chunk)[len(chunk.layers) :]),
+            mtp_layers=sum(
+                layer in layers for layer in chunk_layers(model, chunk)[len(chunk.layers) :]
+            ),
         )
         for chunk in chunks
     ]
-    rows_of_part = rows.only(layers)
+    rows_of_part = rows.select_layers(layers)
     yield from _layers(model, workload, plain, chunks, rows)
     yield from _layers(model, workload, again, part, rows_of_part)
     for op, group, nbytes, count in _layers(model, workload, plain, part, rows_of_part):
         yield op, group, -nbytes, -count
 
 
-def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
+def _step(
+    model: ModelSpec, workload: Workload, layout: Layout, rows: ExpertRows
+) -> Iterator[_Call]:
     """Valid targets (int64), the four statistics and the losses of all routers, and the expert
     counts of all layers for the record; with a balance loss those of each micro-batch and layer of
     the rank too, over the ranks that share its tokens (of each sequence where they count), or over
@@ -136,7 +150,7 @@ def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) ->
             yield Collective.ALL_REDUCE, "tp_cp", len(rows.rows) * layout.mbs * counts, passes
         if loss.global_aux_coeff:
             yield Collective.ALL_REDUCE, "tp_cp_dp", len(rows.rows) * counts, passes
-        if workload.router.assignment is Assignment.SINKHORN:
+        if workload.router.assignment is RouterAssignment.SINKHORN:
             logits = routing.micro_batch_tokens(workload, layout) * model.moe.experts
             yield (
                 Collective.ALL_GATHER,
@@ -146,29 +160,36 @@ def _step(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) ->
             )
 
 
-def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) -> Iterator[_Call]:
+def _expert(
+    model: ModelSpec, workload: Workload, layout: Layout, rows: ExpertRows
+) -> Iterator[_Call]:
     """What the dispatcher moves: forward, replay of it, and backward."""
     if model.moe is None or not rows.layers:
         return
     passes, forwards = len(rows.rows) * len(rows.layers), 1 + _replayed(layout, Recompute.MOE)
     slots = len(rows.rows) * sum(
-        expert_placement.slot_count(model, workload, layout, layer) for layer in rows.layers
+        expert_placement.count_slots(model, workload, layout, layer) for layer in rows.layers
     )
-    if layout.dispatcher is Dispatcher.ALL_GATHER:
+    if layout.dispatcher is DispatcherKind.ALL_GATHER:
         yield from _gathered(model.moe, workload, layout, model.expert_width, passes, forwards)
         return
-    c, h = activation_bytes(workload), model.expert_width
-    moves = [(moved, times) for of_batch, times in runs(rows.moves) for moved in of_batch]
-    if layout.dispatcher in routing.LIBRARIES:
+    c, h = activation_nbytes(workload), model.expert_width
+    moves = [
+        (moved, times) for of_batch, times in run_lengths(rows.dispatches) for moved in of_batch
+    ]
+    if layout.dispatcher in routing.LIBRARY_DISPATCHERS:
         yield from _left_to_a_library(model.moe, workload, layout, c * h, moves, forwards, passes)
         return
-    if layout.dispatcher is Dispatcher.DEDUP:
+    if layout.dispatcher is DispatcherKind.DEDUP:
         yield from _copied(model.moe, layout, c * h, moves, forwards, passes, slots)
         return
     # Counts, but where sizes are known; rows out, probabilities, rows back; backward the last three
     # the other way.
     told = layout.capacity_fill is CapacityFill.USED
-    sent, received = sum(times * moved.sent for moved, times in moves), summed(rows.sent_here)
+    sent, received = (
+        sum(times * moved.rows_sent for moved, times in moves),
+        sum_rows(rows.own_ep_rows),
+    )
     counts = told * INT64_BYTES * slots
     out, back = sent * (c * h + FP32_BYTES), received * c * h
     yield (
@@ -181,7 +202,7 @@ def _expert(model: ModelSpec, workload: Workload, layout: Layout, rows: Routed) 
     # ETP ranks gather each other's counts, rows and probabilities, parts padded to the widest, and
     # reduce-scatter the
     # results; in backward the transposed.
-    widest = summed(rows.widest)
+    widest = sum_rows(rows.widest_etp_rows)
     gathered = counts + widest * (c * h + FP32_BYTES)
     yield Collective.ALL_GATHER, "etp", forwards * gathered, forwards * (told + 2) * passes
     yield (
@@ -204,7 +225,7 @@ def _gathered(
         moe.router.top_k,
         layout.ep * layout.etp,
     )
-    row = activation_bytes(workload) * hidden
+    row = activation_nbytes(workload) * hidden
     tokens, probs = passes * t * row, passes * t * k * FP32_BYTES
     choices = passes * t * k * INT64_BYTES
     yield (
@@ -222,7 +243,7 @@ def _copied(
     moe: MoeSpec,
     layout: Layout,
     row: int,
-    moves: Sequence[tuple[routing.Moved, int]],
+    moves: Sequence[tuple[routing.DispatchCounts, int]],
     forwards: int,
     passes: int,
     slots: int,
@@ -237,9 +258,9 @@ def _copied(
     ranks, k = grid.axis_size(layout, "ep_near"), moe.router.top_k
     told = INT64_BYTES * (slots * ranks // layout.ep + passes * ranks)
     crossings = [("ep_near" if layout.ep_node else "ep", told, out, coming)]
-    if nodes := routing.nodes_of(layout):
-        leaving = sum(times * moved.node_out for moved, times in moves)
-        entering = sum(times * moved.node_in for moved, times in moves)
+    if nodes := routing.dispatch_nodes(layout):
+        leaving = sum(times * moved.node_copies_out for moved, times in moves)
+        entering = sum(times * moved.node_copies_in for moved, times in moves)
         crossings.append(
             ("ep_far", INT64_BYTES * (slots + passes * (layout.ep + nodes)), leaving, entering)
         )
@@ -247,7 +268,7 @@ def _copied(
         forward = counts + there * (INT32_BYTES * k + row + FP32_BYTES * k) + back * row
         yield Collective.ALL_TO_ALL, group, forwards * forward, forwards * 5 * passes
         yield Collective.ALL_TO_ALL, group, there * row + back * (row + FP32_BYTES * k), 3 * passes
-    padded = sum(times * moved.gathered for moved, times in moves)
+    padded = sum(times * moved.copies_gathered for moved, times in moves)
     widest = padded // layout.etp
     gathered = told + widest * (INT32_BYTES * k + row + FP32_BYTES * k)
     yield Collective.ALL_GATHER, "etp", forwards * gathered, forwards * 4 * passes
@@ -261,7 +282,7 @@ def _left_to_a_library(
     workload: Workload,
     layout: Layout,
     row: int,
-    moves: Sequence[tuple[routing.Moved, int]],
+    moves: Sequence[tuple[routing.DispatchCounts, int]],
     forwards: int,
     passes: int,
 ) -> Iterator[_Call]:
@@ -271,7 +292,7 @@ def _left_to_a_library(
     """
     t, k = passes * routing.micro_batch_tokens(workload, layout), moe.router.top_k
     here = sum(times * moved.copies_in for moved, times in moves)
-    wide = moe.experts // layout.ep if layout.dispatcher is Dispatcher.HYBRIDEP else k
+    wide = moe.experts // layout.ep if layout.dispatcher is DispatcherKind.HYBRIDEP else k
     forward = t * (row + INT64_BYTES * k + FP32_BYTES * k) + here * row
     yield Collective.ALL_TO_ALL, "ep", forwards * forward, forwards * 4 * passes
     yield Collective.ALL_TO_ALL, "ep", t * row + here * (row + FP32_BYTES * wide), 3 * passes
@@ -292,13 +313,13 @@ def _gradients(
     """
     sharded = layout.zero == 3
     reductions, gathers = (micro_batches, 2 * micro_batches) if sharded else (1, 1)
-    c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
+    c, grad = activation_nbytes(workload), workload.grad_dtype.nbytes
     for held in sets:
-        count, group = len(held.buckets), fsdp.states_group(layout, held.group)
+        count, group = len(held.buckets), fsdp.state_group(layout, held.group)
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
         yield op, group, reductions * grad * held.numel, reductions * count
         if layout.shard:
-            copies = fsdp.spread(layout, held.group).copies
+            copies = fsdp.fsdp_groups(layout, held.group).replica_group
             yield Collective.ALL_REDUCE, copies, grad * held.numel // held.shards, count
         if held.holders:
             yield (
@@ -316,21 +337,23 @@ def _gradients(
             )
 
 
-def _units(workload: Workload, units: Sequence[fsdp.Unit], micro_batches: int) -> Iterator[_Call]:
+def _units(
+    workload: Workload, units: Sequence[fsdp.FsdpUnit], micro_batches: int
+) -> Iterator[_Call]:
     """fully_shard: a unit is gathered for each forward and each backward, and reduced after each
     backward; once a step the ranks that hold copies of its parts sum their gradients.
     """
-    c, grad = activation_bytes(workload), workload.grad_dtype.nbytes
+    c, grad = activation_nbytes(workload), workload.grad_dtype.nbytes
     for unit in units:
-        gathers = micro_batches * (1 if unit.stays else 2)
-        yield Collective.ALL_GATHER, unit.group, gathers * c * unit.room, gathers
+        gathers = micro_batches * (1 if unit.stays_gathered else 2)
+        yield Collective.ALL_GATHER, unit.group, gathers * c * unit.padded_numel, gathers
         yield (
             Collective.REDUCE_SCATTER,
             unit.group,
-            micro_batches * grad * unit.ranks * unit.room,
+            micro_batches * grad * unit.ranks * unit.padded_numel,
             micro_batches,
         )
-        for group, own in unit.copied.items():
+        for group, own in unit.replicated_numel.items():
             yield Collective.ALL_REDUCE, group, grad * own, int(own > 0)
 
 
@@ -348,7 +371,7 @@ def _tensor(
     backward. Without sequence parallelism nothing is gathered, and what would be scattered is
     all-reduced. More ranks than key heads gather the parts of those.
     """
-    c, T = activation_bytes(workload), workload.seq_len * layout.mbs // layout.cp
+    c, T = activation_nbytes(workload), workload.seq_len * layout.mbs // layout.cp
     shared = model.moe is not None and model.moe.shared_ffn_size > 0
     attention_again, mlp_again = _replayed(layout), _replayed(layout, Recompute.MLP)
     shared_again = _replayed(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
@@ -357,22 +380,24 @@ def _tensor(
     means = losses = attentions = traded = 0
     for chunk in chunks:
         layers = chunk_layers(model, chunk)
-        sparse = sum(is_moe(model, layer) for layer in layers)
+        sparse = sum(is_moe_layer(model, layer) for layer in layers)
         dense = len(layers) - sparse
         blocks = dense + shared * sparse
         replays = mlp_again * dense + shared_again * shared * sparse
-        heads = chunk.loss + chunk.mtp
-        whole = 3 * blocks + replays + 2 * heads + chunk.embedding + chunk.mtp
+        heads = chunk.has_loss + chunk.mtp_layers
+        whole = 3 * blocks + replays + 2 * heads + chunk.has_embedding + chunk.mtp_layers
         widths[Collective.ALL_GATHER] += [*len(layers) * gathered, *whole * [model.hidden_size]]
         # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
-        widths[Collective.ALL_GATHER] += (2 + attention_again) * chunk.mtp * [2 * model.hidden_size]
-        whole = 2 * blocks + replays + heads + chunk.embedding + chunk.mtp
+        widths[Collective.ALL_GATHER] += (
+            (2 + attention_again) * chunk.mtp_layers * [2 * model.hidden_size]
+        )
+        whole = 2 * blocks + replays + heads + chunk.has_embedding + chunk.mtp_layers
         widths[Collective.REDUCE_SCATTER] += [
             *len(layers) * scattered,
             *whole * [model.hidden_size],
         ]
-        widths[Collective.REDUCE_SCATTER] += chunk.mtp * [2 * model.hidden_size]
-        traded += (2 + attention_again) * chunk.mtp
+        widths[Collective.REDUCE_SCATTER] += chunk.mtp_layers * [2 * model.hidden_size]
+        traded += (2 + attention_again) * chunk.mtp_layers
         losses += heads
         attentions += len(layers)
         means += (
@@ -388,7 +413,9 @@ def _tensor(
         )
         # All ranks need all columns of an MTP projection: they gather them; of their gradients each
         # keeps its part.
-        columns = sum(chunk.mtp for chunk in chunks) * (1 + attention_again) * [model.hidden_size]
+        columns = (
+            sum(chunk.mtp_layers for chunk in chunks) * (1 + attention_again) * [model.hidden_size]
+        )
         widths, traded = {Collective.ALL_GATHER: columns, Collective.REDUCE_SCATTER: []}, 0
     if model.attention.kind is AttentionKind.GQA and layout.tp > model.attention.kv_heads:
         keys_and_values = attentions * [2 * model.attention.kv_width]
@@ -437,8 +464,8 @@ def _context(
     """
     spec, tp, mla = model.attention, layout.tp, model.attention.kind is AttentionKind.MLA
     passes = micro_batches * sum(len(chunk_layers(model, chunk)) for chunk in chunks)
-    T, c = workload.seq_len * layout.mbs // layout.cp, activation_bytes(workload)
-    apart, ring = factors(layout)
+    T, c = workload.seq_len * layout.mbs // layout.cp, activation_nbytes(workload)
+    apart, ring = cp_factors(layout)
     key_heads = max(1, (spec.heads if mla else spec.kv_heads) // tp, apart)
     block = T * key_heads * (spec.head_dim + spec.v_head_dim)
     inputs, calls = c * (T * spec.q_width // tp + block), 2 if mla else 3
@@ -466,15 +493,17 @@ def _pipeline(
     """One hidden state to the next virtual stage, and its gradient back, where that lies on another
     rank."""
     c, t, pp_rank = (
-        activation_bytes(workload),
+        activation_nbytes(workload),
         routing.micro_batch_tokens(workload, layout),
         grid.coordinate(layout, rank, "pp"),
     )
     sends = 0
     for number in range(layout.vpp):
-        stage = stages.stage_of(layout, pp_rank, number)
-        targets = (p2p.result_to(layout, kind, stage) for kind in (Kind.F, Kind.B))
-        sends += sum(stages.seat_of(layout, to)[0] != pp_rank for to in targets if to is not None)
+        stage = stages.virtual_stage(layout, pp_rank, number)
+        targets = (p2p.output_stage(layout, kind, stage) for kind in (RowKind.F, RowKind.B))
+        sends += sum(
+            stages.stage_position(layout, to)[0] != pp_rank for to in targets if to is not None
+        )
     yield (
         Collective.P2P,
         "pp",

@@ -10,30 +10,30 @@ from moewright.cost.constants import Constants
 from moewright.cost.op_time import interpolate
 from moewright.rules import grid, routing
 from moewright.spec.hardware import Collective, Curve, Hardware
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import DispatcherKind, Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class GroupSpan:
     """How a group lies on the fabric: `size` ranks, `inside` of them in each of `domains` fast
     domains."""
 
     size: int
-    inside: int
+    ranks_per_domain: int
     domains: int
 
 
-def span(layout: Layout, group: str, domain_size: int) -> Span:
+def group_span(layout: Layout, group: str, domain_size: int) -> GroupSpan:
     """A group's ranks are a run with the stride of its first axis, so a domain holds domain_size /
     stride of them."""
     axes = grid.GROUPS[group]
     stride = grid.stride(layout, axes[0])
     size = prod(grid.axis_size(layout, axis) for axis in axes)
     inside = max(1, min(size, domain_size // stride))
-    return Span(size=size, inside=inside, domains=-(-size // inside))
+    return GroupSpan(size=size, ranks_per_domain=inside, domains=-(-size // inside))
 
 
-class Links:
+class CollectiveModel:
     """Collectives on one hardware. Payloads are the bytes one rank hands in, its own part
     included."""
 
@@ -46,14 +46,14 @@ class Links:
         self._domain_Bps = hardware.fabric.domain_Bps.value * constants["domain_efficiency"]
         self._network_Bps = hardware.fabric.network_Bps.value * constants["network_efficiency"]
 
-    def span(self, layout: Layout, group: str) -> Span:
-        return span(layout, group, self._fabric.domain_size)
+    def span(self, layout: Layout, group: str) -> GroupSpan:
+        return group_span(layout, group, self._fabric.domain_size)
 
-    def measured(self, op: Collective, size: int) -> Curve | None:
+    def measured_curve(self, op: Collective, size: int) -> Curve | None:
         return self._curves.get((op, size))
 
     def seconds(
-        self, op: Collective, where: Span, payload_bytes: float, *, efficiency: float = 1.0
+        self, op: Collective, where: GroupSpan, payload_bytes: float, *, efficiency: float = 1.0
     ) -> float:
         """One call. Ring collectives move (n-1)/n of the whole buffer past each rank, and past each
         network port only what leaves a domain, shared by the ports of its ranks; the slower level
@@ -73,18 +73,29 @@ class Links:
             near = where.domains == 1  # a ring is as slow as its slowest hop
             return whole / (self._domain_Bps if near else self._network_Bps) + self._latency(near)
         inside = (
-            whole * (where.size - 1) / where.size / self._domain_Bps if where.inside > 1 else 0.0
+            whole * (where.size - 1) / where.size / self._domain_Bps
+            if where.ranks_per_domain > 1
+            else 0.0
         )
-        between = whole * (where.domains - 1) / where.domains / (where.inside * self._network_Bps)
+        between = (
+            whole
+            * (where.domains - 1)
+            / where.domains
+            / (where.ranks_per_domain * self._network_Bps)
+        )
         return rounds * (max(inside, between) / efficiency + self._latency(where.domains == 1))
 
     def _latency(self, near: bool) -> float:
         return self._fabric.domain_latency_s.value if near else self._fabric.network_latency_s.value
 
-    def _exchange(self, where: Span, payload_bytes: float) -> float:
+    def _exchange(self, where: GroupSpan, payload_bytes: float) -> float:
         c = self.constants
         inside = (
-            payload_bytes / where.domains * (where.inside - 1) / where.inside / self._domain_Bps
+            payload_bytes
+            / where.domains
+            * (where.ranks_per_domain - 1)
+            / where.ranks_per_domain
+            / self._domain_Bps
         )
         between = payload_bytes * (1 - 1 / where.domains) / self._network_Bps
         moving = (
@@ -105,9 +116,9 @@ class Links:
         where = self.span(layout, "ep")
         if where.size == 1:
             return 0.0
-        if layout.dispatcher is Dispatcher.ALL_GATHER:
+        if layout.dispatcher is DispatcherKind.ALL_GATHER:
             return self.seconds(Collective.ALL_GATHER, where, tokens * row_bytes)
-        if layout.dispatcher is Dispatcher.ALL_TO_ALL:
+        if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
             return self.seconds(Collective.ALL_TO_ALL, where, load * tokens * top_k * row_bytes)
         n, near = (
             where.size // layout.ep_node if layout.ep_node else where.domains,

@@ -13,8 +13,8 @@ TIME_FIT = "fit of 115 published rows on six parts"
 MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
 # What only offload depends on.
-OF_OFFLOAD = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
-OF_NVFP4 = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
+OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
+NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
 _FOUR_BIT = (
     "NVFP4 beside FP8; nine rows of dense Llama 3 on GB300, one model from the other 9-12 % off"
 )
@@ -393,11 +393,11 @@ class Constants:
         value: float = self._values[name]
         return value
 
-    def narrow_bytes(self, what: str, dtype: Dtype) -> float:
+    def low_precision_bytes(self, what: str, dtype: Dtype) -> float:
         """Bytes an element of "weight_copies" or of the "input" that linear layers of a narrow
         dtype keep."""
         return self[f"{'nvfp4' if dtype is Dtype.NVFP4 else 'fp8'}_{what}_bytes"]
 
-    def listed(self) -> tuple[Constant, ...]:
+    def list_all(self) -> tuple[Constant, ...]:
         """All constants, by name."""
         return tuple(self._all[name] for name in sorted(self._all))

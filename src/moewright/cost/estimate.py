@@ -7,40 +7,46 @@ from dataclasses import replace
 
 from moewright.cost import memory
 from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.collective_time import Links
-from moewright.cost.constants import OF_NVFP4, OF_OFFLOAD, Constants
+from moewright.cost.collective_time import CollectiveModel
+from moewright.cost.constants import NVFP4_CONSTANTS, OFFLOAD_CONSTANTS, Constants
 from moewright.cost.head_ops import optimizer_ops
-from moewright.cost.layer_time import Times
-from moewright.cost.ledger import flop_rows, loss_rows, replayed_rows
-from moewright.cost.model_states import BucketSet, stage_sets
-from moewright.cost.op_time import Rates, misses
-from moewright.cost.routed_rows import Routed, is_moe, rank_chunks, replayed_layers, routed
+from moewright.cost.layer_time import MicroBatchTime
+from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
+from moewright.cost.model_states import BucketSet, stage_bucket_sets
+from moewright.cost.op_time import DeviceRates, find_uncovered_rates
+from moewright.cost.routed_rows import (
+    ExpertRows,
+    count_expert_rows,
+    is_moe_layer,
+    rank_chunks,
+    recomputed_layers,
+)
 from moewright.cost.step_time import (
     Pricer,
-    Share,
-    Step,
-    Tail,
-    all_rows,
-    owned_by,
-    price_work,
+    RankParameters,
+    StepTail,
+    StepTime,
+    count_owned_parameters,
+    list_op_rows,
+    model_ops,
+    price_model_ops,
     stage_times,
+    step_tail,
     step_time,
-    tail,
-    work_of,
 )
-from moewright.cost.symbols import Sizes, sizes
+from moewright.cost.symbols import Symbols, build_symbols
 from moewright.rules import flops, routing, schedule, stages
-from moewright.rules.expert_placement import even_loads
-from moewright.rules.legality import illegal, micro_batches, unmultiplied
+from moewright.rules.expert_placement import describe_placements
+from moewright.rules.legality import check_legality, check_precision, micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Ledger, MemoryRow, Phase, TimeRow
+from moewright.spec.ledger import Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import TERA
-from moewright.spec.workload import Documents, Dtype, Routing, Workload
+from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
 
 
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
@@ -48,7 +54,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
 
     Raises BadInput when the layout is illegal or its world is not the hardware's.
     """
-    reasons = illegal(model, workload, layout)
+    reasons = check_legality(model, workload, layout)
     if layout.world_size != hardware.count:
         rule = f"the hardware has {hardware.count} devices"
         have = str(hardware.count)
@@ -56,18 +62,23 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
             field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=have
         )
         reasons = (world, *reasons)
-    reasons = (*unmultiplied(workload, hardware), *reasons)
+    reasons = (*check_precision(workload, hardware), *reasons)
     if reasons:
         raise BadInput(*reasons)
-    rates = Rates(hardware)
-    links = Links(hardware, rates.constants)
-    size = size_of(model, workload, hardware, layout, rates.constants)
+    rates = DeviceRates(hardware)
+    links = CollectiveModel(hardware, rates.constants)
+    size = expected_symbols(model, workload, hardware, layout, rates.constants)
     count = micro_batches(workload, layout)
-    sets = stage_sets(model, workload, layout)
-    pieces = Pricer(links, size, price_work(rates, links, size, work_of(size))).pieces(layout)
-    chunks = stages.chunks(model, layout)
+    sets = stage_bucket_sets(model, workload, layout)
+    pieces = Pricer(links, size, price_model_ops(rates, links, size, model_ops(size))).layer_times(
+        layout
+    )
+    chunks = stages.pipeline_chunks(model, layout)
     times = stage_times(size, pieces, chunks, layout.pp)
-    tails = [tail(rates, links, workload, size, layout, held_share(of_rank)) for of_rank in sets]
+    tails = [
+        step_tail(rates, links, workload, size, layout, count_rank_parameters(of_rank))
+        for of_rank in sets
+    ]
     step = step_time(size, pieces, chunks, times, max(tails, key=lambda one: one.total_s))
     held, a_load = _memory(workload, rates.constants, size, sets, count)
     ledgers = tuple(
@@ -82,40 +93,42 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         )
         for pp_rank in range(layout.pp)
     )
-    first = held_share(sets[0])
-    optimizer = optimizer_ops(size, held=first.dense + first.expert, owned=owned_by(layout, first))
+    first = count_rank_parameters(sets[0])
+    optimizer = optimizer_ops(
+        size, numel=first.dense + first.expert, owned_numel=count_owned_parameters(layout, first)
+    )
     assumptions = (
         *_assumptions(hardware, rates, size, workload),
-        *misses(rates, (*all_rows(size), *optimizer)),
+        *find_uncovered_rates(rates, (*list_op_rows(size), *optimizer)),
     )
     found = _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
     limit = (
-        routing.expected_load(model, workload, layout) + found.margin_bytes / a_load
+        routing.expected_load_factor(model, workload, layout) + found.margin_bytes / a_load
         if a_load > 0
         else 0.0
     )
     return replace(found, load_limit=max(0.0, limit) if limit < layout.ep else 0.0)
 
 
-def size_of(
+def expected_symbols(
     model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants
-) -> Sizes:
+) -> Symbols:
     """The symbols of a layout, under the expert load that the workload expects."""
-    return sizes(
+    return build_symbols(
         model,
         workload,
         layout,
-        kind=hardware.device.kind,
-        load=routing.expected_load(model, workload, layout),
-        router_share=constants["router_efficiency"],
+        device_kind=hardware.device.kind,
+        load=routing.expected_load_factor(model, workload, layout),
+        router_efficiency=constants["router_efficiency"],
     )
 
 
-def held_share(sets: Sequence[BucketSet]) -> Share:
+def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
     """Dense and expert elements of a rank's buckets, and their number."""
     dense = [one for one in sets if one.group == "dp_cp"]
     expert = [one for one in sets if one.group == "edp"]
-    return Share(
+    return RankParameters(
         dense=sum(one.numel for one in dense),
         expert=sum(one.numel for one in expert),
         dense_calls=max(1, sum(len(one.buckets) for one in dense)),
@@ -126,18 +139,18 @@ def held_share(sets: Sequence[BucketSet]) -> Share:
 def _memory(
     workload: Workload,
     constants: Constants,
-    size: Sizes,
+    size: Symbols,
     sets: Sequence[Sequence[BucketSet]],
     count: int,
-) -> tuple[tuple[memory.Held, ...], float]:
+) -> tuple[tuple[memory.RankMemory, ...], float]:
     """Peak of every pipeline rank, and how much the highest grows with the rows of the hottest
     expert rank: bytes for each time the even ones more."""
     layout = size.layout
-    enough = memory.enough_micro_batches(layout, count)
+    enough = memory.steady_micro_batches(layout, count)
     table = schedule.timetable(layout, enough)
 
-    def held(pp_rank: int, size: Sizes, load: float) -> memory.Held:
-        return memory.held(
+    def held(pp_rank: int, size: Symbols, load: float) -> memory.RankMemory:
+        return memory.rank_memory(
             workload,
             constants,
             size,
@@ -147,7 +160,7 @@ def _memory(
             table=table[pp_rank],
         )
 
-    load = routing.expected_load(size.model, workload, layout)
+    load = routing.expected_load_factor(size.model, workload, layout)
     found = tuple(held(pp_rank, size, load) for pp_rank in range(layout.pp))
     if size.model.moe is None or layout.ep == 1:
         return found, 0.0
@@ -157,17 +170,17 @@ def _memory(
 
 
 def _expected_rows(
-    size: Sizes, workload: Workload, pp_rank: int, count: int, *, load: float
-) -> Routed:
+    size: Symbols, workload: Workload, pp_rank: int, count: int, *, load: float
+) -> ExpertRows:
     rank = pp_rank * size.layout.world_size // size.layout.pp
-    return routed(
+    return count_expert_rows(
         size.model, workload, size.layout, rank, micro_batches=count, selection=None, load=load
     )
 
 
 def _ledger(
     workload: Workload,
-    size: Sizes,
+    size: Symbols,
     pp_rank: int,
     sets: Sequence[BucketSet],
     held: tuple[MemoryRow, ...],
@@ -175,11 +188,11 @@ def _ledger(
     time: tuple[TimeRow, ...],
 ) -> Ledger:
     rank = pp_rank * size.layout.world_size // size.layout.pp
-    load = routing.expected_load(size.model, workload, size.layout)
+    load = routing.expected_load_factor(size.model, workload, size.layout)
     rows = _expected_rows(size, workload, pp_rank, count, load=load)
     notes = (
         ()
-        if size.fused
+        if size.is_fused
         else (
             "CPU: no allowance for allocator, context or communicators; the interpreter's own memory is not counted",
         )
@@ -196,18 +209,22 @@ def _ledger(
 
 
 def _phases(
-    step: Step, tails: Sequence[Tail], times: Sequence[Times], pp_rank: int, count: int
+    step: StepTime,
+    tails: Sequence[StepTail],
+    times: Sequence[MicroBatchTime],
+    pp_rank: int,
+    count: int,
 ) -> tuple[TimeRow, ...]:
     """The step of one pipeline rank by phase; what it waits for others is OTHER."""
     last, stage = tails[pp_rank], times[pp_rank]
     own = {
-        Phase.FORWARD: count * stage.forward_s,
-        Phase.BACKWARD: count * (stage.total_s - stage.forward_s),
-        Phase.GRAD_REDUCE: last.reduce_s,
-        Phase.OPTIMIZER: last.optimizer_s,
-        Phase.PARAM_GATHER: last.gather_s,
+        StepPhase.FORWARD: count * stage.forward_s,
+        StepPhase.BACKWARD: count * (stage.total_s - stage.forward_s),
+        StepPhase.GRAD_REDUCE: last.reduce_s,
+        StepPhase.OPTIMIZER: last.optimizer_s,
+        StepPhase.PARAM_GATHER: last.gather_s,
     }
-    own[Phase.OTHER] = step.step_s - sum(own.values())
+    own[StepPhase.OTHER] = step.step_s - sum(own.values())
     return tuple(
         TimeRow(phase=phase, seconds=seconds)
         for phase, seconds in sorted(own.items())
@@ -217,12 +234,12 @@ def _phases(
 
 def _joined(
     hardware: Hardware,
-    rates: Rates,
-    size: Sizes,
+    rates: DeviceRates,
+    size: Symbols,
     workload: Workload,
     ledgers: tuple[Ledger, ...],
-    held: Sequence[memory.Held],
-    step: Step,
+    held: Sequence[memory.RankMemory],
+    step: StepTime,
     count: int,
     assumptions: tuple[Assumption, ...],
 ) -> Estimate:
@@ -237,15 +254,15 @@ def _joined(
     model_flops = per_token * workload.tokens_per_step
     per_device = model_flops / step.step_s / devices
     replayed = _replayed_flops(size, workload)
-    peak_flops = rates.peak(workload.precision)
+    peak_flops = rates.peak_flops(workload.precision)
     return Estimate(
         ledgers=ledgers,
         peak_rank=peak_rank,
         peak_bytes=peak.peak_bytes,
         capacity_bytes=capacity,
-        verdict=memory.verdict(capacity - peak.peak_bytes, peak.spread_bytes),
+        verdict=memory.memory_verdict(capacity - peak.peak_bytes, peak.sd_bytes),
         margin_bytes=capacity - peak.peak_bytes,
-        peak_sd_bytes=round(peak.spread_bytes),
+        peak_sd_bytes=round(peak.sd_bytes),
         largest=f"{largest.component} of {largest.module}",
         step_s=step.step_s,
         step_sd=rates.constants["step_time_sd"],
@@ -267,40 +284,42 @@ def _joined(
     )
 
 
-def _replayed_flops(size: Sizes, workload: Workload) -> int:
+def _replayed_flops(size: Symbols, workload: Workload) -> int:
     """FLOPs that recompute adds to a step over all ranks, the router's left out."""
     model = size.model
     moe_layers = model.moe_layer_count + (model.mtp_layers if model.moe_layers[-1] else 0)
     top_k = model.moe.router.top_k if model.moe else 0
-    whole = flops.Share(
+    whole = flops.RankShare(
         layers=tuple(range(model.layers)),
         tokens=workload.tokens_per_step,
         routed_rows=workload.tokens_per_step * top_k * moe_layers,
         head=True,
         mtp=model.mtp_layers,
-        attended=flops.expected_pairs(workload.seq_len, size.attended_share, workload.global_batch),
+        attended=flops.expected_attended(
+            workload.seq_len, size.attended_share, workload.global_batch
+        ),
     )
     one = Layout(world_size=1, recompute=size.layout.recompute)
-    logits = loss_rows(model, one, whole)
+    logits = recomputed_logit_rows(model, one, whole)
     if size.layout.recompute_block:
-        chunks = stages.chunks(model, size.layout)
-        layers = replayed_layers(model, size.layout, chunks)
-        moe_layers = sum(is_moe(model, layer) for layer in layers)
+        chunks = stages.pipeline_chunks(model, size.layout)
+        layers = recomputed_layers(model, size.layout, chunks)
+        moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
         whole = replace(
             whole,
             layers=tuple(layer for layer in layers if layer < model.layers),
             routed_rows=workload.tokens_per_step * top_k * moe_layers,
             mtp=sum(layer > model.layers for layer in layers),
         )
-    return flops.total_model_flops((*logits, *replayed_rows(model, workload, one, whole)))
+    return flops.total_model_flops((*logits, *recomputed_flop_rows(model, workload, one, whole)))
 
 
 def _assumptions(
-    hardware: Hardware, rates: Rates, size: Sizes, workload: Workload
+    hardware: Hardware, rates: DeviceRates, size: Symbols, workload: Workload
 ) -> Iterator[Assumption]:
     """Facts and constants behind an estimate, and what the workload is taken to do."""
     device, fabric, layout = hardware.device, hardware.fabric, size.layout
-    load = routing.expected_load(size.model, workload, layout)
+    load = routing.expected_load_factor(size.model, workload, layout)
     yield Assumption(
         name="expert_load",
         value=f"{load:.4g} x the mean on the hottest rank",
@@ -310,11 +329,11 @@ def _assumptions(
     if workload.load_histogram and size.model.moe and layout.ep > 1:
         yield Assumption(
             name="expert_placement",
-            value=f"hottest rank {even_loads(workload, layout.ep)}",
+            value=f"hottest rank {describe_placements(workload, layout.ep)}",
             kind=SourceKind.MEASURED,
             source="workload.load_histogram: rules.placement",
         )
-    if workload.data.documents is not Documents.JOINED:
+    if workload.data.documents is not DocumentMasking.JOINED:
         share, source = (
             workload.data.attended_share,
             "data.attended_share, measured where the files are at hand",
@@ -346,9 +365,10 @@ def _assumptions(
         ("network_latency_s", fabric.network_latency_s),
         *(
             (constant.name, constant.value)
-            for constant in rates.constants.listed()
-            if rates.uses(constant.name) and (layout.offload or constant.name not in OF_OFFLOAD)
-            if size.dtype is Dtype.NVFP4 or constant.name not in OF_NVFP4
+            for constant in rates.constants.list_all()
+            if rates.uses_constant(constant.name)
+            and (layout.offload or constant.name not in OFFLOAD_CONSTANTS)
+            if size.dtype is Dtype.NVFP4 or constant.name not in NVFP4_CONSTANTS
         ),
     ]
     for name, value in facts:

@@ -14,120 +14,125 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moewright.cost.activations import Away
-from moewright.cost.collective_time import Links, Span
-from moewright.cost.ep_overlap import BETWEEN, covered, weights_s
-from moewright.cost.op_time import OpRow, Rates
+from moewright.cost.activations import OffloadedActivations
+from moewright.cost.collective_time import CollectiveModel, GroupSpan
+from moewright.cost.ep_overlap import EXPERT_ROW_NAMES, covered_exchange, weight_gradient_s
+from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import LayerOps
-from moewright.cost.symbols import Sizes
+from moewright.cost.symbols import Symbols
 from moewright.rules import routing
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Overlap, Recompute
+from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Recompute
 from moewright.spec.model import ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
 
-Parts = Mapping[TimePart, float]
-Seconds = tuple[tuple[OpRow, float], ...]
-Numbers = Any  # floats, or arrays of one shape
+PartSeconds = Mapping[TimePart, float]
+TimedRows = tuple[tuple[OpRow, float], ...]
+FloatOrArray = Any  # floats, or arrays of one shape
 
-_NO_SYNC = (Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)
+_NO_SYNC = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
 _INT64_BYTES = 8
 _FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
+class MicroBatchTime:
     """Seconds of one micro-batch, forward and backward: exposed by part, and hidden under other
     work.
 
     `forward_s` of the exposed seconds belong to forward, `weight_s` to the weight gradients.
     """
 
-    exposed: Parts
-    hidden: Parts
+    exposed: PartSeconds
+    hidden: PartSeconds
     forward_s: float
-    weight_s: float
+    weight_grad_s: float
 
     @property
     def total_s(self) -> float:
         return sum(self.exposed.values())
 
 
-def add(many: Iterable[tuple[Times, float]]) -> Times:
+def add_times(many: Iterable[tuple[MicroBatchTime, float]]) -> MicroBatchTime:
     """The weighted sum."""
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
     forward_s = weight_s = 0.0
     for times, weight in many:
         forward_s += weight * times.forward_s
-        weight_s += weight * times.weight_s
+        weight_s += weight * times.weight_grad_s
         for sums, parts in ((exposed, times.exposed), (hidden, times.hidden)):
             for part, seconds in parts.items():
                 sums[part] = sums.get(part, 0.0) + weight * seconds
-    return Times(exposed=exposed, hidden=hidden, forward_s=forward_s, weight_s=weight_s)
+    return MicroBatchTime(
+        exposed=exposed, hidden=hidden, forward_s=forward_s, weight_grad_s=weight_s
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Priced:
+class PricedOps:
     """Rows of a layer with their seconds."""
 
-    forward: Seconds
-    backward: Seconds
+    forward: TimedRows
+    backward: TimedRows
 
 
-def price(rates: Rates, ops: LayerOps) -> Priced:
-    return Priced(
+def price_ops(rates: DeviceRates, ops: LayerOps) -> PricedOps:
+    return PricedOps(
         forward=tuple((row, rates.seconds(row)) for row in ops.forward),
         backward=tuple((row, rates.seconds(row)) for row in ops.backward),
     )
 
 
-def exchanged(priced: Priced, experts: Priced) -> Priced:
+def replace_expert_rows(priced: PricedOps, experts: PricedOps) -> PricedOps:
     """With the rows between dispatch and combine taken from `experts`, one for one."""
 
-    def mixed(rows: Seconds, others: Seconds) -> Seconds:
+    def mixed(rows: TimedRows, others: TimedRows) -> TimedRows:
         other = iter(others)
         return tuple(
-            next(other) if row.name.startswith(BETWEEN) else (row, seconds) for row, seconds in rows
+            next(other) if row.name.startswith(EXPERT_ROW_NAMES) else (row, seconds)
+            for row, seconds in rows
         )
 
-    return Priced(
+    return PricedOps(
         forward=mixed(priced.forward, experts.forward),
         backward=mixed(priced.backward, experts.backward),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class LayerCollectives:
     """Collectives of one layer and micro-batch, forward; `tp` one gather or scatter, `ep` dispatch
     and combine; `tp_means` those of norms over all heads, where ranks hold a part each.
     """
 
-    ep_forward: float
-    ep_backward: float
-    tp: float
+    ep_forward_s: float
+    ep_backward_s: float
+    tp_s: float
     tp_blocks: int
-    tp_means: float
-    cp: float
+    qk_norm_s: float
+    cp_s: float
 
 
-def exchange(links: Links, size: Sizes, *, moe: bool) -> Exchange:
+def price_collectives(links: CollectiveModel, size: Symbols, *, moe: bool) -> LayerCollectives:
     model, layout = size.model, size.layout
     shared = model.moe is not None and model.moe.shared_ffn_size > 0
     whole = size.c * size.T * model.hidden_size
-    tp = tp_s(links, layout, whole)
+    tp = tp_exchange_s(links, layout, whole)
     forward, backward = _dispatch(links, size) if moe else (0.0, 0.0)
-    return Exchange(
-        ep_forward=forward,
-        ep_backward=backward,
-        tp=tp if layout.sp else 2 * tp,
+    return LayerCollectives(
+        ep_forward_s=forward,
+        ep_backward_s=backward,
+        tp_s=tp if layout.sp else 2 * tp,
         tp_blocks=(1 + shared if moe else 2) if layout.tp > 1 else 0,
-        tp_means=2 * tp_sum_s(links, size) if model.attention.qk_norm is QkNorm.FULL else 0.0,
-        cp=_context(links, size),
+        qk_norm_s=2 * tp_all_reduce_s(links, size)
+        if model.attention.qk_norm is QkNorm.FULL
+        else 0.0,
+        cp_s=_context(links, size),
     )
 
 
-def tp_s(links: Links, layout: Layout, whole_bytes: float) -> float:
+def tp_exchange_s(links: CollectiveModel, layout: Layout, whole_bytes: float) -> float:
     """One gather or scatter of a tensor-parallel group, as far as no GEMM hides it."""
     c = links.constants
     if layout.tp == 1:
@@ -140,12 +145,12 @@ def tp_s(links: Links, layout: Layout, whole_bytes: float) -> float:
     return c["tp_time_scale"] * shown * seconds
 
 
-def tp_sum_s(links: Links, size: Sizes) -> float:
+def tp_all_reduce_s(links: CollectiveModel, size: Symbols) -> float:
     """One all-reduce of an fp32 number a token over a tensor-parallel group."""
     return links.seconds(Collective.ALL_REDUCE, links.span(size.layout, "tp"), _FP32_BYTES * size.T)
 
 
-def stage_transfer_s(links: Links, size: Sizes, layout: Layout) -> float:
+def stage_transfer_s(links: CollectiveModel, size: Symbols, layout: Layout) -> float:
     """One activation to the next pipeline stage."""
     if layout.pp == 1:
         return 0.0
@@ -154,7 +159,7 @@ def stage_transfer_s(links: Links, size: Sizes, layout: Layout) -> float:
     )
 
 
-def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
+def _dispatch(links: CollectiveModel, size: Symbols) -> tuple[float, float]:
     """Dispatch and combine, forward and backward, with the small exchanges of counts and
     probabilities."""
     model, layout = size.model, size.layout
@@ -166,7 +171,7 @@ def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
         layout, tokens=size.t, top_k=k, row_bytes=size.c * model.expert_width, load=load
     )
     forward = backward = 2 * one
-    if layout.dispatcher is Dispatcher.ALL_TO_ALL:
+    if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
         where = links.span(layout, "ep")
         probs = links.seconds(Collective.ALL_TO_ALL, where, _FP32_BYTES * even)
         forward += (
@@ -175,14 +180,14 @@ def _dispatch(links: Links, size: Sizes) -> tuple[float, float]:
         backward += probs
     if layout.etp > 1:
         gathered = (
-            routing.gathered_rows(size.workload, layout, size.R) * size.c * model.expert_width
+            routing.etp_gathered_rows(size.workload, layout, size.R) * size.c * model.expert_width
         )
         etp = links.seconds(Collective.REDUCE_SCATTER, links.span(layout, "etp"), gathered)
         forward, backward = forward + 2 * etp, backward + 2 * etp
     return forward, backward
 
 
-def _context(links: Links, size: Sizes) -> float:
+def _context(links: CollectiveModel, size: Symbols) -> float:
     """Keys and values of the other ranks, forward: a ring of cp - 1 steps, or one gather; a2a moves
     q and the output too, but only its own part of each; a2a+p2p does so inside a domain, and rings
     over the domains."""
@@ -197,20 +202,27 @@ def _context(links: Links, size: Sizes) -> float:
         return (layout.cp - 1) * links.seconds(Collective.P2P, where, kv)
     moved = kv + size.c * size.T * (spec.q_width + spec.out_width) / layout.tp
     if layout.cp_comm is CpComm.A2A_P2P and where.domains > 1:
-        near = Span(size=where.inside, inside=where.inside, domains=1)
-        far = Span(size=where.domains, inside=1, domains=where.domains)
+        near = GroupSpan(
+            size=where.ranks_per_domain, ranks_per_domain=where.ranks_per_domain, domains=1
+        )
+        far = GroupSpan(size=where.domains, ranks_per_domain=1, domains=where.domains)
         ring = (where.domains - 1) * links.seconds(Collective.P2P, far, kv)
         return links.seconds(Collective.ALL_TO_ALL, near, moved) + ring
     return links.seconds(Collective.ALL_TO_ALL, where, moved)
 
 
 def host_s(
-    links: Links, layout: Layout, graphs: Sequence[Graphs], model: ModelSpec, *, moe: bool
+    links: CollectiveModel,
+    layout: Layout,
+    graphs: Sequence[CudaGraphScope],
+    model: ModelSpec,
+    *,
+    moe: bool,
 ) -> float:
     """Host time of one layer and micro-batch, forward and backward, that does not depend on the
     tokens."""
     c = links.constants
-    if Graphs.FULL in graphs:
+    if CudaGraphScope.FULL in graphs:
         return c["host_s_full_graph"]
     seconds = c["host_s_per_layer_microbatch"] * float(c["host_per_year"] ** c["stack_age_years"])
     if graphs:
@@ -225,11 +237,11 @@ def host_s(
     return seconds * (c["ep_overlap_host"] if Overlap.EP in layout.overlap else 1.0)
 
 
-def _graphed(links: Links, graphs: Sequence[Graphs]) -> float:
+def _graphed(links: CollectiveModel, graphs: Sequence[CudaGraphScope]) -> float:
     """Share of a layer's host time that its graphs take over."""
     c = links.constants
-    attention = c["host_graphed_attention"] if Graphs.ATTN in graphs else 0.0
-    return attention + (c["host_graphed_router"] if Graphs.MOE_ROUTER in graphs else 0.0)
+    attention = c["host_graphed_attention"] if CudaGraphScope.ATTN in graphs else 0.0
+    return attention + (c["host_graphed_router"] if CudaGraphScope.MOE_ROUTER in graphs else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,18 +249,20 @@ class DeviceTime:
     """Seconds of one layer and micro-batch on the device, by part, before recompute and host work
     are added."""
 
-    exposed: Parts
-    hidden: Parts
+    exposed: PartSeconds
+    hidden: PartSeconds
     forward_s: float
     backward_s: float
 
 
-def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -> DeviceTime:
+def device_time(
+    links: CollectiveModel, layout: Layout, priced: PricedOps, moved: LayerCollectives
+) -> DeviceTime:
     """Rows and collectives of both directions, what the layout overlaps taken off."""
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
 
-    def device_s(rows: Seconds, ep: float, hidden_ep: float, tp: float, cp: float) -> float:
+    def device_s(rows: TimedRows, ep: float, hidden_ep: float, tp: float, cp: float) -> float:
         """Books rows and collectives of one direction."""
         core = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
         hidden_cp = min(cp, core) if layout.cp_comm is CpComm.P2P else 0.0
@@ -259,24 +273,26 @@ def device_time(links: Links, layout: Layout, priced: Priced, moved: Exchange) -
         _put(exposed, TimePart.CP_COMM, cp - hidden_cp)
         return _sum_parts(exposed, rows) + ep - hidden_ep + tp + cp - hidden_cp
 
-    tp = moved.tp_blocks * moved.tp
-    beside = covered(layout, priced.forward, priced.backward, moved.ep_forward, moved.ep_backward)
+    tp = moved.tp_blocks * moved.tp_s
+    beside = covered_exchange(
+        layout, priced.forward, priced.backward, moved.ep_forward_s, moved.ep_backward_s
+    )
     share = links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 1.0
     hidden_s = (
-        min(moved.ep_forward, share * beside.forward),
-        min(moved.ep_backward, share * beside.backward),
+        min(moved.ep_forward_s, share * beside.forward_s),
+        min(moved.ep_backward_s, share * beside.backward_s),
     )
     forward_s = device_s(
-        priced.forward, moved.ep_forward, hidden_s[0], 2 * tp + moved.tp_means, moved.cp
+        priced.forward, moved.ep_forward_s, hidden_s[0], 2 * tp + moved.qk_norm_s, moved.cp_s
     )
     backward_s = device_s(
-        priced.backward, moved.ep_backward, hidden_s[1], 3 * tp + moved.tp_means, 2 * moved.cp
+        priced.backward, moved.ep_backward_s, hidden_s[1], 3 * tp + moved.qk_norm_s, 2 * moved.cp_s
     )
     return DeviceTime(exposed=exposed, hidden=hidden, forward_s=forward_s, backward_s=backward_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Added:
+class ReplayCost:
     """What recompute and graphs add to the device's own time of a layer and micro-batch: floats of
     one choice, or arrays over many.
 
@@ -285,40 +301,40 @@ class Added:
     backward.
     """
 
-    host_s: Numbers
-    block_s: Numbers
-    block_host: Numbers
-    block_share: Numbers
-    light_s: Numbers
-    light_calls: Numbers
+    host_s: FloatOrArray
+    block_s: FloatOrArray
+    block_host_share: FloatOrArray
+    block_layer_share: FloatOrArray
+    kernel_s: FloatOrArray
+    kernel_groups: FloatOrArray
 
     @classmethod
-    def of(cls, many: Sequence[Added]) -> Added:
+    def stack(cls, many: Sequence[ReplayCost]) -> ReplayCost:
         """Choices side by side."""
         return cls(
             **{name: np.array([getattr(one, name) for one in many]) for name in cls.__slots__}
         )
 
 
-class Choices(Protocol):
+class ReplayPolicy(Protocol):
     """What a micro-batch of a layer replays, and its graphs: a layout, or a part of one."""
 
     @property
     def recompute(self) -> tuple[Recompute, ...]: ...
     @property
-    def graphs(self) -> tuple[Graphs, ...]: ...
+    def graphs(self) -> tuple[CudaGraphScope, ...]: ...
 
 
-def added(
-    links: Links,
-    size: Sizes,
+def replay_cost(
+    links: CollectiveModel,
+    size: Symbols,
     layout: Layout,
-    choices: Choices,
-    priced: Priced,
-    moved: Exchange,
+    choices: ReplayPolicy,
+    priced: PricedOps,
+    moved: LayerCollectives,
     *,
     moe: bool,
-) -> Added:
+) -> ReplayCost:
     """Of these choices in a layout. Full recompute is one forward more, with its collectives and
     host time, of the share of the layers that it takes; `moe` its block with 0.6 of the host time.
     """
@@ -326,60 +342,62 @@ def added(
     block_s = light_s = 0.0
     if Recompute.FULL in chosen:
         block_s = sum(seconds for _, seconds in priced.forward)
-        block_s += moved.ep_forward + 2 * moved.tp_blocks * moved.tp + moved.tp_means + moved.cp
+        block_s += (
+            moved.ep_forward_s + 2 * moved.tp_blocks * moved.tp_s + moved.qk_norm_s + moved.cp_s
+        )
     elif chosen:
         for row, seconds in priced.forward:
-            if Recompute.MOE in chosen and Recompute.MOE in row.replay:
+            if Recompute.MOE in chosen and Recompute.MOE in row.recomputed_by:
                 block_s += seconds
-            elif not frozenset(small).isdisjoint(row.replay):
+            elif not frozenset(small).isdisjoint(row.recomputed_by):
                 light_s += seconds
-        block_s += moved.ep_forward if Recompute.MOE in chosen else 0.0
-    return Added(
+        block_s += moved.ep_forward_s if Recompute.MOE in chosen else 0.0
+    return ReplayCost(
         host_s=host_s(links, layout, choices.graphs, size.model, moe=moe),
         block_s=block_s,
-        block_host=1.0 if Recompute.FULL in chosen else 0.6,
-        block_share=_replayed_share(layout, size.model) if Recompute.FULL in chosen else 1.0,
-        light_s=light_s,
-        light_calls=len(small),
+        block_host_share=1.0 if Recompute.FULL in chosen else 0.6,
+        block_layer_share=_replayed_share(layout, size.model) if Recompute.FULL in chosen else 1.0,
+        kernel_s=light_s,
+        kernel_groups=len(small),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
+class PassTimes:
     """Seconds of forward and backward with the host's, of replayed blocks, and of copies that
     either waits for; `travel_s` those of one direction.
     """
 
-    forward_s: Numbers
-    backward_s: Numbers
-    block_s: Numbers
-    late_forward_s: Numbers
-    late_backward_s: Numbers
+    forward_s: FloatOrArray
+    backward_s: FloatOrArray
+    block_s: FloatOrArray
+    forward_wait_s: FloatOrArray
+    backward_wait_s: FloatOrArray
 
-    travel_s: Numbers
+    copy_s: FloatOrArray
 
     @property
-    def total_s(self) -> Numbers:
+    def total_s(self) -> FloatOrArray:
         return (
             self.forward_s
             + self.backward_s
             + self.block_s
-            + self.late_forward_s
-            + self.late_backward_s
+            + self.forward_wait_s
+            + self.backward_wait_s
         )
 
 
-def passes(
-    links: Links,
-    size: Sizes,
+def pass_times(
+    links: CollectiveModel,
+    size: Symbols,
     layout: Layout,
     device: DeviceTime,
-    more: Added,
-    away: Away,
+    more: ReplayCost,
+    away: OffloadedActivations,
     *,
     moe: bool,
     synced: bool,
-) -> Passes:
+) -> PassTimes:
     """Device and host side by side, and copies beside both: what takes longer than a pass shows. An
     offloaded module costs the host as much as a recomputed one, in forward and in backward.
     `synced`: the host waits for transfers.
@@ -396,62 +414,70 @@ def passes(
     calls_s = call_s * away.modules
     forward_s = _joint(p, device.forward_s, third + calls_s) + sync
     backward_s = (
-        _joint(p, device.backward_s + more.light_s, 2 * third + call_s * more.light_calls + calls_s)
+        _joint(
+            p, device.backward_s + more.kernel_s, 2 * third + call_s * more.kernel_groups + calls_s
+        )
         + sync
     )
     travel_s = away.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     replays = np.greater(more.block_s, 0)
-    return Passes(
+    return PassTimes(
         forward_s=forward_s,
         backward_s=backward_s,
-        block_s=replays * more.block_share * _joint(p, more.block_s, more.block_host * third),
-        late_forward_s=np.maximum(0.0, travel_s - forward_s),
-        late_backward_s=np.maximum(0.0, travel_s - backward_s),
-        travel_s=travel_s,
+        block_s=replays
+        * more.block_layer_share
+        * _joint(p, more.block_s, more.block_host_share * third),
+        forward_wait_s=np.maximum(0.0, travel_s - forward_s),
+        backward_wait_s=np.maximum(0.0, travel_s - backward_s),
+        copy_s=travel_s,
     )
 
 
 def layer_time(
-    links: Links,
-    size: Sizes,
+    links: CollectiveModel,
+    size: Symbols,
     layout: Layout,
-    priced: Priced,
+    priced: PricedOps,
     device: DeviceTime,
-    more: Added,
-    away: Away,
+    more: ReplayCost,
+    away: OffloadedActivations,
     *,
     moe: bool,
-) -> Times:
+) -> MicroBatchTime:
     """One layer and micro-batch by part."""
-    found = passes(
+    found = pass_times(
         links, size, layout, device, more, away, moe=moe, synced=layout.pp > 1 and layout.vpp == 1
     )
     exposed, hidden = dict(device.exposed), dict(device.hidden)
-    busy_s = device.backward_s + more.light_s
+    busy_s = device.backward_s + more.kernel_s
     _put(
         exposed,
         TimePart.HOST,
         float(found.forward_s - device.forward_s + found.backward_s - busy_s),
     )
-    _put(exposed, TimePart.RECOMPUTE, float(found.block_s + more.light_s))
-    late_s = float(found.late_forward_s + found.late_backward_s)
+    _put(exposed, TimePart.RECOMPUTE, float(found.block_s + more.kernel_s))
+    late_s = float(found.forward_wait_s + found.backward_wait_s)
     _put(exposed, TimePart.OFFLOAD, late_s)
-    _put(hidden, TimePart.OFFLOAD, 2 * float(found.travel_s) - late_s)
-    backward_s = float(found.backward_s + found.late_backward_s)
+    _put(hidden, TimePart.OFFLOAD, 2 * float(found.copy_s) - late_s)
+    backward_s = float(found.backward_s + found.backward_wait_s)
     # The host's part and what overlaps fall on input and weight gradients alike.
-    weight_s = weights_s(priced.backward) * backward_s / float(busy_s) if device.backward_s else 0.0
-    return Times(
+    weight_s = (
+        weight_gradient_s(priced.backward) * backward_s / float(busy_s)
+        if device.backward_s
+        else 0.0
+    )
+    return MicroBatchTime(
         exposed=exposed,
         hidden=hidden,
-        forward_s=float(found.forward_s + found.late_forward_s),
-        weight_s=weight_s,
+        forward_s=float(found.forward_s + found.forward_wait_s),
+        weight_grad_s=weight_s,
     )
 
 
-def _exponent(links: Links, size: Sizes, *, synced: bool) -> float:
+def _exponent(links: CollectiveModel, size: Symbols, *, synced: bool) -> float:
     """How far host and device run side by side: less where 1F1B waits for every transfer, not at
     all in one pass."""
-    if not size.steady:
+    if not size.is_steady:
         return 1.0
     return links.constants["host_exponent_synced" if synced else "host_exponent"]
 
@@ -473,7 +499,7 @@ def _replayed_share(layout: Layout, model: ModelSpec) -> float:
     return min(1.0, layout.recompute_block * layout.pp * layout.vpp / model.layers)
 
 
-def _joint(exponent: float, device: Numbers, host: Numbers) -> Numbers:
+def _joint(exponent: float, device: FloatOrArray, host: FloatOrArray) -> FloatOrArray:
     if exponent == 1.0:
         return device + host
     return (device**exponent + host**exponent) ** (1 / exponent)
@@ -492,9 +518,9 @@ def _put(parts: dict[TimePart, float], part: TimePart, seconds: float) -> None:
         parts[part] = parts.get(part, 0.0) + seconds
 
 
-def outside_time(
-    links: Links, size: Sizes, priced: Priced, *, gathers: int, sums: int = 0
-) -> Times:
+def outside_layers_time(
+    links: CollectiveModel, size: Symbols, priced: PricedOps, *, gathers: int, sums: int = 0
+) -> MicroBatchTime:
     """Embedding, head or MTP projection: device time only; `gathers` collectives of the hidden
     state under TP, and in forward `sums` all-reduces of a number a token, as a loss over a cut
     vocabulary takes.
@@ -504,10 +530,13 @@ def outside_time(
     _sum_parts(exposed, priced.backward)
     if size.layout.tp > 1:
         whole = size.c * size.T * size.model.hidden_size
-        one = tp_s(links, size.layout, whole)
-        summed = sums * tp_sum_s(links, size)
+        one = tp_exchange_s(links, size.layout, whole)
+        summed = sums * tp_all_reduce_s(links, size)
         _put(exposed, TimePart.TP_COMM, gathers * one + summed)
         forward_s += gathers * one / 2 + summed
-    return Times(
-        exposed=exposed, hidden={}, forward_s=forward_s, weight_s=weights_s(priced.backward)
+    return MicroBatchTime(
+        exposed=exposed,
+        hidden={},
+        forward_s=forward_s,
+        weight_grad_s=weight_gradient_s(priced.backward),
     )

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from moewright.cost.activations import saved_rows
 from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.model_states import bucket_sets, state_rows, unit_rows
+from moewright.cost.model_states import bucket_sets, fsdp_rows, state_rows
 from moewright.cost.replicas import replica_rows
-from moewright.cost.routed_rows import Routed, rank_chunks, replayed_layers, routed
+from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.rules import flops, fsdp, grid, schedule
-from moewright.rules.batch_rampup import workload_of
-from moewright.rules.context_parallel import factors
+from moewright.rules.batch_rampup import workload_at_step
+from moewright.rules.context_parallel import cp_factors
 from moewright.rules.legality import micro_batches
 from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
@@ -24,7 +24,7 @@ from moewright.spec.workload import Workload
 _MOE_BLOCK = (Module.ROUTER, Module.EXPERTS, Module.SHARED_EXPERTS)
 
 
-def predict(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
+def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
     """Memory (states and saved activations), collectives and FLOPs of `rank` in one step.
 
     Experts get the rows that `selection` recorded, or balanced ones without it. States, collectives
@@ -32,14 +32,14 @@ def predict(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
     BadInput for a rank outside the world or a selection of another job.
     """
     workload = (
-        workload_of(plan.workload, selection.step - 1) if selection else plan.workload
+        workload_at_step(plan.workload, selection.step - 1) if selection else plan.workload
     )  # while batches grow
-    found = predict_rank(plan.model, workload, plan.layout, rank=rank, selection=selection)
+    found = predict_rank_ledger(plan.model, workload, plan.layout, rank=rank, selection=selection)
     expected = next((one for one in plan.estimate.ledgers if one.pp_rank == found.pp_rank), None)
     return replace(found, time=expected.time) if expected else found
 
 
-def predict_rank(
+def predict_rank_ledger(
     model: ModelSpec,
     workload: Workload,
     layout: Layout,
@@ -51,20 +51,22 @@ def predict_rank(
     """`predict` from its parts. Without a selection experts get `load` times the balanced rows."""
     pp_rank = grid.coordinate(layout, rank, "pp")
     count = micro_batches(workload, layout)
-    rows = routed(
+    rows = count_expert_rows(
         model, workload, layout, rank, micro_batches=count, selection=selection, load=load
     )
-    units = fsdp.units(model, layout, rank)
-    flat = fsdp.flat_layout(layout)
+    units = fsdp.fsdp_units(model, layout, rank)
+    flat = fsdp.flat_buffer_layout(layout)
     sets = [
-        one for one in bucket_sets(model, workload, flat, rank) if not fsdp.cuts(layout, one.group)
+        one
+        for one in bucket_sets(model, workload, flat, rank)
+        if not fsdp.is_fsdp_sharded(layout, one.group)
     ]
     table = schedule.timetable(layout, count)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
     memory = (
         *state_rows(workload, flat, sets),
         *replica_rows(model, workload, layout, pp_rank),
-        *unit_rows(
+        *fsdp_rows(
             workload, layout, units
         ),  # of the same module where a part of it is cut and a part is not
         *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
@@ -81,22 +83,22 @@ def predict_rank(
         ),
         comm=comm_rows(model, workload, layout, rank, rows, sets, units),
         flops=flop_rows(model, workload, layout, pp_rank, rows),
-        in_flight=schedule.peak_live(table),
+        in_flight=schedule.peak_live_chunks(table),
     )
 
 
 def flop_rows(
-    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: Routed
+    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: ExpertRows
 ) -> tuple[FlopRow, ...]:
     """FLOPs that the rank dispatches in a step: forward, backward, and what recompute replays."""
     share = _share(model, workload, layout, pp_rank, rows)
     sums: dict[tuple[FlopOp, Module], int] = {}
-    trained = flops.flop_rows(model, layout, share, seq_len=workload.seq_len)
+    trained = flops.train_flop_rows(model, layout, share, seq_len=workload.seq_len)
     again = _share(model, workload, layout, pp_rank, rows, replayed=True)
     for row in (
         *trained,
-        *replayed_rows(model, workload, layout, again),
-        *loss_rows(model, layout, share),
+        *recomputed_flop_rows(model, workload, layout, again),
+        *recomputed_logit_rows(model, layout, share),
     ):
         sums[row.op, row.module] = sums.get((row.op, row.module), 0) + row.flops
     return tuple(
@@ -111,13 +113,13 @@ def _share(
     workload: Workload,
     layout: Layout,
     pp_rank: int,
-    rows: Routed,
+    rows: ExpertRows,
     *,
     replayed: bool = False,
-) -> flops.Share:
+) -> flops.RankShare:
     """What the rank works on, or the layers of it that recompute touches."""
     chunks = rank_chunks(model, layout, pp_rank)
-    layers = replayed_layers(model, layout, chunks) if replayed else None
+    layers = recomputed_layers(model, layout, chunks) if replayed else None
     mine = [
         layer
         for chunk in chunks
@@ -125,29 +127,31 @@ def _share(
         if layers is None or layer in layers
     ]
     sequences = len(rows.rows) * layout.mbs
-    expected = flops.expected_pairs(
-        workload.seq_len, workload.data.attended_share, sequences * factors(layout)[0] / layout.cp
+    expected = flops.expected_attended(
+        workload.seq_len,
+        workload.data.attended_share,
+        sequences * cp_factors(layout)[0] / layout.cp,
     )
-    return flops.Share(
+    return flops.RankShare(
         layers=tuple(layer for layer in mine if layer < model.layers),
         tokens=sequences * workload.seq_len // layout.cp,
-        routed_rows=rows.total if layers is None else rows.of(layers),
-        head=any(chunk.loss for chunk in chunks),
+        routed_rows=rows.total if layers is None else rows.count_rows(layers),
+        head=any(chunk.has_loss for chunk in chunks),
         mtp=sum(layer > model.layers for layer in mine),
-        attended=rows.attended or expected,
-        near=rows.near,
-        mtp_rows=rows.of({layer for layer in mine if layer > model.layers}),
+        attended=rows.attended_pairs or expected,
+        attended_windowed=rows.windowed_pairs,
+        mtp_rows=rows.count_rows({layer for layer in mine if layer > model.layers}),
     )
 
 
-def replayed_rows(
-    model: ModelSpec, workload: Workload, layout: Layout, share: flops.Share
+def recomputed_flop_rows(
+    model: ModelSpec, workload: Workload, layout: Layout, share: flops.RankShare
 ) -> tuple[FlopRow, ...]:
     """Forward FLOPs of layers that the recompute choices run a second time in backward."""
     chosen, spec = layout.recompute, model.attention
     work = [
         one
-        for one in flops.forward_work(model, layout, share, seq_len=workload.seq_len)
+        for one in flops.forward_flops(model, layout, share, seq_len=workload.seq_len)
         if one.module is not Module.HEAD and (Recompute.FULL in chosen or _replays(one, chosen))
     ]
     if Recompute.MLA_UP_PROJ in chosen and spec.kind is AttentionKind.MLA:
@@ -155,21 +159,23 @@ def replayed_rows(
         up += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         of_layer = 2 * share.tokens * up // layout.tp
         for layers, depth in ((len(share.layers), False), (share.mtp, True)):
-            again = flops.Work(
-                op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, depth=depth
+            again = flops.ForwardFlops(
+                op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, in_mtp=depth
             )
             work.append(again)
-    return flops.summed(work)
+    return flops.sum_flops(work)
 
 
-def loss_rows(model: ModelSpec, layout: Layout, share: flops.Share) -> tuple[FlopRow, ...]:
+def recomputed_logit_rows(
+    model: ModelSpec, layout: Layout, share: flops.RankShare
+) -> tuple[FlopRow, ...]:
     """FLOPs of the logits that backward makes again."""
-    return flops.summed(
-        [flops.head_work(model, layout, share)] if Recompute.LOSS in layout.recompute else []
+    return flops.sum_flops(
+        [flops.head_flops(model, layout, share)] if Recompute.LOSS in layout.recompute else []
     )
 
 
-def _replays(work: flops.Work, chosen: tuple[Recompute, ...]) -> bool:
+def _replays(work: flops.ForwardFlops, chosen: tuple[Recompute, ...]) -> bool:
     return (
         (Recompute.MOE in chosen and work.module in _MOE_BLOCK)
         or (Recompute.SHARED_EXPERTS in chosen and work.module is Module.SHARED_EXPERTS)

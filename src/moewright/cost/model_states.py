@@ -9,7 +9,7 @@ from math import prod
 
 from moewright.rules import buckets, fsdp, grid, shards
 from moewright.rules.parameters import Param
-from moewright.rules.recompute import activation_bytes
+from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
@@ -47,11 +47,11 @@ def bucket_sets(
 ) -> tuple[BucketSet, ...]:
     """By the group that reduces them (rules.shards), in that order, what several pipeline ranks
     hold apart."""
-    held = shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp"))
+    held = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
     return _sets(held, model, workload, layout, rank)
 
 
-def stage_sets(
+def stage_bucket_sets(
     model: ModelSpec, workload: Workload, layout: Layout
 ) -> tuple[tuple[BucketSet, ...], ...]:
     """`bucket_sets` of the first rank of every pipeline stage."""
@@ -68,9 +68,13 @@ def _sets(
     found = []
     for group in shards.GRADIENT_GROUPS:
         members = [
-            param for param in reversed(held) if shards.gradient_group(param.shard, layout) == group
+            param
+            for param in reversed(held)
+            if shards.gradient_group(param.sharded_dims, layout) == group
         ]
-        by_holders = [(shards.holders(param.name, model, layout), param) for param in members]
+        by_holders = [
+            (shards.holding_pp_ranks(param.name, model, layout), param) for param in members
+        ]
         for key in sorted({key for key, _ in by_holders}):
             params = [param for own, param in by_holders if own == key]
             found.append(_bucket_set(params, workload, layout, rank, group, holders=key))
@@ -86,7 +90,7 @@ def _bucket_set(
     *,
     holders: tuple[int, ...],
 ) -> BucketSet:
-    over = fsdp.states_group(layout, group)
+    over = fsdp.state_group(layout, group)
     size = grid.group_size(layout, over)
     count = size if layout.zero else 1
     return BucketSet(
@@ -104,10 +108,10 @@ def _bucket_set(
     )
 
 
-def element_bytes(workload: Workload) -> dict[Component, int]:
+def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
     """Bytes that one parameter takes in each state."""
     return {
-        Component.WEIGHTS: activation_bytes(workload),
+        Component.WEIGHTS: activation_nbytes(workload),
         Component.GRADIENTS: workload.grad_dtype.nbytes,
         Component.MASTER: MASTER_BYTES,
         Component.MOMENTS: 2 * workload.optimizer.moment_dtype.nbytes,
@@ -123,8 +127,8 @@ def sharded_states(zero: int) -> frozenset[Component]:
     return owned if zero < 3 else owned | {Component.WEIGHTS, Component.GRADIENTS}
 
 
-def unit_rows(
-    workload: Workload, layout: Layout, units: Sequence[fsdp.Unit]
+def fsdp_rows(
+    workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
 ) -> tuple[MemoryRow, ...]:
     """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without
     rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients too.
@@ -136,11 +140,11 @@ def unit_rows(
         (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
         (Component.MOMENTS, 2 * workload.optimizer.moment_dtype.nbytes, False),
     )
-    for cut in (cut for unit in units for cut in unit.cuts):
+    for cut in (cut for unit in units for cut in unit.shards):
         for component, nbytes, padded in sizes:
             for module, numel in (
-                (cut.module, cut.own),
-                (Module.OTHER, (cut.room - cut.own) * padded),
+                (cut.module, cut.own_numel),
+                (Module.OTHER, (cut.padded_numel - cut.own_numel) * padded),
             ):
                 key = Component.HOST if away else component, module
                 sums[key] = sums.get(key, 0) + numel * nbytes
@@ -156,7 +160,7 @@ def state_rows(
 ) -> tuple[MemoryRow, ...]:
     """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding
     to OTHER."""
-    element, sharded = element_bytes(workload), sharded_states(layout.zero)
+    element, sharded = state_bytes_per_parameter(workload), sharded_states(layout.zero)
     sums: dict[tuple[Component, Module], int] = {}
     for bucket_set in sets:
         whole = dict(_overlaps(bucket_set, whole=True))
@@ -178,7 +182,7 @@ def state_rows(
     )
 
 
-def copied_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
+def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
     """What a rank keeps in host memory, from the first save on, for checkpoints that are written
     beside training: a copy of its part of master weights and moments, of which those that hold the
     same share the work.

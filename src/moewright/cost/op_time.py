@@ -45,9 +45,9 @@ class OpRow:
     amount: float
     x: float
     dtype: Dtype
-    replay: tuple[Recompute, ...] = ()
-    share: float = 1.0
-    scale: str = ""
+    recomputed_by: tuple[Recompute, ...] = ()
+    efficiency: float = 1.0
+    scale_constant: str = ""
 
 
 def interpolate(curve: Curve, x: float) -> float:
@@ -67,7 +67,7 @@ def _first(point: tuple[float, float]) -> float:
     return point[0]
 
 
-class Rates:
+class DeviceRates:
     """Rates of one device, with the stand-ins where the hardware file has no curve."""
 
     __slots__ = ("_curves", "_hardware", "_peaks", "_scales", "constants")
@@ -84,19 +84,19 @@ class Rates:
         c = self.constants
         if op not in (Op.GEMM, Op.GROUPED_GEMM):
             return c[f"{op}_time_scale"]
-        gemm = c["gemm_8bit_time_scale" if dtype.narrow else "gemm_time_scale"]
+        gemm = c["gemm_8bit_time_scale" if dtype.is_narrow else "gemm_time_scale"]
         if dtype is Dtype.NVFP4:
             gemm *= c["gemm_4bit_time_scale"]
         if dtype is Dtype.MXFP8:
             gemm *= c["gemm_mx_time_scale"]
         return gemm * c["grouped_gemm_time_scale"] if op is Op.GROUPED_GEMM else gemm
 
-    def peak(self, dtype: Dtype) -> float:
+    def peak_flops(self, dtype: Dtype) -> float:
         """Dense peak, FLOP/s: that of the dtype, else of the widest listed kind."""
         known = Dtype.FP8 if dtype is Dtype.MXFP8 and dtype not in self._peaks else dtype
         return self._peaks.get(known) or next(iter(self._peaks.values()))
 
-    def curve(self, op: Op, dtype: Dtype) -> Curve | None:
+    def rate_curve(self, op: Op, dtype: Dtype) -> Curve | None:
         """The curve for (op, dtype); MXFP8 falls back on FP8, memory-bound work on the curve of any
         dtype."""
         found = self._curves.get((op, dtype))
@@ -106,7 +106,7 @@ class Rates:
             found = next((c for (o, _), c in self._curves.items() if o is op), None)
         return found
 
-    def uses(self, constant: str) -> bool:
+    def uses_constant(self, constant: str) -> bool:
         """Whether an estimate can depend on a constant: a stand-in does not count where every rate
         is known."""
         op = _STANDS_IN.get(constant)
@@ -114,7 +114,7 @@ class Rates:
 
     def rate(self, op: Op, dtype: Dtype, x: float) -> float:
         """Units of work a second (FLOP/s, bytes/s or parameters/s)."""
-        curve = self.curve(op, dtype)
+        curve = self.rate_curve(op, dtype)
         return interpolate(curve, x) if curve is not None else self._stand_in(op, dtype, x)
 
     def _stand_in(self, op: Op, dtype: Dtype, x: float) -> float:
@@ -125,31 +125,35 @@ class Rates:
         if op is Op.OPTIMIZER:
             return memory_Bps / c["optimizer_bytes_per_parameter"]
         if op is Op.GEMM:
-            return self.peak(dtype) * c["gemm_efficiency"]
+            return self.peak_flops(dtype) * c["gemm_efficiency"]
         if op is Op.GROUPED_GEMM:
             gemm = self.rate(Op.GEMM, dtype, 1e12)
             return gemm / (1 + c["grouped_rolloff_rows"] / max(x, 1.0))
         if op is Op.ATTENTION_BACKWARD:
             return self.rate(Op.ATTENTION, dtype, x) * c["attention_backward_efficiency"]
-        return self.peak(dtype) * c["attention_efficiency"] * x / (x + c["attention_half_seq"])
+        return (
+            self.peak_flops(dtype) * c["attention_efficiency"] * x / (x + c["attention_half_seq"])
+        )
 
     def seconds(self, row: OpRow) -> float:
         """Time of a row: its amount at the rate, times the correction between tables and whole
         training steps."""
         if not row.amount:
             return 0.0
-        scale = self._scales[row.op, row.dtype] * (self.constants[row.scale] if row.scale else 1.0)
-        return scale * row.amount / (self.rate(row.op, row.dtype, row.x) * row.share)
+        scale = self._scales[row.op, row.dtype] * (
+            self.constants[row.scale_constant] if row.scale_constant else 1.0
+        )
+        return scale * row.amount / (self.rate(row.op, row.dtype, row.x) * row.efficiency)
 
 
-def misses(rates: Rates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
+def find_uncovered_rates(rates: DeviceRates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
     """What the hardware file does not cover: rates it lacks, and rows outside a measured range
     (held flat there)."""
     found: dict[str, Assumption] = {}
     for row in rows:
         if not row.amount:
             continue
-        curve = rates.curve(row.op, row.dtype)
+        curve = rates.rate_curve(row.op, row.dtype)
         name = f"rate {row.op} {row.dtype}"
         if curve is None:
             value = f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})"

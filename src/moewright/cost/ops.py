@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moewright.cost.elementwise import FULL, MOE, expert_rows, layer_rows, moved
+from moewright.cost.elementwise import (
+    FULL,
+    MOE,
+    elementwise_row,
+    expert_elementwise_rows,
+    layer_elementwise_rows,
+)
 from moewright.cost.op_time import OpRow
-from moewright.cost.symbols import Sizes
+from moewright.cost.symbols import Symbols
 from moewright.rules import flops
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Recompute
@@ -30,14 +36,14 @@ class LayerOps:
     backward: tuple[OpRow, ...]
 
 
-def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
+def layer_ops(size: Symbols, *, layer: int, moe: bool) -> LayerOps:
     """One transformer layer; `layer` matters for its attention window only."""
     gemms = [
         *_projections(size),
         *(_moe_gemms(size) if moe else _mlp_gemms(size, "mlp", size.model.dense_ffn_size)),
     ]
     experts = tuple(_expert_gemms(size)) if moe else ()
-    core_flops = flops.attention_flops(size.model, layer, size.T, size.seq) / size.layout.tp
+    core_flops = flops.attention_flops(size.model, layer, size.T, size.seq_len) / size.layout.tp
     if not flops.is_windowed(size.model, layer):
         core_flops *= size.attended_share
     core = _row(
@@ -45,7 +51,7 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
         TimePart.ATTENTION,
         Op.ATTENTION,
         core_flops,
-        size.seq,
+        size.seq_len,
         size.dtype,
         (FULL, Recompute.CORE_ATTN),
     )
@@ -54,14 +60,14 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
         TimePart.ATTENTION,
         Op.ATTENTION_BACKWARD,
         2 * core_flops,
-        size.seq,
+        size.seq_len,
         size.dtype,
     )
     if size.model.attention.head_dim <= _NARROW_HEAD:
         core, core_back = (
-            replace(row, scale="narrow_head_time_scale") for row in (core, core_back)
+            replace(row, scale_constant="narrow_head_time_scale") for row in (core, core_back)
         )
-    light = tuple(layer_rows(size, moe))
+    light = tuple(layer_elementwise_rows(size, moe))
     forward = (*gemms, core, *experts, *(row for row, _ in light), *_weight_reads(size, moe))
     backward = (
         *(_scaled(row, 2.0) for row in gemms),
@@ -74,11 +80,11 @@ def layer_ops(size: Sizes, *, layer: int, moe: bool) -> LayerOps:
     return LayerOps(forward=forward, backward=backward)
 
 
-def expert_ops(size: Sizes) -> LayerOps:
+def expert_ops(size: Symbols) -> LayerOps:
     """Of a fused stack, the rows of a layer that depend on how experts are cut, in the order of all
     its rows."""
     gemms, reads = tuple(_expert_gemms(size)), tuple(_weight_reads(size, moe=True))
-    light = tuple(expert_rows(size))
+    light = tuple(expert_elementwise_rows(size))
     return LayerOps(
         forward=(*gemms, *(row for row, _ in light), *reads),
         backward=(
@@ -90,8 +96,8 @@ def expert_ops(size: Sizes) -> LayerOps:
     )
 
 
-def gemm(
-    name: str, size: Sizes, tokens: int, n: float, k: float, part: TimePart, *replay: Recompute
+def gemm_row(
+    name: str, size: Symbols, tokens: int, n: float, k: float, part: TimePart, *replay: Recompute
 ) -> OpRow:
     """[tokens, k] x [k, n]."""
     work = 2.0 * tokens * n * k
@@ -107,44 +113,46 @@ def _row(
     dtype: Dtype,
     replay: tuple[Recompute, ...] = (),
 ) -> OpRow:
-    return OpRow(name=name, part=part, op=op, amount=amount, x=x, dtype=dtype, replay=replay)
+    return OpRow(name=name, part=part, op=op, amount=amount, x=x, dtype=dtype, recomputed_by=replay)
 
 
 def _scaled(row: OpRow, factor: float) -> OpRow:
     """The backward of a forward row: `factor` times the work, in calls of the same size."""
-    return replace(row, amount=row.amount * factor, replay=())
+    return replace(row, amount=row.amount * factor, recomputed_by=())
 
 
-def _projections(size: Sizes) -> Iterator[OpRow]:
+def _projections(size: Symbols) -> Iterator[OpRow]:
     spec, h, tp, T = size.model.attention, size.model.hidden_size, size.layout.tp, size.T
     dense, up = TimePart.DENSE, Recompute.MLA_UP_PROJ
     if spec.kind is AttentionKind.GQA:
-        yield gemm("attention.q", size, T, spec.q_width / tp, h, dense)
-        yield gemm("attention.k", size, T, spec.kv_width / tp, h, dense)
-        yield gemm("attention.v", size, T, spec.kv_width / tp, h, dense)
+        yield gemm_row("attention.q", size, T, spec.q_width / tp, h, dense)
+        yield gemm_row("attention.k", size, T, spec.kv_width / tp, h, dense)
+        yield gemm_row("attention.v", size, T, spec.kv_width / tp, h, dense)
     else:
         if spec.q_lora_rank:
-            yield gemm("attention.q_down", size, size.t, spec.q_lora_rank, h, dense)
-            yield gemm("attention.q_up", size, T, spec.q_width / tp, spec.q_lora_rank, dense, up)
+            yield gemm_row("attention.q_down", size, size.t, spec.q_lora_rank, h, dense)
+            yield gemm_row(
+                "attention.q_up", size, T, spec.q_width / tp, spec.q_lora_rank, dense, up
+            )
         else:
-            yield gemm("attention.q", size, T, spec.q_width / tp, h, dense)
-        yield gemm(
+            yield gemm_row("attention.q", size, T, spec.q_width / tp, h, dense)
+        yield gemm_row(
             "attention.kv_down", size, size.t, spec.kv_lora_rank + spec.qk_rope_head_dim, h, dense
         )
         expanded = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) / tp
-        yield gemm("attention.kv_up", size, T, expanded, spec.kv_lora_rank, dense, up)
-    yield gemm("attention.o", size, T, h, spec.out_width / tp, dense)
+        yield gemm_row("attention.kv_up", size, T, expanded, spec.kv_lora_rank, dense, up)
+    yield gemm_row("attention.o", size, T, h, spec.out_width / tp, dense)
 
 
-def _mlp_gemms(size: Sizes, name: str, ffn: int) -> Iterator[OpRow]:
+def _mlp_gemms(size: Symbols, name: str, ffn: int) -> Iterator[OpRow]:
     h, tp = size.model.hidden_size, size.layout.tp
     wide = 2 if size.model.gated else 1
     replay = (Recompute.MLP,) if name == "mlp" else (Recompute.SHARED_EXPERTS, MOE)
-    yield gemm(f"{name}.gate_up", size, size.T, wide * ffn / tp, h, TimePart.DENSE, *replay)
-    yield gemm(f"{name}.down", size, size.T, h, ffn / tp, TimePart.DENSE, *replay)
+    yield gemm_row(f"{name}.gate_up", size, size.T, wide * ffn / tp, h, TimePart.DENSE, *replay)
+    yield gemm_row(f"{name}.down", size, size.T, h, ffn / tp, TimePart.DENSE, *replay)
 
 
-def _moe_gemms(size: Sizes) -> Iterator[OpRow]:
+def _moe_gemms(size: Symbols) -> Iterator[OpRow]:
     """Router, projections into the experts' space and back, and shared expert."""
     spec = size.model.moe
     if spec is None:
@@ -156,19 +164,19 @@ def _moe_gemms(size: Sizes) -> Iterator[OpRow]:
         op=Op.GEMM,
         amount=work,
         x=work,
-        dtype=size.wide if size.fused else Dtype.FP32,
-        replay=(FULL, MOE),
-        share=size.router_share,
+        dtype=size.wide_dtype if size.is_fused else Dtype.FP32,
+        recomputed_by=(FULL, MOE),
+        efficiency=size.router_efficiency,
     )
     if spec.latent_size:
         h, inner = size.model.hidden_size, spec.latent_size
-        yield gemm("latent.down", size, size.t, inner, h, TimePart.DENSE, MOE)
-        yield gemm("latent.up", size, size.t, h, inner, TimePart.DENSE, MOE)
+        yield gemm_row("latent.down", size, size.t, inner, h, TimePart.DENSE, MOE)
+        yield gemm_row("latent.up", size, size.t, h, inner, TimePart.DENSE, MOE)
     if spec.shared_ffn_size:
         yield from _mlp_gemms(size, "shared", spec.shared_ffn_size)
 
 
-def _expert_gemms(size: Sizes) -> Iterator[OpRow]:
+def _expert_gemms(size: Symbols) -> Iterator[OpRow]:
     spec = size.model.moe
     if spec is None:
         return
@@ -185,7 +193,7 @@ def _expert_gemms(size: Sizes) -> Iterator[OpRow]:
             size.dtype,
             (FULL, MOE),
         )
-        yield replace(row, scale="biased_expert_time_scale" if spec.expert_bias else "")
+        yield replace(row, scale_constant="biased_expert_time_scale" if spec.expert_bias else "")
 
 
 def expert_numel(model: ModelSpec, layout: Layout) -> int:
@@ -202,34 +210,34 @@ def expert_numel(model: ModelSpec, layout: Layout) -> int:
     )
 
 
-def _weight_reads(size: Sizes, moe: bool) -> Iterator[OpRow]:
+def _weight_reads(size: Symbols, moe: bool) -> Iterator[OpRow]:
     """Expert weights are read once a pass; a rate measured by rows per expert has that inside, so
     CUDA only."""
-    if moe and size.fused:
+    if moe and size.is_fused:
         read_bytes = size.c * expert_numel(size.model, size.layout)
-        row = moved("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
-        yield replace(row, scale="weight_traffic_time_scale")
+        row = elementwise_row("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
+        yield replace(row, scale_constant="weight_traffic_time_scale")
 
 
-def summed_bytes(size: Sizes) -> float:
+def gradient_sum_bytes(size: Symbols) -> float:
     """Bytes a gradient element costs the eager accumulation, mean over the micro-batches."""
     return size.c + 16 - 12 / size.m
 
 
-def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
+def _gradient_accumulation(size: Symbols, moe: bool) -> Iterator[OpRow]:
     """fp32 accumulation of weight gradients: fused into the GEMM it reads and writes the fp32 sum
     (8 bytes).
 
     Eagerly every gradient is widened and added (c + 16), but copied for the first micro-batch of a
     step (c + 4).
     """
-    if size.fused:
+    if size.is_fused:
         if moe:
             sum_bytes = 8 * expert_numel(size.model, size.layout)
-            row = moved("experts.gradient_sum", size, sum_bytes, part=TimePart.EXPERTS)
-            yield replace(row, scale="weight_traffic_time_scale")
+            row = elementwise_row("experts.gradient_sum", size, sum_bytes, part=TimePart.EXPERTS)
+            yield replace(row, scale_constant="weight_traffic_time_scale")
         return
-    cut, whole = flops.attention_weights(size.model)
+    cut, whole = flops.attention_macs(size.model)
     numel = cut // size.layout.tp + whole
     matrices = 3 if size.model.gated else 2
     if not moe:
@@ -242,4 +250,4 @@ def _gradient_accumulation(size: Sizes, moe: bool) -> Iterator[OpRow]:
         numel += (
             matrices * size.model.hidden_size * size.model.moe.shared_ffn_size // size.layout.tp
         )
-    yield moved("gradient_sum", size, summed_bytes(size) * numel, calls=2)
+    yield elementwise_row("gradient_sum", size, gradient_sum_bytes(size) * numel, calls=2)

@@ -11,8 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
-from moewright.rules.schedule import forward_order, group_of, timetable, warmup
-from moewright.rules.simulate import StageSeconds, ends_s
+from moewright.rules.schedule import (
+    forward_order,
+    interleaved_group_size,
+    timetable,
+    warmup_forwards,
+)
+from moewright.rules.simulate import StageSeconds, row_end_times
 from moewright.spec.layout import Layout, Overlap
 
 # A longer table is worked out up to so many forwards of a rank, or groups of micro-batches if these
@@ -21,10 +26,10 @@ _MOST_FORWARDS = 512
 _FEWEST_GROUPS = 6
 _GROUPS_APART = 2
 
-Numbers = float | np.ndarray
+FloatOrArray = float | np.ndarray
 
 
-def simulated_s(
+def simulate_pipeline_s(
     layout: Layout, stages: Sequence[StageSeconds], *, micro_batches: int, transfer_s: float
 ) -> float:
     """Seconds of all micro-batches through the layout's timetable, row by row; `stages` are the
@@ -33,10 +38,10 @@ def simulated_s(
     A transfer delays who waits for it and nobody else.
     """
     table = timetable(layout, micro_batches)
-    return max(ends_s(layout, table, stages, transfer_s=transfer_s).values())
+    return max(row_end_times(layout, table, stages, transfer_s=transfer_s).values())
 
 
-class Ends(Protocol):
+class TimetableEnd(Protocol):
     """When all rows of a table have ended."""
 
     def end_s(self, seconds: np.ndarray) -> float:
@@ -45,7 +50,7 @@ class Ends(Protocol):
         ...
 
 
-class Rows:
+class TimetableRows:
     """The rows of a 1F1B or interleaved timetable as arrays: each ends its own seconds after the
     later of the row before it on its rank and the message it waits for.
 
@@ -61,8 +66,8 @@ class Rows:
         count, chunk = len(order), order[:, 1]
         turn, rank = np.arange(count), np.arange(pp)[:, None]
         # As if there were micro-batches enough for every warm-up.
-        enough = micro_batches + group_of(layout) + 2 * pp
-        ahead = np.array([[warmup(layout, enough, each)] for each in range(pp)])
+        enough = micro_batches + interleaved_group_size(layout) + 2 * pp
+        ahead = np.array([[warmup_forwards(layout, enough, each)] for each in range(pp)])
         last = vpp - 1
         place = np.empty((micro_batches, vpp), dtype=int)
         place[order[:, 0], chunk] = turn
@@ -105,7 +110,7 @@ class Rows:
     def end_s(self, seconds: np.ndarray) -> float:
         return float(self._ends_s(seconds).max())
 
-    def longest(self, seconds: np.ndarray) -> Paths:
+    def longest_paths(self, seconds: np.ndarray) -> TimetablePaths:
         """The paths that take longest under the columns of `seconds`."""
         ends = self._ends_s(seconds)
         columns = np.arange(seconds.shape[1])
@@ -117,7 +122,7 @@ class Rows:
             counts[on, self._stage[row_on]] += 1
             after, message = self._after[row_on], self._message[row_on]
             row[on] = np.where(ends[after, on] >= ends[message, on], after, message)
-        return Paths(counts=np.unique(counts, axis=0))
+        return TimetablePaths(counts=np.unique(counts, axis=0))
 
     def _ends_s(self, seconds: np.ndarray) -> np.ndarray:
         """[rows + 1, ...]; the last is when the step starts."""
@@ -137,7 +142,7 @@ def _flat(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Paths:
+class TimetablePaths:
     """Some paths through a timetable: how often each passes every forward and backward [paths, 2 *
     virtual stages]."""
 
@@ -148,7 +153,7 @@ class Paths:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline:
+class PipelineTimetable:
     """A 1F1B or interleaved timetable, worked out once for a layout.
 
     `whole` are its rows, or, of a long one, the first groups of micro-batches; then `shorter` are
@@ -157,9 +162,9 @@ class Pipeline:
 
     layout: Layout
     micro_batches: int
-    whole: Ends
-    shorter: Ends
-    left_out: int
+    whole: TimetableEnd
+    shorter: TimetableEnd
+    groups_left_out: int
     group: int
 
     def total_s(self, forward_s: np.ndarray, backward_s: np.ndarray) -> float:
@@ -175,14 +180,16 @@ class Pipeline:
             return self.micro_batches * float(of_rank[0])
         seconds = np.concatenate([forward_s, backward_s])
         end_s = self.whole.end_s(seconds)
-        if not self.left_out:
+        if not self.groups_left_out:
             return end_s
         busy_s = self.group * float(of_rank.max())
-        return end_s + self.left_out * max(
+        return end_s + self.groups_left_out * max(
             busy_s, (end_s - self.shorter.end_s(seconds)) / _GROUPS_APART
         )
 
-    def along_paths(self, forward_s: np.ndarray, backward_s: np.ndarray) -> Pipeline:
+    def restrict_to_longest_paths(
+        self, forward_s: np.ndarray, backward_s: np.ndarray
+    ) -> PipelineTimetable:
         """The same by the longest paths alone, of stage times in columns [virtual stages, columns]:
         exact for these, no longer than the rows for others, and much faster.
         """
@@ -190,13 +197,13 @@ class Pipeline:
             return self
         seconds = np.concatenate([forward_s, backward_s])
         whole, shorter = (
-            rows.longest(seconds) if isinstance(rows, Rows) else rows
+            rows.longest_paths(seconds) if isinstance(rows, TimetableRows) else rows
             for rows in (self.whole, self.shorter)
         )
         return replace(self, whole=whole, shorter=shorter)
 
 
-def pipeline_of(layout: Layout, micro_batches: int) -> Pipeline:
+def build_pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
     """Of a layout with a 1F1B or interleaved timetable."""
     bare = Layout(
         world_size=layout.pp,
@@ -209,25 +216,29 @@ def pipeline_of(layout: Layout, micro_batches: int) -> Pipeline:
 
 
 @lru_cache(maxsize=8)
-def _pipeline(layout: Layout, micro_batches: int) -> Pipeline:
-    group = group_of(layout)
+def _pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
+    group = interleaved_group_size(layout)
     most = max(_MOST_FORWARDS // layout.vpp, _FEWEST_GROUPS * group)
     left_out = max(0, -((most - micro_batches) // group))
-    whole = Rows(layout, micro_batches - left_out * group)
+    whole = TimetableRows(layout, micro_batches - left_out * group)
     shorter = (
-        Rows(layout, micro_batches - (left_out + _GROUPS_APART) * group) if left_out else whole
+        TimetableRows(layout, micro_batches - (left_out + _GROUPS_APART) * group)
+        if left_out
+        else whole
     )
-    return Pipeline(
+    return PipelineTimetable(
         layout=layout,
         micro_batches=micro_batches,
         whole=whole,
         shorter=shorter,
-        left_out=left_out,
+        groups_left_out=left_out,
         group=group,
     )
 
 
-def shown_transfers(pp: Numbers, vpp: Numbers, micro_batches: Numbers) -> np.ndarray:
+def exposed_transfers(
+    pp: FloatOrArray, vpp: FloatOrArray, micro_batches: FloatOrArray
+) -> np.ndarray:
     """How many times an activation's way to the next stage shows in a step.
 
     1F1B exposes two transfers a micro-batch, an activation and a gradient: what a rank sends and
@@ -239,14 +250,14 @@ def shown_transfers(pp: Numbers, vpp: Numbers, micro_batches: Numbers) -> np.nda
     )
 
 
-def closed_s(
-    slowest_s: Numbers,
-    all_s: Numbers,
+def closed_form_s(
+    slowest_s: FloatOrArray,
+    all_s: FloatOrArray,
     *,
-    pp: Numbers,
-    vpp: Numbers,
-    micro_batches: Numbers,
-    transfer_s: Numbers,
+    pp: FloatOrArray,
+    vpp: FloatOrArray,
+    micro_batches: FloatOrArray,
+    transfer_s: FloatOrArray,
 ) -> np.ndarray:
     """About `Pipeline.total_s` and the transfers that show, from nothing but the slowest of pp
     ranks and the sum of all; every argument may be an array. 1F1B: sum of S + (m - 1) max S;
@@ -258,4 +269,4 @@ def closed_s(
         np.multiply(all_s, np.subtract(pp, 1)) / np.multiply(vpp, pp),
     )
     moving = np.multiply(micro_batches, slowest_s) + fill
-    return np.asarray(moving + shown_transfers(pp, vpp, micro_batches) * transfer_s)
+    return np.asarray(moving + exposed_transfers(pp, vpp, micro_batches) * transfer_s)

@@ -8,7 +8,7 @@ from math import prod
 
 from moewright.cost.routed_rows import rank_chunks
 from moewright.rules import expert_placement, grid, shards
-from moewright.rules.recompute import activation_bytes
+from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
@@ -28,7 +28,7 @@ def replica_rows(
     )
     sizes = (
         (Component.GRADIENTS, workload.grad_dtype.nbytes),
-        (Component.WEIGHTS, activation_bytes(workload)),
+        (Component.WEIGHTS, activation_nbytes(workload)),
     )
     return tuple(
         MemoryRow(component=c, module=Module.EXPERTS, bytes=n * elements)
@@ -45,10 +45,12 @@ def replica_calls(
     """
     if not layout.spare:
         return
-    here, c = grid.coordinate(layout, rank, "ep"), activation_bytes(workload)
+    here, c = grid.coordinate(layout, rank, "ep"), activation_nbytes(workload)
     for layer, parts in _elements(model, layout, grid.coordinate(layout, rank, "pp")).items():
-        slots = expert_placement.slots_of(model, workload, layout, layer)
-        sent = len(expert_placement.copies_of(slots, layout.ep, here, layout.spare).sends)
+        slots = expert_placement.slot_experts(model, workload, layout, layer)
+        sent = len(
+            expert_placement.plan_replica_exchange(slots, layout.ep, here, layout.spare).sent_slots
+        )
         yield sum(parts) * (layout.spare * _FP32_BYTES + sent * c), 2 * len(parts)
 
 
@@ -56,7 +58,7 @@ def _elements(model: ModelSpec, layout: Layout, pp_rank: int) -> dict[int, Seque
     """Elements of one expert's tensors on a rank, by layer; MTP depths have no replicas."""
     found: dict[int, list[int]] = {}
     layers = {layer for chunk in rank_chunks(model, layout, pp_rank) for layer in chunk.layers}
-    for param in shards.parameters_of(model, layout, pp_rank):
-        if param.expert and param.layer in layers:
+    for param in shards.stage_parameters(model, layout, pp_rank):
+        if param.is_expert and param.layer in layers:
             found.setdefault(param.layer, []).append(prod(shards.local_shape(param, layout)[1:]))
     return dict(found)

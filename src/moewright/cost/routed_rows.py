@@ -8,27 +8,29 @@ from itertools import groupby
 from typing import TypeVar
 
 from moewright.rules import expert_placement, grid, recompute, routing, stages
-from moewright.rules.context_parallel import attended, held
+from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Documents, Workload
+from moewright.spec.workload import DocumentMasking, Workload
 
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 
 
-def is_moe(model: ModelSpec, layer: int) -> bool:
+def is_moe_layer(model: ModelSpec, layer: int) -> bool:
     """Whether a layer has experts; MTP depths are like the last layer."""
     return model.moe_layers[layer if layer < model.layers else -1]
 
 
 def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.Chunk, ...]:
     """The virtual stages of a pipeline rank, by chunk index."""
-    return tuple(chunk for chunk in stages.chunks(model, layout) if chunk.pp_rank == pp_rank)
+    return tuple(
+        chunk for chunk in stages.pipeline_chunks(model, layout) if chunk.pp_rank == pp_rank
+    )
 
 
-def replayed_layers(
+def recomputed_layers(
     model: ModelSpec, layout: Layout, chunks: Sequence[stages.Chunk]
 ) -> frozenset[int]:
     """Layers of the chunks that some recompute policy touches: all, unless full recompute takes the
@@ -37,12 +39,12 @@ def replayed_layers(
         layer
         for chunk in chunks
         for place, layer in enumerate(stages.chunk_layers(model, chunk))
-        if recompute.replayed(layout, place)
+        if recompute.layer_recompute(layout, place)
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
+class ExpertRows:
     """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the
     balanced count.
 
@@ -53,44 +55,47 @@ class Routed:
     """
 
     layers: tuple[int, ...]
-    even: int
+    balanced: int
     rows: tuple[tuple[int, ...], ...]  # [micro_batch][index into layers]
-    sent_here: tuple[tuple[int, ...], ...]
-    widest: tuple[tuple[int, ...], ...]
-    moves: tuple[tuple[routing.Moved, ...], ...]
-    attended: int = 0
-    near: int = 0
+    own_ep_rows: tuple[tuple[int, ...], ...]
+    widest_etp_rows: tuple[tuple[int, ...], ...]
+    dispatches: tuple[tuple[routing.DispatchCounts, ...], ...]
+    attended_pairs: int = 0
+    windowed_pairs: int = 0
 
-    def moved(self, micro_batch: int, layer: int) -> routing.Moved | None:
+    def dispatch_counts(self, micro_batch: int, layer: int) -> routing.DispatchCounts | None:
         """What the dispatch moves; None for a layer without experts."""
-        return self.moves[micro_batch][self.layers.index(layer)] if layer in self.layers else None
+        return (
+            self.dispatches[micro_batch][self.layers.index(layer)] if layer in self.layers else None
+        )
 
-    def load(self, micro_batch: int, layer: int) -> float:
+    def load_factor(self, micro_batch: int, layer: int) -> float:
         """Rows over the mean; 1 for a layer without experts."""
-        if layer not in self.layers or not self.even:
+        if layer not in self.layers or not self.balanced:
             return 1.0
-        return self.rows[micro_batch][self.layers.index(layer)] / self.even
+        return self.rows[micro_batch][self.layers.index(layer)] / self.balanced
 
     @property
     def total(self) -> int:
-        return summed(self.rows)
+        return sum_rows(self.rows)
 
-    def of(self, layers: Collection[int]) -> int:
+    def count_rows(self, layers: Collection[int]) -> int:
         """Rows through these layers alone."""
         return sum(
             times * n
-            for of_batch, times in runs(self.rows)
+            for of_batch, times in run_lengths(self.rows)
             for layer, n in zip(self.layers, of_batch, strict=True)
             if layer in layers
         )
 
-    def only(self, layers: Collection[int]) -> Routed:
+    def select_layers(self, layers: Collection[int]) -> ExpertRows:
         """The same of these layers alone."""
         places = [place for place, layer in enumerate(self.layers) if layer in layers]
 
-        def picked(of_batches: Iterable[tuple[Part, ...]]) -> tuple[tuple[Part, ...], ...]:
+        def picked(of_batches: Iterable[tuple[Item, ...]]) -> tuple[tuple[Item, ...], ...]:
             parts = (
-                (tuple(of_batch[i] for i in places), times) for of_batch, times in runs(of_batches)
+                (tuple(of_batch[i] for i in places), times)
+                for of_batch, times in run_lengths(of_batches)
             )
             return tuple(part for one, times in parts for part in (one,) * times)
 
@@ -98,25 +103,25 @@ class Routed:
             self,
             layers=tuple(self.layers[i] for i in places),
             rows=picked(self.rows),
-            sent_here=picked(self.sent_here),
-            widest=picked(self.widest),
-            moves=picked(self.moves),
+            own_ep_rows=picked(self.own_ep_rows),
+            widest_etp_rows=picked(self.widest_etp_rows),
+            dispatches=picked(self.dispatches),
         )
 
 
-def runs(of_batches: Iterable[Part]) -> Iterator[tuple[Part, int]]:
+def run_lengths(of_batches: Iterable[Item]) -> Iterator[tuple[Item, int]]:
     """Each run of equal micro-batches once, with its length: a prediction has one run, of up to
     millions."""
     for of_batch, same in groupby(of_batches):
         yield of_batch, len(list(same))
 
 
-def summed(counts: Iterable[tuple[int, ...]]) -> int:
+def sum_rows(counts: Iterable[tuple[int, ...]]) -> int:
     """Sum over all micro-batches and layers."""
-    return sum(times * sum(of_batch) for of_batch, times in runs(counts))
+    return sum(times * sum(of_batch) for of_batch, times in run_lengths(counts))
 
 
-def routed(
+def count_expert_rows(
     model: ModelSpec,
     workload: Workload,
     layout: Layout,
@@ -125,7 +130,7 @@ def routed(
     micro_batches: int,
     selection: Selection | None,
     load: float = 1.0,
-) -> Routed:
+) -> ExpertRows:
     """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere; rows
     padded to a capacity are what they are.
 
@@ -134,7 +139,12 @@ def routed(
     pp_rank = grid.coordinate(layout, rank, "pp")
     chunks = rank_chunks(model, layout, pp_rank)
     layers = (
-        tuple(i for chunk in chunks for i in stages.chunk_layers(model, chunk) if is_moe(model, i))
+        tuple(
+            i
+            for chunk in chunks
+            for i in stages.chunk_layers(model, chunk)
+            if is_moe_layer(model, i)
+        )
         if model.moe
         else ()
     )
@@ -142,14 +152,21 @@ def routed(
     if selection is None or not layers or layout.capacity_fill is CapacityFill.PADDED:
         each = routing.routed_rows(model, workload, layout, load)
         whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
-        moves = ((routing.expected_moves(model, workload, layout),) * len(layers),) * micro_batches
-        found = Routed(
-            layers=layers, even=even, rows=whole, sent_here=part, widest=part, moves=moves
+        moves = (
+            (routing.expected_dispatch(model, workload, layout),) * len(layers),
+        ) * micro_batches
+        found = ExpertRows(
+            layers=layers,
+            balanced=even,
+            rows=whole,
+            own_ep_rows=part,
+            widest_etp_rows=part,
+            dispatches=moves,
         )
         return _attending(found, model, workload, layout, rank, selection)
     _check(model, layout, micro_batches, selection)
     routed_layers = model.routed_layers
-    slots = {i: expert_placement.slots_of(model, workload, layout, i) for i in layers}
+    slots = {i: expert_placement.slot_experts(model, workload, layout, i) for i in layers}
     parts = [
         tuple(
             tuple(
@@ -168,13 +185,13 @@ def routed(
             _sources(layout, peer, selection) for peer in grid.group_ranks(layout, "etp", rank)
         )
     ]
-    found = Routed(
+    found = ExpertRows(
         layers=layers,
-        even=even,
+        balanced=even,
         rows=_over(sum, parts),
-        sent_here=parts[grid.coordinate(layout, rank, "etp")],
-        widest=_over(max, parts),
-        moves=tuple(
+        own_ep_rows=parts[grid.coordinate(layout, rank, "etp")],
+        widest_etp_rows=_over(max, parts),
+        dispatches=tuple(
             tuple(
                 _moved(layout, rank, selection, micro_batch, routed_layers.index(i)) for i in layers
             )
@@ -185,28 +202,30 @@ def routed(
 
 
 def _attending(
-    found: Routed,
+    found: ExpertRows,
     model: ModelSpec,
     workload: Workload,
     layout: Layout,
     rank: int,
     selection: Selection | None,
-) -> Routed:
+) -> ExpertRows:
     """With the pairs that its attention works on: recorded where documents decide them, else those
     of its positions."""
     if selection and selection.attended:
         near = selection.near[rank] if selection.near else 0
-        return replace(found, attended=selection.attended[rank], near=near)
-    if not model.window or workload.data.documents is not Documents.JOINED:
+        return replace(found, attended_pairs=selection.attended[rank], windowed_pairs=near)
+    if not model.max_window or workload.data.documents is not DocumentMasking.JOINED:
         return found
     among, length = grid.group_ranks(layout, "cp_kv", rank), workload.seq_len
-    pairs = attended((length,), length, held(length, len(among), among.index(rank)), model.window)
-    return replace(found, near=len(found.rows) * layout.mbs * pairs)
+    pairs = twice_attended_pairs(
+        (length,), length, rank_positions(length, len(among), among.index(rank)), model.max_window
+    )
+    return replace(found, windowed_pairs=len(found.rows) * layout.mbs * pairs)
 
 
 def _moved(
     layout: Layout, rank: int, selection: Selection, micro_batch: int, layer: int
-) -> routing.Moved:
+) -> routing.DispatchCounts:
     """What one rank's dispatch moved, as recorded."""
     sources = _sources(layout, rank, selection)
     here = grid.coordinate(layout, rank, "ep")
@@ -227,13 +246,13 @@ def _moved(
         crossing = sum(to_nodes[sources[here]]), sum(to_nodes[source][node] for source in abreast)
     sent = sum(selection.counts[micro_batch][layer][sources[here]])
     gathered = layout.etp * max(received)
-    return routing.Moved(
-        sent=sent,
+    return routing.DispatchCounts(
+        rows_sent=sent,
         copies_out=out,
         copies_in=received[0],
-        gathered=gathered,
-        node_out=crossing[0],
-        node_in=crossing[1],
+        copies_gathered=gathered,
+        node_copies_out=crossing[0],
+        node_copies_in=crossing[1],
     )
 
 

@@ -10,34 +10,34 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moewright.cost.activations import Away, away
-from moewright.cost.collective_time import Links
+from moewright.cost.activations import OffloadedActivations, offloaded_activations
+from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.layer_time import (
-    Added,
-    Choices,
     DeviceTime,
-    Exchange,
-    Numbers,
-    Parts,
-    Priced,
-    Times,
-    add,
-    added,
+    FloatOrArray,
+    LayerCollectives,
+    MicroBatchTime,
+    PartSeconds,
+    PricedOps,
+    ReplayCost,
+    ReplayPolicy,
+    add_times,
     device_time,
-    exchange,
-    exchanged,
     layer_time,
-    outside_time,
-    passes,
-    price,
+    outside_layers_time,
+    pass_times,
+    price_collectives,
+    price_ops,
+    replace_expert_rows,
+    replay_cost,
     stage_transfer_s,
 )
-from moewright.cost.op_time import OpRow, Rates
+from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import LayerOps, expert_ops, layer_ops
-from moewright.cost.pipeline_time import pipeline_of, shown_transfers, simulated_s
-from moewright.cost.routed_rows import is_moe
-from moewright.cost.symbols import Sizes
+from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
+from moewright.cost.routed_rows import is_moe_layer
+from moewright.cost.symbols import Symbols
 from moewright.rules import flops, fsdp, grid
 from moewright.rules.simulate import StageSeconds
 from moewright.rules.stages import Chunk
@@ -52,19 +52,19 @@ LayerKind = tuple[bool, bool]  # has experts, is windowed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
+class LayerTimes:
     """Seconds of one micro-batch of everything that a stage can hold, and of one transfer between
     stages."""
 
-    layers: Mapping[LayerKind, Times]
-    embedding: Times
-    head: Times
-    mtp: Times
+    layers: Mapping[LayerKind, MicroBatchTime]
+    embedding: MicroBatchTime
+    head: MicroBatchTime
+    mtp: MicroBatchTime
     transfer_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankParameters:
     """Parameters of one rank: dense and expert elements, and the calls their buckets take."""
 
     dense: int
@@ -74,7 +74,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tail:
+class StepTail:
     """Seconds of what a step does once; `hidden_s` of the collectives run under other work."""
 
     reduce_s: float
@@ -88,32 +88,32 @@ class Tail:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class StepTime:
     """`exposed` are the parts of the slowest pipeline rank, and sum to `step_s`."""
 
     step_s: float
-    slowest: int
-    exposed: Parts
-    hidden: Parts
+    slowest_rank: int
+    exposed: PartSeconds
+    hidden: PartSeconds
 
 
-def kind_of(model: ModelSpec, layer: int) -> LayerKind:
+def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
     """What decides a layer's cost; MTP depths are numbered above the layers."""
-    return is_moe(model, layer), flops.is_windowed(model, layer)
+    return is_moe_layer(model, layer), flops.is_windowed(model, layer)
 
 
 @lru_cache(maxsize=16)
-def kinds_of(model: ModelSpec) -> Mapping[LayerKind, int]:
+def layer_kinds(model: ModelSpec) -> Mapping[LayerKind, int]:
     """Every kind of layer the model has, with a layer of that kind."""
     mtp = [model.layers + 1] if model.mtp_layers else []
     return MappingProxyType(
-        {kind_of(model, layer): layer for layer in (*range(model.layers), *mtp)}
+        {layer_kind(model, layer): layer for layer in (*range(model.layers), *mtp)}
     )
 
 
-def all_rows(size: Sizes) -> tuple[OpRow, ...]:
+def list_op_rows(size: Symbols) -> tuple[OpRow, ...]:
     """Every row that enters an estimate but the optimizer's."""
-    work = work_of(size)
+    work = model_ops(size)
     ops = [
         *work.layers.values(),
         work.embedding,
@@ -124,7 +124,7 @@ def all_rows(size: Sizes) -> tuple[OpRow, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ModelOps:
     """Rows of everything that a stage can hold."""
 
     layers: Mapping[LayerKind, LayerOps]
@@ -133,11 +133,11 @@ class Work:
     mtp: LayerOps
 
 
-def work_of(size: Sizes) -> Work:
-    return Work(
+def model_ops(size: Symbols) -> ModelOps:
+    return ModelOps(
         layers={
             kind: layer_ops(size, layer=layer, moe=kind[0])
-            for kind, layer in kinds_of(size.model).items()
+            for kind, layer in layer_kinds(size.model).items()
         },
         embedding=embedding_ops(size),
         head=head_ops(size),
@@ -146,36 +146,43 @@ def work_of(size: Sizes) -> Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PricedWork:
+class PricedModelOps:
     """Rows of the layers with their seconds, and the times of what stands outside them."""
 
-    layers: Mapping[LayerKind, Priced]
-    embedding: Times
-    head: Times
-    mtp: Times
+    layers: Mapping[LayerKind, PricedOps]
+    embedding: MicroBatchTime
+    head: MicroBatchTime
+    mtp: MicroBatchTime
 
 
-def price_work(rates: Rates, links: Links, size: Sizes, work: Work) -> PricedWork:
-    embedding = outside_time(links, size, price(rates, work.embedding), gathers=2)
-    head = outside_time(links, size, price(rates, work.head), gathers=3, sums=_LOSS_SUMS)
-    mtp = add([(head, 1.0), (outside_time(links, size, price(rates, work.mtp), gathers=5), 1.0)])
-    return PricedWork(
-        layers={kind: price(rates, ops) for kind, ops in work.layers.items()},
+def price_model_ops(
+    rates: DeviceRates, links: CollectiveModel, size: Symbols, work: ModelOps
+) -> PricedModelOps:
+    embedding = outside_layers_time(links, size, price_ops(rates, work.embedding), gathers=2)
+    head = outside_layers_time(links, size, price_ops(rates, work.head), gathers=3, sums=_LOSS_SUMS)
+    mtp = add_times(
+        [
+            (head, 1.0),
+            (outside_layers_time(links, size, price_ops(rates, work.mtp), gathers=5), 1.0),
+        ]
+    )
+    return PricedModelOps(
+        layers={kind: price_ops(rates, ops) for kind, ops in work.layers.items()},
         embedding=embedding,
         head=head,
-        mtp=add([(mtp, 1.0), (embedding, 1.0)]),
+        mtp=add_times([(mtp, 1.0), (embedding, 1.0)]),
     )
 
 
-def price_experts(rates: Rates, known: PricedWork, size: Sizes) -> PricedWork:
+def reprice_experts(rates: DeviceRates, known: PricedModelOps, size: Symbols) -> PricedModelOps:
     """The same for a layout of a fused stack that cuts its experts otherwise and takes an equal
     dispatcher: only what stands between dispatch and combine is priced anew.
     """
     if size.model.moe is None:
         return known
-    experts = price(rates, expert_ops(size))
+    experts = price_ops(rates, expert_ops(size))
     layers = {
-        kind: exchanged(priced, experts) if kind[0] else priced
+        kind: replace_expert_rows(priced, experts) if kind[0] else priced
         for kind, priced in known.layers.items()
     }
     return replace(known, layers=layers)
@@ -192,31 +199,35 @@ class Pricer:
     __slots__ = ("_added", "_beside", "_device", "_links", "_priced", "size")
 
     def __init__(
-        self, links: Links, size: Sizes, priced: PricedWork, beside: Pricer | None = None
+        self,
+        links: CollectiveModel,
+        size: Symbols,
+        priced: PricedModelOps,
+        beside: Pricer | None = None,
     ) -> None:
         self.size, self._links, self._priced, self._beside = size, links, priced, beside
-        self._device: dict[tuple[object, ...], tuple[Exchange, DeviceTime]] = {}
-        self._added: dict[tuple[object, ...], Added] = {}
+        self._device: dict[tuple[object, ...], tuple[LayerCollectives, DeviceTime]] = {}
+        self._added: dict[tuple[object, ...], ReplayCost] = {}
 
-    def with_experts(self, rates: Rates, size: Sizes) -> Pricer:
+    def with_experts(self, rates: DeviceRates, size: Symbols) -> Pricer:
         """Of layouts of a fused stack that cut their experts otherwise and take an equal
         dispatcher: only what experts change is priced anew.
         """
-        return Pricer(self._links, size, price_experts(rates, self._priced, size), beside=self)
+        return Pricer(self._links, size, reprice_experts(rates, self._priced, size), beside=self)
 
-    def pieces(self, layout: Layout) -> Pieces:
+    def layer_times(self, layout: Layout) -> LayerTimes:
         """Of a layout with the degrees and micro-batch of the priced one."""
         layers, size = {}, replace(self.size, layout=layout)
         for kind, priced in self._priced.layers.items():
             _, device = self._moved(layout, kind)
             more, sent = (
                 self._more(layout, kind, layout),
-                away(self._links.constants, size, moe=kind[0]),
+                offloaded_activations(self._links.constants, size, moe=kind[0]),
             )
             layers[kind] = layer_time(
                 self._links, size, layout, priced, device, more, sent, moe=kind[0]
             )
-        return Pieces(
+        return LayerTimes(
             layers=layers,
             embedding=self._priced.embedding,
             head=self._priced.head,
@@ -224,12 +235,12 @@ class Pricer:
             transfer_s=stage_transfer_s(self._links, self.size, layout),
         )
 
-    def totals(
+    def layer_totals_s(
         self,
         layout: Layout,
-        choices: Sequence[Choices],
+        choices: Sequence[ReplayPolicy],
         taken: np.ndarray,
-        sent: Mapping[LayerKind, Away],
+        sent: Mapping[LayerKind, OffloadedActivations],
         *,
         synced: bool,
     ) -> dict[LayerKind, np.ndarray]:
@@ -243,13 +254,20 @@ class Pricer:
         place[used] = np.arange(len(used))
         found = {}
         for kind in self._priced.layers:
-            each = Added.of([self._more(layout, kind, choices[choice]) for choice in used])
-            more = Added(**{name: getattr(each, name)[place[taken]] for name in Added.__slots__})
+            each = ReplayCost.stack([self._more(layout, kind, choices[choice]) for choice in used])
+            more = ReplayCost(
+                **{name: getattr(each, name)[place[taken]] for name in ReplayCost.__slots__}
+            )
             found[kind] = self._total_s(layout, kind, more, sent[kind], synced)
         return found
 
-    def total_s(
-        self, layout: Layout, choices: Choices, sent: Mapping[LayerKind, Away], *, synced: bool
+    def layer_total_s(
+        self,
+        layout: Layout,
+        choices: ReplayPolicy,
+        sent: Mapping[LayerKind, OffloadedActivations],
+        *,
+        synced: bool,
     ) -> dict[LayerKind, float]:
         """The same of one choice, as numbers."""
         return {
@@ -260,32 +278,37 @@ class Pricer:
         }
 
     def _total_s(
-        self, layout: Layout, kind: LayerKind, more: Added, sent: Away, synced: bool
-    ) -> Numbers:
+        self,
+        layout: Layout,
+        kind: LayerKind,
+        more: ReplayCost,
+        sent: OffloadedActivations,
+        synced: bool,
+    ) -> FloatOrArray:
         _, device = self._moved(layout, kind)
-        return passes(
+        return pass_times(
             self._links, self.size, layout, device, more, sent, moe=kind[0], synced=synced
         ).total_s
 
-    def outside_s(self) -> tuple[float, float, float]:
+    def outside_layers_s(self) -> tuple[float, float, float]:
         """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the
         head."""
         one = self._priced
         return one.mtp.total_s, one.embedding.total_s, one.head.total_s
 
-    def _moved(self, layout: Layout, kind: LayerKind) -> tuple[Exchange, DeviceTime]:
+    def _moved(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, DeviceTime]:
         if self._beside and not kind[0]:
             return self._beside._moved(layout, kind)
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
-            moved = exchange(self._links, replace(self.size, layout=layout), moe=kind[0])
+            moved = price_collectives(self._links, replace(self.size, layout=layout), moe=kind[0])
             self._device[key] = (
                 moved,
                 device_time(self._links, layout, self._priced.layers[kind], moved),
             )
         return self._device[key]
 
-    def _more(self, layout: Layout, kind: LayerKind, chosen: Choices) -> Added:
+    def _more(self, layout: Layout, kind: LayerKind, chosen: ReplayPolicy) -> ReplayCost:
         if self._beside and not kind[0]:
             return self._beside._more(layout, kind, chosen)
         key = (
@@ -299,78 +322,85 @@ class Pricer:
         if key not in self._added:
             moved, _ = self._moved(layout, kind)
             priced = self._priced.layers[kind]
-            self._added[key] = added(
+            self._added[key] = replay_cost(
                 self._links, self.size, layout, chosen, priced, moved, moe=kind[0]
             )
         return self._added[key]
 
 
-def chunk_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> Times:
+def chunk_time(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> MicroBatchTime:
     """One micro-batch through `chunks`."""
-    mtp_kind = kind_of(size.model, size.model.layers + 1)
+    mtp_kind = layer_kind(size.model, size.model.layers + 1)
     counts: dict[LayerKind, int] = {}
-    terms: list[tuple[Times, float]] = []
+    terms: list[tuple[MicroBatchTime, float]] = []
     for chunk in chunks:
         for layer in chunk.layers:
-            kind = kind_of(size.model, layer)
+            kind = layer_kind(size.model, layer)
             counts[kind] = counts.get(kind, 0) + 1
-        if chunk.mtp:
-            counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp
+        if chunk.mtp_layers:
+            counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp_layers
         terms += [
-            (pieces.mtp, chunk.mtp),
-            (pieces.embedding, float(chunk.embedding)),
-            (pieces.head, float(chunk.loss)),
+            (pieces.mtp, chunk.mtp_layers),
+            (pieces.embedding, float(chunk.has_embedding)),
+            (pieces.head, float(chunk.has_loss)),
         ]
     terms += [(pieces.layers[kind], count) for kind, count in counts.items()]
-    return add((times, weight) for times, weight in terms if weight)
+    return add_times((times, weight) for times, weight in terms if weight)
 
 
-def stage_times(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], pp: int) -> tuple[Times, ...]:
+def stage_times(
+    size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk], pp: int
+) -> tuple[MicroBatchTime, ...]:
     """One micro-batch on each pipeline rank."""
     return tuple(
-        chunk_times(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank])
+        chunk_time(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank])
         for pp_rank in range(pp)
     )
 
 
-def moving_s(size: Sizes, pieces: Pieces, chunks: Sequence[Chunk]) -> tuple[float, float]:
+def pipeline_s(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> tuple[float, float]:
     """Seconds of all micro-batches through the rows of the pipeline, and how much longer they take
     for transfers."""
     layout = size.layout
-    of_chunk = [chunk_times(size, pieces, [chunk]) for chunk in chunks]
+    of_chunk = [chunk_time(size, pieces, [chunk]) for chunk in chunks]
     if not layout.schedule.splits_backward:
         forward = np.array([times.forward_s for times in of_chunk])
         backward = np.array([times.total_s for times in of_chunk]) - forward
-        shown = float(shown_transfers(layout.pp, layout.vpp, size.m))
-        return pipeline_of(layout, size.m).total_s(forward, backward), shown * pieces.transfer_s
+        shown = float(exposed_transfers(layout.pp, layout.vpp, size.m))
+        return build_pipeline(layout, size.m).total_s(forward, backward), shown * pieces.transfer_s
     seconds = [
         StageSeconds(
             forward=times.forward_s,
-            input_backward=times.total_s - times.forward_s - times.weight_s,
-            weight_backward=times.weight_s,
+            input_backward=times.total_s - times.forward_s - times.weight_grad_s,
+            weight_backward=times.weight_grad_s,
         )
         for times in of_chunk
     ]
     still, sending = (
-        simulated_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
+        simulate_pipeline_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
         for transfer_s in (0.0, pieces.transfer_s)
     )
     return still, sending - still
 
 
-def owned_by(layout: Layout, held: Share) -> int:
+def count_owned_parameters(layout: Layout, held: RankParameters) -> int:
     """Parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
         return held.dense + held.expert
     dense, expert = (
-        grid.group_size(layout, fsdp.states_group(layout, group)) for group in ("dp_cp", "edp")
+        grid.group_size(layout, fsdp.state_group(layout, group)) for group in ("dp_cp", "edp")
     )
     return held.dense // dense + held.expert // expert
 
 
-def tail(
-    rates: Rates, links: Links, workload: Workload, size: Sizes, layout: Layout, held: Share
-) -> Tail:
+def step_tail(
+    rates: DeviceRates,
+    links: CollectiveModel,
+    workload: Workload,
+    size: Symbols,
+    layout: Layout,
+    held: RankParameters,
+) -> StepTail:
     """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
 
     zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under
@@ -388,13 +418,13 @@ def tail(
     ):
         if not numel:
             continue
-        where = links.span(layout, fsdp.states_group(layout, group))
+        where = links.span(layout, fsdp.state_group(layout, group))
         shards = where.size if layout.zero else 1
         op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
         nbytes = workload.grad_dtype.nbytes * numel / calls
         reduce_s += often * calls * links.seconds(op, where, nbytes)
         if layout.shard:
-            across = links.span(layout, fsdp.spread(layout, group).copies)
+            across = links.span(layout, fsdp.fsdp_groups(layout, group).replica_group)
             copies_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
         if layout.zero:
             gather = calls * links.seconds(
@@ -408,20 +438,20 @@ def tail(
         replicas = layout.spare * held.expert * layout.ep / size.model.moe.experts
         reduce_s += links.seconds(Collective.ALL_TO_ALL, where, 4 * replicas)
         gather_s += links.seconds(Collective.ALL_TO_ALL, where, size.c * replicas)
-    hidden_share = 1 - c["overlapped_dp_share"] if size.fused else 0.0
+    hidden_share = 1 - c["overlapped_dp_share"] if size.is_fused else 0.0
     hidden_reduce = (
         hidden_share * beside_s[0] if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
     )
     hidden_gather = (
         hidden_share * beside_s[1] if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
     )
-    owned = owned_by(layout, held)
+    owned = count_owned_parameters(layout, held)
     on_device = sum(
         rates.seconds(row)
-        for row in optimizer_ops(size, held=held.dense + held.expert, owned=owned)
+        for row in optimizer_ops(size, numel=held.dense + held.expert, owned_numel=owned)
     )
     on_host = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
-    return Tail(
+    return StepTail(
         reduce_s=reduce_s - hidden_reduce + copies_s,
         gather_s=gather_s - hidden_gather,
         optimizer_s=c["step_tail_s"]
@@ -432,14 +462,18 @@ def tail(
 
 
 def step_time(
-    size: Sizes, pieces: Pieces, chunks: Sequence[Chunk], stages: Sequence[Times], last: Tail
-) -> Step:
+    size: Symbols,
+    pieces: LayerTimes,
+    chunks: Sequence[Chunk],
+    stages: Sequence[MicroBatchTime],
+    last: StepTail,
+) -> StepTime:
     """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and
     bubble."""
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
-    own = add([(stages[slowest], size.m)])
-    still_s, sending_s = moving_s(size, pieces, chunks)
+    own = add_times([(stages[slowest], size.m)])
+    still_s, sending_s = pipeline_s(size, pieces, chunks)
     parts = {
         **own.exposed,
         TimePart.PP_COMM: sending_s,
@@ -449,4 +483,6 @@ def step_time(
     }
     exposed = {part: seconds for part, seconds in parts.items() if seconds > 0}
     hidden = {**own.hidden, TimePart.DP_COMM: last.hidden_s}
-    return Step(step_s=sum(exposed.values()), slowest=slowest, exposed=exposed, hidden=hidden)
+    return StepTime(
+        step_s=sum(exposed.values()), slowest_rank=slowest, exposed=exposed, hidden=hidden
+    )

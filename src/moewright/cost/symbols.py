@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moewright.rules import routing
-from moewright.rules.recompute import activation_bytes
+from moewright.rules.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -16,7 +16,7 @@ _FEW_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class Symbols:
     """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank
     under sequence parallelism; R: rows through the rank's experts; seq: sequence length;
     attended_share: of its pairs those that documents leave; router_share: of the usual GEMM rate;
@@ -26,60 +26,60 @@ class Sizes:
     model: ModelSpec
     workload: Workload
     layout: Layout
-    kind: DeviceKind
+    device_kind: DeviceKind
     dtype: Dtype
     c: int
     T: int
     t: int
     R: int
-    seq: int
+    seq_len: int
     attended_share: float
-    router_share: float
+    router_efficiency: float
     m: int
 
     @property
-    def steady(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether there are enough micro-batches that the host can run ahead of the device."""
         return self.m > _FEW_MICRO_BATCHES
 
     @property
-    def wide(self) -> Dtype:
+    def wide_dtype(self) -> Dtype:
         """What the router and the head multiply in: 8-bit recipes leave them in 16 bits."""
-        return Dtype.BF16 if self.narrow else self.dtype
+        return Dtype.BF16 if self.is_low_precision else self.dtype
 
     @property
-    def narrow(self) -> bool:
+    def is_low_precision(self) -> bool:
         """Whether linear layers multiply in 8 bits, so that their operands are converted first."""
-        return self.dtype.narrow
+        return self.dtype.is_narrow
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether chains of elementwise work are one kernel (CUDA stacks) or one pass an operation
         (eager CPU)."""
-        return self.kind is DeviceKind.CUDA
+        return self.device_kind is DeviceKind.CUDA
 
 
-def sizes(
+def build_symbols(
     model: ModelSpec,
     workload: Workload,
     layout: Layout,
     *,
-    kind: DeviceKind,
+    device_kind: DeviceKind,
     load: float,
-    router_share: float,
-) -> Sizes:
-    return Sizes(
+    router_efficiency: float,
+) -> Symbols:
+    return Symbols(
         model=model,
         workload=workload,
         layout=layout,
-        kind=kind,
+        device_kind=device_kind,
         dtype=workload.precision,
-        c=activation_bytes(workload),
+        c=activation_nbytes(workload),
         T=workload.seq_len * layout.mbs // layout.cp,
         t=routing.micro_batch_tokens(workload, layout),
         R=routing.routed_rows(model, workload, layout, load),
-        seq=workload.seq_len,
+        seq_len=workload.seq_len,
         attended_share=workload.data.attended_share,
-        router_share=router_share,
+        router_efficiency=router_efficiency,
         m=workload.global_batch // (layout.mbs * layout.dp),
     )

@@ -12,11 +12,11 @@ from statistics import median
 
 from moewright.spec.hardware import Collective, Hardware, Link
 
-SLOW = 0.5  # of the median bus bandwidth over the collectives of as many ranks
+SLOW_SHARE = 0.5  # of the median bus bandwidth over the collectives of as many ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bandwidth:
+class CollectiveBandwidth:
     """Of the largest message measured."""
 
     op: Collective
@@ -25,7 +25,7 @@ class Bandwidth:
     seconds: float
     algorithm_Bps: float
     bus_Bps: float
-    slow: bool
+    is_slow: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +38,15 @@ class SlowLink:
     rank: int
 
 
-def slow_links(hardware: Hardware) -> tuple[SlowLink, ...]:
+def find_slow_links(hardware: Hardware) -> tuple[SlowLink, ...]:
     """Pairs of ranks that move less than SLOW of what the median pair does, the slowest first."""
     links = hardware.fabric.links
     if not links:
         return ()
     typical = median(link.Bps.value for link in links)
     slow = sorted(
-        (link for link in links if link.Bps.value < SLOW * typical), key=lambda link: link.Bps.value
+        (link for link in links if link.Bps.value < SLOW_SHARE * typical),
+        key=lambda link: link.Bps.value,
     )
     on = Counter(rank for link in slow for rank in (link.first, link.second))
     return tuple(SlowLink(link=link, typical_Bps=typical, rank=_ported(link, on)) for link in slow)
@@ -56,7 +57,7 @@ def _ported(link: Link, on: Counter[int]) -> int:
     return -1 if first == second else link.first if first > second else link.second
 
 
-def bandwidths(hardware: Hardware) -> tuple[Bandwidth, ...]:
+def compute_bandwidths(hardware: Hardware) -> tuple[CollectiveBandwidth, ...]:
     """One a collective and group size that the hardware file holds a curve of."""
     found = [
         _of(time.op, time.group_size, *time.curve.points[-1]) for time in hardware.fabric.times
@@ -77,15 +78,17 @@ def _of(
     return op, ranks, payload, seconds, whole / seconds, whole / seconds * share
 
 
-def _marked(found: list[tuple[Collective, int, float, float, float, float]]) -> Iterator[Bandwidth]:
+def _marked(
+    found: list[tuple[Collective, int, float, float, float, float]],
+) -> Iterator[CollectiveBandwidth]:
     for op, ranks, payload, seconds, algorithm, bus in found:
         typical = median(one[5] for one in found if one[1] == ranks)
-        yield Bandwidth(
+        yield CollectiveBandwidth(
             op=op,
             group_size=ranks,
             payload_bytes=payload,
             seconds=seconds,
             algorithm_Bps=algorithm,
             bus_Bps=bus,
-            slow=bus < SLOW * typical,
+            is_slow=bus < SLOW_SHARE * typical,
         )

@@ -17,8 +17,8 @@ from moewright.spec.finding import Cause
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
     CpComm,
-    Dispatcher,
-    Graphs,
+    CudaGraphScope,
+    DispatcherKind,
     Layout,
     Offload,
     Overlap,
@@ -29,7 +29,7 @@ from moewright.spec.model import AttentionKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RemedyContext:
     """What a remedy is asked about."""
 
     model: ModelSpec
@@ -37,7 +37,7 @@ class Job:
     layout: Layout
 
 
-Change = Callable[[Job], Layout]
+LayoutChange = Callable[[RemedyContext], Layout]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,13 @@ class Remedy:
     for what is no choice of a layout."""
 
     text: str
-    change: Change | None = None
+    change: LayoutChange | None = None
     megatron: str = ""
     excludes: str = ""
 
 
-def _recompute(*more: Recompute) -> Change:
-    def change(job: Job) -> Layout:
+def _recompute(*more: Recompute) -> LayoutChange:
+    def change(job: RemedyContext) -> Layout:
         layout = job.layout
         if Recompute.FULL in layout.recompute:
             return layout
@@ -66,10 +66,10 @@ def _latent(model: ModelSpec) -> bool:
     return model.attention.kind is AttentionKind.MLA
 
 
-def _only(*chosen: Recompute) -> Change:
+def _only(*chosen: Recompute) -> LayoutChange:
     """These of a layer; whether logits are kept stays as it is."""
 
-    def change(job: Job) -> Layout:
+    def change(job: RemedyContext) -> Layout:
         loss = {Recompute.LOSS}.intersection(job.layout.recompute)
         return replace(
             job.layout,
@@ -81,35 +81,37 @@ def _only(*chosen: Recompute) -> Change:
     return change
 
 
-def _offload(*more: Offload) -> Change:
+def _offload(*more: Offload) -> LayoutChange:
     return lambda job: replace(job.layout, offload=tuple(sorted({*job.layout.offload, *more})))
 
 
-def _overlap(*more: Overlap) -> Change:
+def _overlap(*more: Overlap) -> LayoutChange:
     return lambda job: replace(job.layout, overlap=tuple(sorted({*job.layout.overlap, *more})))
 
 
-def _graphs(job: Job) -> Layout:
+def _graphs(job: RemedyContext) -> Layout:
     wanted = (
-        (Graphs.ATTN, Graphs.MOE_PREPROCESS, Graphs.MOE_ROUTER) if job.model.moe else (Graphs.ATTN,)
+        (CudaGraphScope.ATTN, CudaGraphScope.MOE_PREPROCESS, CudaGraphScope.MOE_ROUTER)
+        if job.model.moe
+        else (CudaGraphScope.ATTN,)
     )
     return job.layout if job.layout.graphs else replace(job.layout, graphs=wanted)
 
 
-def _less_tp(job: Job) -> Layout:
+def _less_tp(job: RemedyContext) -> Layout:
     tp = max(1, job.layout.tp // 2)
     return replace(job.layout, tp=tp, sp=job.layout.sp and tp > 1)
 
 
-def _times(axis: str, factor: float) -> Change:
-    def change(job: Job) -> Layout:
+def _times(axis: str, factor: float) -> LayoutChange:
+    def change(job: RemedyContext) -> Layout:
         scaled: dict[str, Any] = {axis: max(1, int(getattr(job.layout, axis) * factor))}
         return replace(job.layout, **scaled)
 
     return change
 
 
-def _more_vpp(job: Job) -> Layout:
+def _more_vpp(job: RemedyContext) -> Layout:
     """The next number of chunks a rank that splits the layers evenly, as Megatron-LM wants it."""
     layout = job.layout
     if (
@@ -122,17 +124,17 @@ def _more_vpp(job: Job) -> Layout:
     return replace(layout, vpp=more[0], schedule=Schedule.INTERLEAVED) if more else layout
 
 
-def _ep_in_domain(job: Job) -> Layout:
+def _ep_in_domain(job: RemedyContext) -> Layout:
     layout, domain = job.layout, job.hardware.fabric.domain_size
     fitting = [ep for ep in divisors(layout.ep) if ep * layout.etp <= domain]
     return replace(layout, ep=max(fitting, default=1))
 
 
-def _dispatcher(chosen: Dispatcher) -> Change:
+def _dispatcher(chosen: DispatcherKind) -> LayoutChange:
     return lambda job: replace(job.layout, dispatcher=chosen) if job.layout.ep > 1 else job.layout
 
 
-def _cp_comm(job: Job) -> Layout:
+def _cp_comm(job: RemedyContext) -> Layout:
     layout, node = job.layout, job.hardware.fabric.domain_size
     wanted = CpComm.A2A if layout.cp * layout.tp <= node else CpComm.A2A_P2P
     return replace(layout, cp_comm=wanted) if layout.cp > 1 else layout
@@ -291,7 +293,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.EP: (
             Remedy(
                 text="a dispatcher that sends a token once to each node or rank",
-                change=_dispatcher(Dispatcher.DEEPEP),
+                change=_dispatcher(DispatcherKind.DEEPEP),
                 megatron="--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
                 excludes="dry runs with a fake process group",
             ),
@@ -339,7 +341,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 megatron="--no-create-attention-mask-in-dataloader",
             ),
         ),
-        Cause.COLLECTING: (_MANUAL_GC,),
+        Cause.GARBAGE_COLLECTION: (_MANUAL_GC,),
         Cause.SYNC: (
             Remedy(text="fused permute: no counts read back", megatron="--moe-permute-fusion"),
             Remedy(
@@ -381,6 +383,6 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
         ),
         Cause.FEW_ROWS: _BETTER_PRODUCTS,
-        Cause.RATES: _BETTER_PRODUCTS,
+        Cause.KERNEL_RATES: _BETTER_PRODUCTS,
     }
 )

@@ -11,10 +11,12 @@ from moewright.spec.plan import TimePart
 COMMUNICATION_SHARE = 0.15
 HOST_SHARE = 0.10
 MEMORY_SHARE = 0.90
-RESERVED_OVER = 0.10  # held by the allocator beyond what it gave out: fragmentation, not capacity
+FRAGMENTED_SHARE = (
+    0.10  # held by the allocator beyond what it gave out: fragmentation, not capacity
+)
 
 # What a predicted part of a step waits for.
-WAITS_FOR: Mapping[TimePart, Cause] = {
+CAUSE_OF_PART: Mapping[TimePart, Cause] = {
     TimePart.TP_COMM: Cause.TP,
     TimePart.CP_COMM: Cause.CP,
     TimePart.EP_COMM: Cause.EP,
@@ -25,7 +27,7 @@ WAITS_FOR: Mapping[TimePart, Cause] = {
 _LIMITS = {Wall.COMMUNICATION: COMMUNICATION_SHARE, Wall.HOST: HOST_SHARE}
 
 
-def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def order_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """A full memory first, then communication and host where all their causes together pass the
     limit, the larger first; then compute, then what passes no limit. Inside a wall by share, but
     what explains before what is left.
@@ -39,6 +41,6 @@ def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
             return (0, 0, -finding.share)
         if wall in _LIMITS:
             return (1 if sums[wall] > _LIMITS[wall] else 3, -sums[wall], -finding.share)
-        return (2, float(finding.cause is Cause.RATES), -finding.share)
+        return (2, float(finding.cause is Cause.KERNEL_RATES), -finding.share)
 
     return tuple(sorted(found, key=place))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.comm.mesh import Mesh
-from moewright.engine.dispatch.deepep_bindings import Library
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.memory.saved_tensors import Keeper
-from moewright.engine.observe.counters import Books
-from moewright.rules.context_parallel import held
+from moewright.engine.dispatch.deepep_bindings import DispatchLibrary
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.observe.counters import Counters
+from moewright.rules.context_parallel import rank_positions
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
@@ -23,11 +23,11 @@ class Runtime:
     model: ModelSpec
     workload: Workload
     mesh: Mesh
-    books: Books
-    keeper: Keeper
-    kernels: Kernels
+    counters: Counters
+    saved_tensors: SavedTensorManager
+    kernels: KernelSet
     device: torch.device
-    library: Library | None = None  # that dispatches, where the layout names one
+    dispatch_library: DispatchLibrary | None = None  # that dispatches, where the layout names one
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,10 +38,12 @@ class Runtime:
     def positions(self) -> torch.Tensor:
         """Places in every sequence of the tokens that this rank's CP part holds, int64 [seq_len /
         cp], on the CPU."""
-        parts = held(self.workload.seq_len, self.mesh.layout.cp, self.mesh.coordinate("cp"))
+        parts = rank_positions(
+            self.workload.seq_len, self.mesh.layout.cp, self.mesh.coordinate("cp")
+        )
         return torch.cat([torch.arange(part.start, part.stop) for part in parts])
 
-    def replays(self, policy: Recompute) -> bool:
+    def recomputes(self, policy: Recompute) -> bool:
         """Whether the layout asks for this recomputation."""
         return policy in self.mesh.layout.recompute
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from moewright.exporters.megatron.model import model_flags
-from moewright.exporters.megatron.script import comments, environment, megatron_flags
-from moewright.exporters.torchrun import launcher
+from moewright.exporters.megatron.script import comment_lines, environment_variables, megatron_flags
+from moewright.exporters.torchrun import torchrun_command
 from moewright.intake import catalogue
-from moewright.intake.megatron.options import Option, table
+from moewright.intake.megatron.options import MegatronOption, option_table
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, RouterForce
@@ -86,7 +86,7 @@ _DTYPES = {
 }
 
 
-def bridge(plan: Plan) -> str:
+def render_bridge_recipe(plan: Plan) -> str:
     """A Python file for torchrun. Raises BadInput with a Reason for each thing that Megatron cannot
     say, and for models that Hugging Face does not know by this name.
     """
@@ -98,7 +98,7 @@ def bridge(plan: Plan) -> str:
             Reason(field="model.name", value=plan.model.name, rule=rule, nearest=nearest)
         )
     shape = {name for name, *_ in model_flags(plan.model, plan.workload)}
-    options = table()
+    options = option_table()
     places = _places(options)
     for name, *_ in flags:
         if name not in (*places, *shape, *_ELSEWHERE):
@@ -113,21 +113,21 @@ def bridge(plan: Plan) -> str:
     return "\n".join((*_head(plan), *_body(plan, settings), *_TAIL)) + "\n"
 
 
-def _places(options: Mapping[str, Option]) -> Mapping[str, tuple[str, str]]:
+def _places(options: Mapping[str, MegatronOption]) -> Mapping[str, tuple[str, str]]:
     """Flag -> (section, field)."""
     own = ((section, f"--{bare}") for section, names in _SECTIONS.items() for bare in names.split())
     return {name: (section, options[name].dest) for section, name in own} | _RENAMED
 
 
-def _python(option: Option, values: tuple[str, ...]) -> str:
+def _python(option: MegatronOption, values: tuple[str, ...]) -> str:
     """The values of a flag as a Python expression."""
     name = option.name
-    if option.count == "0":
+    if option.value_count == "0":
         return "True"
     if name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
         return _DTYPES[values[0]]
     items = [value if option.type in ("int", "float") else repr(value) for value in values]
-    if option.count == "1" or (len(items) == 1 and name in _SINGLE):
+    if option.value_count == "1" or (len(items) == 1 and name in _SINGLE):
         return items[0]
     return f"[{', '.join(items)}]"
 
@@ -136,11 +136,11 @@ _SINGLE = ("--cp-comm-type", "--moe-router-load-balancing-type", "--moe-aux-loss
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    yield from comments(plan)
-    yield f"# Start on every node: {launcher(plan)} THIS_FILE.py"
+    yield from comment_lines(plan)
+    yield f"# Start on every node: {torchrun_command(plan)} THIS_FILE.py"
     yield "import os"
     yield ""
-    for name, value in environment(plan.layout):
+    for name, value in environment_variables(plan.layout):
         yield f'os.environ.setdefault("{name}", "{value}")  # before torch starts'
     yield ""
     yield "import torch"

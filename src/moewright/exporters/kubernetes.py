@@ -12,20 +12,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moewright.exporters.launch import start_of
+from moewright.exporters.launch import build_launch_spec
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 
 RUNTIME = "torch-distributed"
 
 
-def kubernetes(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
+def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
     """YAML for kubectl apply. `image` holds the trainer. Raises BadInput as `start_of` does, and
     without an image."""
     if not image:
         rule = "is needed for k8s: the container image that holds the trainer"
         raise BadInput(Reason(field="--image", rule=rule, nearest="--image registry/trainer:tag"))
-    start = start_of(plan, job=job, run_dir=run_dir)
+    start = build_launch_spec(plan, job=job, run_dir=run_dir)
     trainer: dict[str, Any] = {
         "image": image,
         "numNodes": start.nodes,
@@ -33,7 +33,7 @@ def kubernetes(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         "command": ["torchrun"],
         "args": [word for words in start.lines for word in words],
     }
-    if start.gpus:
+    if start.uses_gpus:
         trainer["resourcesPerNode"] = {
             kind: {"nvidia.com/gpu": start.ranks_per_node} for kind in ("requests", "limits")
         }

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moewright.exporters.megatron.script import TRAINER, environment, megatron_flags
-from moewright.exporters.torchrun import nodes_of
+from moewright.exporters.megatron.script import TRAINER, environment_variables, megatron_flags
+from moewright.exporters.torchrun import split_into_nodes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 
@@ -15,7 +15,7 @@ _LONGEST_NAME = 40  # Kubernetes puts suffixes of its own behind it and stops at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class LaunchSpec:
     """The words behind torchrun, one group a line; what is exported before; nodes, ranks of each,
     whether on GPUs."""
 
@@ -24,29 +24,29 @@ class Start:
     exported: tuple[tuple[str, str], ...]
     nodes: int
     ranks_per_node: int
-    gpus: bool
-    ours: bool
+    uses_gpus: bool
+    runs_engine: bool
 
 
-def start_of(plan: Plan, *, job: str, run_dir: str) -> Start:
+def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
     """Our engine when a job file is given, else Megatron-LM. Raises BadInput for what Megatron-LM
     cannot say, and when the ranks do not fill whole nodes.
     """
-    nodes, ranks = nodes_of(plan)
+    nodes, ranks = split_into_nodes(plan)
     if job:
         lines: tuple[tuple[str, ...], ...] = (
             ("--no-python", "moewright", "train", job, "--out", run_dir),
         )
     else:
         lines = ((TRAINER,), *megatron_flags(plan))
-    return Start(
+    return LaunchSpec(
         name=_label(plan.model.name),
         lines=lines,
-        exported=() if job else environment(plan.layout),
+        exported=() if job else environment_variables(plan.layout),
         nodes=nodes,
         ranks_per_node=ranks,
-        gpus=plan.hardware.device.kind is DeviceKind.CUDA,
-        ours=bool(job),
+        uses_gpus=plan.hardware.device.kind is DeviceKind.CUDA,
+        runs_engine=bool(job),
     )
 
 

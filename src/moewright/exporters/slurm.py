@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from shlex import quote
 
-from moewright.exporters.launch import Start, start_of
-from moewright.exporters.megatron.script import comments
+from moewright.exporters.launch import LaunchSpec, build_launch_spec
+from moewright.exporters.megatron.script import comment_lines
 from moewright.spec.plan import Plan
 
 _WARNING_S = 120  # before the time limit; our engine saves on SIGTERM
 
 
-def slurm(plan: Plan, *, job: str, run_dir: str) -> str:
+def render_slurm_script(plan: Plan, *, job: str, run_dir: str) -> str:
     """For sbatch, which adds partition, account and time. Raises BadInput as `start_of` does."""
-    start = start_of(plan, job=job, run_dir=run_dir)
+    start = build_launch_spec(plan, job=job, run_dir=run_dir)
     lines = [" ".join(map(quote, words)) for words in start.lines]
     command = " \\\n  ".join((" ".join(_torchrun(start)), *lines))
     exports = (f"export {name}={value}" for name, value in start.exported)
-    said = comments(plan) if not start.ours else iter(())
+    said = comment_lines(plan) if not start.runs_engine else iter(())
     return (
         "\n".join(
             (
@@ -36,24 +36,24 @@ def slurm(plan: Plan, *, job: str, run_dir: str) -> str:
     )
 
 
-def _header(start: Start) -> Iterator[str]:
+def _header(start: LaunchSpec) -> Iterator[str]:
     yield f"#SBATCH --job-name={start.name}"
     yield f"#SBATCH --nodes={start.nodes}"
     yield "#SBATCH --ntasks-per-node=1"
-    if start.gpus:
+    if start.uses_gpus:
         yield f"#SBATCH --gpus-per-node={start.ranks_per_node}"
     yield "#SBATCH --exclusive"
     yield "#SBATCH --output=%x-%j.log"
-    if start.ours:
+    if start.runs_engine:
         yield f"#SBATCH --signal=TERM@{_WARNING_S}"
 
 
-def _meet(start: Start) -> Iterator[str]:
+def _meet(start: LaunchSpec) -> Iterator[str]:
     if start.nodes > 1:
         yield 'FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
-def _torchrun(start: Start) -> Iterator[str]:
+def _torchrun(start: LaunchSpec) -> Iterator[str]:
     yield "srun --kill-on-bad-exit=1 torchrun"
     if start.nodes == 1:
         yield f"--standalone --nproc-per-node {start.ranks_per_node}"

@@ -8,19 +8,21 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 
 
-def torchrun(plan: Plan, *, job: str, run_dir: str) -> str:
+def render_engine_command(plan: Plan, *, job: str, run_dir: str) -> str:
     """The line that starts our own engine on every node: the job, in the run folder that holds the
     plan."""
-    return f"{launcher(plan)} --no-python moewright train {quote(job)} --out {quote(run_dir)}"
+    return (
+        f"{torchrun_command(plan)} --no-python moewright train {quote(job)} --out {quote(run_dir)}"
+    )
 
 
-def launcher(plan: Plan) -> str:
+def torchrun_command(plan: Plan) -> str:
     """torchrun with its degrees: all ranks of one node, or nodes that meet at $MASTER_ADDR,
     numbered by $NODE_RANK.
 
     Raises BadInput when the ranks do not fill whole nodes.
     """
-    nodes, ranks = nodes_of(plan)
+    nodes, ranks = split_into_nodes(plan)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {ranks}"
     return (
@@ -29,7 +31,7 @@ def launcher(plan: Plan) -> str:
     )
 
 
-def nodes_of(plan: Plan) -> tuple[int, int]:
+def split_into_nodes(plan: Plan) -> tuple[int, int]:
     """Nodes, and ranks on each. Raises BadInput when the ranks do not fill whole nodes."""
     world, per_node = plan.layout.world_size, plan.hardware.fabric.devices_per_node
     if world <= per_node:

@@ -12,13 +12,13 @@ from typing import Any
 
 import tomli_w
 
-from moewright.codec import layout_text
-from moewright.rules.stages import chunks
+from moewright.codec import format_layout
+from moewright.rules.stages import pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import (
     CpComm,
-    Dispatcher,
+    DispatcherKind,
     ExpertPlacement,
     Layout,
     Overlap,
@@ -27,7 +27,14 @@ from moewright.spec.layout import (
 )
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Assignment, Documents, Dtype, RouterForce, SaveMode, Workload
+from moewright.spec.workload import (
+    DocumentMasking,
+    Dtype,
+    RouterAssignment,
+    RouterForce,
+    SaveMode,
+    Workload,
+)
 
 # Catalogue name -> torchtitan's model and flavour, as its models/*/__init__.py list them.
 FLAVOURS = {
@@ -58,10 +65,10 @@ _ROTATE = {
     CpComm.P2P: "alltoall",
     CpComm.ALL_GATHER: "allgather",
 }  # keys pass on hop by hop, or all at once
-_BACKENDS = {Dispatcher.ALL_TO_ALL: "standard", Dispatcher.DEEPEP: "deepep"}
+_BACKENDS = {DispatcherKind.ALL_TO_ALL: "standard", DispatcherKind.DEEPEP: "deepep"}
 
 
-def torchtitan(plan: Plan) -> str:
+def render_torchtitan_config(plan: Plan) -> str:
     """A TOML file for torchtitan's --job.config_file. Raises BadInput with a Reason for each thing
     it cannot say."""
     reasons = tuple(_refusals(plan))
@@ -71,7 +78,7 @@ def torchtitan(plan: Plan) -> str:
     workload, optimizer = plan.workload, plan.workload.optimizer
     sections: dict[str, dict[str, Any]] = {
         "job": {
-            "description": f"{plan.model.name}, {layout_text(plan.layout)}, plan {plan.fingerprint}"
+            "description": f"{plan.model.name}, {format_layout(plan.layout)}, plan {plan.fingerprint}"
         },
         "model": {"name": name, "flavor": flavour},
         "optimizer": {
@@ -144,12 +151,12 @@ def _parallelism(plan: Plan) -> dict[str, Any]:
 
 def _parts(model: ModelSpec, layout: Layout) -> Iterator[tuple[str, ...]]:
     """Names of the modules on every virtual stage, in model order."""
-    for chunk in chunks(model, layout):
+    for chunk in pipeline_chunks(model, layout):
         layers = (f"layers.{layer}" for layer in chunk.layers)
         yield (
-            *(("tok_embeddings",) if chunk.embedding else ()),
+            *(("tok_embeddings",) if chunk.has_embedding else ()),
             *layers,
-            *(("norm", "output") if chunk.loss else ()),
+            *(("norm", "output") if chunk.has_loss else ()),
         )
 
 
@@ -221,7 +228,7 @@ def _shards(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
             "layout.dispatcher",
             layout.dispatcher,
             "dispatches all-to-all or by DeepEP",
-            Dispatcher.ALL_TO_ALL,
+            DispatcherKind.ALL_TO_ALL,
         )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "keeps experts in blocks by number"
@@ -313,7 +320,7 @@ def _work(workload: Workload) -> Iterator[Reason]:
         yield _no("workload.aux_coeff", loss.aux_coeff, "balances by a bias alone", 0)
     if (
         router.force is RouterForce.SKEWED
-        or router.assignment is not Assignment.TOP_K
+        or router.assignment is not RouterAssignment.TOP_K
         or router.jitter_eps
     ):
         yield _no(
@@ -322,12 +329,12 @@ def _work(workload: Workload) -> Iterator[Reason]:
             "chooses top-k or gives every expert as much",
             RouterForce.NONE,
         )
-    if workload.data.documents is not Documents.JOINED:
+    if workload.data.documents is not DocumentMasking.JOINED:
         yield _no(
             "data.documents",
             workload.data.documents,
             "bounds documents by flavours of its own",
-            Documents.JOINED,
+            DocumentMasking.JOINED,
         )
     if workload.data.train:
         yield _no("data.train", workload.data.train, "reads datasets, not token files", "no data")

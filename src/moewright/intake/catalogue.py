@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import nearest, parse_json, read_toml
-from moewright.intake import hf, parts
+from moewright.codec import closest_match, parse_json, read_toml
+from moewright.intake import devices, hf
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
@@ -20,7 +20,7 @@ _COUNTED = re.compile(r"\s*([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)\s*[xX×*]\s*(.*\S)\s*
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ModelEntry:
     """A model of the catalogue: where its figures come from, and whether they were re-read
     there."""
 
@@ -39,7 +39,7 @@ def model(name: str) -> ModelSpec:
     """
     key = _find(name)
     if key is not None:
-        return hf.spec_of(_table()[key]["config"], where=key, name=key)
+        return hf.parse_config(_table()[key]["config"], where=key, name=key)
     path = Path(name)
     if "\0" in name or not name.strip():
         raise BadInput(
@@ -53,7 +53,7 @@ def model(name: str) -> ModelSpec:
     begins = [
         known_name for known_name in short if known_name.casefold().startswith(asked.casefold())
     ]
-    close = min(begins, key=len) if begins and asked else nearest(asked, short)
+    close = min(begins, key=len) if begins and asked else closest_match(asked, short)
     rule = "is neither a known model nor a config.json or a folder with one"
     if not close:
         rule = f"{rule}; known: {', '.join(short)}"
@@ -77,49 +77,49 @@ def model_names() -> tuple[str, ...]:
     )
 
 
-def model_entry(name: str) -> Entry:
+def model_entry(name: str) -> ModelEntry:
     """Where a catalogue model's figures come from."""
     key = _find(name)
     if key is None:
         raise BadInput(Reason(field="model", value=name[:80], rule="is not in the catalogue"))
     entry = _table()[key]
-    return Entry(
+    return ModelEntry(
         name=key, source=entry["source"], verified=entry["verified"], note=entry.get("note", "")
     )
 
 
-def hardware(on: str) -> Hardware:
+def hardware(text: str) -> Hardware:
     """Hardware from "256xH800", "2xpath/machine.toml" or "path/machine.toml" (whose own count then
     holds).
 
     A device without a count is one device. Raises BadInput.
     """
-    counted = _COUNTED.fullmatch(on)
-    count = _count(counted[1], counted[2], on) if counted else None
-    what = counted[2] if counted else on.strip()
+    counted = _COUNTED.fullmatch(text)
+    count = _count(counted[1], counted[2], text) if counted else None
+    what = counted[2] if counted else text.strip()
     if what.casefold().endswith(".toml"):
         found = read_toml(Hardware, Path(what))
-        parts.check(found, where=what)
+        devices.check_hardware(found, where=what)
         return found if count is None else replace(found, count=count)
-    part = parts.find(what)
+    part = devices.find_device(what)
     if part is None:
-        names = parts.names()
+        names = devices.device_names()
         rule = f"no device {what[:60]!r}; known: {', '.join(names)}, or the path of a .toml"
-        close = nearest(what[:60], names)
+        close = closest_match(what[:60], names)
         raise BadInput(
             Reason(
                 field="hardware",
-                value=on[:80],
+                value=text[:80],
                 rule=rule,
                 nearest=f"{count or 1}x{close or names[0]}",
             )
         )
-    return parts.hardware_of(part, count=1 if count is None else count)
+    return devices.build_hardware(part, count=1 if count is None else count)
 
 
 def hardware_names() -> tuple[str, ...]:
     """The short names of the devices."""
-    return parts.names()
+    return devices.device_names()
 
 
 def _count(text: str, what: str, on: str) -> int:
@@ -134,9 +134,9 @@ def _count(text: str, what: str, on: str) -> int:
                 nearest=f"1x{what[:60]}",
             )
         ) from None
-    close = int(min(max(value, 1), parts.MAX_DEVICES))
+    close = int(min(max(value, 1), devices.MAX_DEVICES))
     if value != close:
-        rule = f"the count must be a whole number in 1..{parts.MAX_DEVICES}"
+        rule = f"the count must be a whole number in 1..{devices.MAX_DEVICES}"
         raise BadInput(
             Reason(field="hardware", value=on[:80], rule=rule, nearest=f"{close}x{what[:60]}")
         )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from moewright.codec import nearest
+from moewright.codec import closest_match
 from moewright.spec.errors import BadInput, Reason
 
 # Largest sizes that are read as meant; a config beyond them is a mistake or an attack.
@@ -25,7 +25,7 @@ _SHOWN_LENGTH = 60
 T = TypeVar("T")
 
 
-class Fields:
+class FieldReader:
     """A table whose reads are remembered, so that what nobody asked for can be named at the end.
 
     `where` locates the table ("config.json"). Several names in one read are spellings of one field.
@@ -41,11 +41,11 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._data
 
-    def given(self, *names: str) -> bool:
+    def has_value(self, *names: str) -> bool:
         """Whether one of the spellings is there and not null."""
         return any(self._data.get(name) is not None for name in names)
 
-    def whole(
+    def integer(
         self, *names: str, low: int, high: int, default: int | None = None, bound: str = ""
     ) -> int:
         """A whole number in low..high; `bound` says in words what `high` stands for. No default:
@@ -62,14 +62,14 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             close = str(min(max(round(value), low), high)) if _is_number(value) else ""
-            raise self.refuse(name, f"must be a whole number in {low}..{high}", close)
+            raise self.refusal(name, f"must be a whole number in {low}..{high}", close)
         if not low <= value <= high:
             rule = (
                 f"must be at most {bound}={high}"
                 if bound and value > high
                 else f"must be in {low}..{high}"
             )
-            raise self.refuse(name, rule, str(min(max(value, low), high)))
+            raise self.refusal(name, rule, str(min(max(value, low), high)))
         return value
 
     def number(self, *names: str, low: float, high: float, default: float | None = None) -> float:
@@ -78,56 +78,56 @@ class Fields:
         if value is None:
             return self._default(name, default)
         if not _is_number(value):
-            raise self.refuse(
+            raise self.refusal(
                 name, "must be a finite number", "" if default is None else f"{default:g}"
             )
         if not low <= value <= high:
-            raise self.refuse(
+            raise self.refusal(
                 name, f"must be in {low:g}..{high:g}", f"{min(max(value, low), high):g}"
             )
         return float(value)
 
-    def flag(self, name: str, *, default: bool) -> bool:
+    def boolean(self, name: str, *, default: bool) -> bool:
         _, value = self._read((name,))
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.refuse(name, "must be true or false", str(bool(value)).lower())
+            raise self.refusal(name, "must be true or false", str(bool(value)).lower())
         return value
 
-    def text(self, *names: str, choices: Sequence[str], default: str | None = None) -> str:
+    def choice(self, *names: str, choices: Sequence[str], default: str | None = None) -> str:
         """One of `choices`."""
         name, value = self._read(names)
         if value is None:
             return self._default(name, default)
         if not isinstance(value, str) or value not in choices:
-            close = nearest(value, choices) if isinstance(value, str) else ""
-            raise self.refuse(
+            close = closest_match(value, choices) if isinstance(value, str) else ""
+            raise self.refusal(
                 name, f"must be one of {', '.join(choices)}", close or (default or "")
             )
         return value
 
-    def table(self, name: str) -> Fields | None:
+    def table(self, name: str) -> FieldReader | None:
         """A table inside this one, located as "where: name"; None when absent or null."""
         _, value = self._read((name,))
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.refuse(name, "must be a table", "null")
-        return Fields(value, f"{self.where}: {name}")
+            raise self.refusal(name, "must be a table", "null")
+        return FieldReader(value, f"{self.where}: {name}")
 
-    def items(self, name: str, *, most: int) -> tuple[Any, ...] | None:
+    def sequence(self, name: str, *, max_length: int) -> tuple[Any, ...] | None:
         """A list of at most `most` entries; None when absent or null."""
         _, value = self._read((name,))
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise self.refuse(name, "must be a list", "[]")
-        if len(value) > most:
-            raise self.refuse(name, f"must have at most {most} entries", str(most))
+            raise self.refusal(name, "must be a list", "[]")
+        if len(value) > max_length:
+            raise self.refusal(name, f"must have at most {max_length} entries", str(max_length))
         return tuple(value)
 
-    def neutral(self, name: str, *allowed: Any) -> None:
+    def require_neutral(self, name: str, *allowed: Any) -> None:
         """A field that must be absent, null, or one of the values that leave the model as it is."""
         _, value = self._read((name,))
         if value is None:
@@ -137,25 +137,27 @@ class Fields:
             for legal in allowed
         ):
             shown = " or ".join(_text(legal) for legal in (*allowed, None)[: max(1, len(allowed))])
-            raise self.refuse(name, "asks for what moewright does not model", shown)
+            raise self.refusal(name, "asks for what moewright does not model", shown)
 
     def ignore(self, *names: str) -> None:
         """Known fields that say nothing about the shape of the model."""
         self._used.update(names)
 
-    def unused(self) -> tuple[str, ...]:
+    def unread_names(self) -> tuple[str, ...]:
         """Names in the table that no read asked for, sorted."""
         return tuple(sorted(set(self._data) - self._used))
 
-    def value(self, name: str) -> Any:
+    def raw_value(self, name: str) -> Any:
         """The raw value, not counted as a read."""
         return self._data.get(name)
 
-    def refuse(self, name: str, rule: str, close: str = "") -> BadInput:
+    def refusal(self, name: str, rule: str, closest: str = "") -> BadInput:
         joint = "." if ": " in self.where else ": "
         given = _text(self._data[name]) if name in self._data else ""
         return BadInput(
-            Reason(field=f"{self.where}{joint}{_clip(name)}", value=given, rule=rule, nearest=close)
+            Reason(
+                field=f"{self.where}{joint}{_clip(name)}", value=given, rule=rule, nearest=closest
+            )
         )
 
     def _read(self, names: Sequence[str]) -> tuple[str, Any]:
@@ -166,19 +168,19 @@ class Fields:
             return names[0], None
         for other in there[1:]:
             if self._data[other] != self._data[there[0]]:
-                raise self.refuse(other, f"disagrees with {there[0]}", _text(self._data[there[0]]))
+                raise self.refusal(other, f"disagrees with {there[0]}", _text(self._data[there[0]]))
         return there[0], self._data[there[0]]
 
     def _default(self, name: str, default: T | None) -> T:
         if default is None:
-            raise self.refuse(name, "is missing")
+            raise self.refusal(name, "is missing")
         return default
 
 
-def divisor(total: int, wish: int) -> str:
+def nearest_divisor(total: int, target: int) -> str:
     """The divisor of `total` nearest to `wish`."""
     divisors = [n for n in range(1, min(total, MAX_FFN) + 1) if total % n == 0]
-    return str(min(divisors, key=lambda n: abs(n - wish)))
+    return str(min(divisors, key=lambda n: abs(n - target)))
 
 
 def _is_number(value: object) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec import json_data, nearest
+from moewright.codec import closest_match, read_json_data
 from moewright.intake.fields import (
     MAX_FFN,
     MAX_HEADS,
@@ -23,12 +23,12 @@ from moewright.intake.fields import (
     MAX_LAYERS,
     MAX_POSITION,
     MAX_VOCAB,
-    Fields,
-    divisor,
+    FieldReader,
+    nearest_divisor,
 )
 from moewright.intake.hf_attention import read_gqa, read_mla
 from moewright.intake.hf_experts import (
-    Experts,
+    MoeLayers,
     read_deepseek_v2,
     read_deepseek_v3,
     read_gpt_oss,
@@ -177,7 +177,7 @@ _PARTS = (
 def read_config(path: Path) -> ModelSpec:
     """The model of a config.json, or of a folder with one. Raises BadInput."""
     file = _config_file(path)
-    return spec_of(_checked(file), where=str(file), name=file.resolve().parent.name)
+    return parse_config(_checked(file), where=str(file), name=file.resolve().parent.name)
 
 
 def unknown_fields(path: Path) -> tuple[str, ...]:
@@ -186,13 +186,13 @@ def unknown_fields(path: Path) -> tuple[str, ...]:
     return _read(_checked(file), str(file), "").unknown
 
 
-def spec_of(config: Mapping[str, Any], *, where: str, name: str) -> ModelSpec:
+def parse_config(config: Mapping[str, Any], *, where: str, name: str) -> ModelSpec:
     """The model of an HF-style table; `where` locates errors."""
     return _read(config, where, name).model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Result:
+class _ParsedConfig:
     model: ModelSpec
     unknown: tuple[str, ...]
 
@@ -218,47 +218,47 @@ def _config_file(path: Path) -> Path:
 
 
 def _checked(file: Path) -> Mapping[str, Any]:
-    data = json_data(file)
+    data = read_json_data(file)
     if not isinstance(data, dict):
         raise BadInput(Reason(field=str(file), rule="must hold a table of fields at its top"))
     return data
 
 
-def _read(config: Mapping[str, Any], where: str, name: str) -> _Result:
-    fields = Fields(config, where)
+def _read(config: Mapping[str, Any], where: str, name: str) -> _ParsedConfig:
+    fields = FieldReader(config, where)
     family = _family(fields)
     model = _gpt2(fields, name) if family == "gpt2" else _rotary(fields, family, name)
     fields.ignore(*_HARMLESS)
-    unknown = fields.unused()
+    unknown = fields.unread_names()
     for field in unknown:
         telling = field.startswith(_PARTS) or any(mark in field for mark in _TELLING)
-        if telling and fields.value(field) not in (None, False, 0, 1, 1.0, [], {}):
-            raise fields.refuse(field, "asks for what moewright does not model", "leave it out")
-    return _Result(model=model, unknown=unknown)
+        if telling and fields.raw_value(field) not in (None, False, 0, 1, 1.0, [], {}):
+            raise fields.refusal(field, "asks for what moewright does not model", "leave it out")
+    return _ParsedConfig(model=model, unknown=unknown)
 
 
-def _family(fields: Fields) -> str:
-    given = fields.value("model_type")
+def _family(fields: FieldReader) -> str:
+    given = fields.raw_value("model_type")
     fields.ignore("model_type")
     if given is None:
-        raise fields.refuse("model_type", f"is missing; one of {', '.join(FAMILIES)}")
+        raise fields.refusal("model_type", f"is missing; one of {', '.join(FAMILIES)}")
     if isinstance(given, str) and given in _UNSUPPORTED:
         rule = f"has {_UNSUPPORTED[given]}, a mixer that moewright does not model; supported: GQA and MLA attention"
-        raise fields.refuse("model_type", rule)
+        raise fields.refusal("model_type", rule)
     if not isinstance(given, str) or given not in FAMILIES:
-        close = nearest(given, FAMILIES) if isinstance(given, str) else ""
-        raise fields.refuse("model_type", f"must be one of {', '.join(FAMILIES)}", close)
+        close = closest_match(given, FAMILIES) if isinstance(given, str) else ""
+        raise fields.refusal("model_type", f"must be one of {', '.join(FAMILIES)}", close)
     return given
 
 
-def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
+def _rotary(fields: FieldReader, family: str, name: str) -> ModelSpec:
     """Any family but GPT-2: RMSNorm, rotary positions, gated MLP."""
-    hidden = fields.whole("hidden_size", low=1, high=MAX_HIDDEN)
-    layers = fields.whole("num_hidden_layers", low=1, high=MAX_LAYERS)
-    max_position = fields.whole("max_position_embeddings", low=1, high=MAX_POSITION, default=2048)
-    fields.text("hidden_act", choices=("silu", "swiglu"), default="silu")
-    fields.neutral("attention_dropout", 0)
-    fields.neutral("partial_rotary_factor", 1)
+    hidden = fields.integer("hidden_size", low=1, high=MAX_HIDDEN)
+    layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    max_position = fields.integer("max_position_embeddings", low=1, high=MAX_POSITION, default=2048)
+    fields.choice("hidden_act", choices=("silu", "swiglu"), default="silu")
+    fields.require_neutral("attention_dropout", 0)
+    fields.require_neutral("partial_rotary_factor", 1)
     mla = family in _DEEPSEEK
     attention = (read_mla if mla else read_gqa)(fields, family, hidden, layers, max_position)
     build = FAMILIES[family]
@@ -267,12 +267,12 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
     dense = not all(moe_layers)
     spec = _in_latent(fields, experts.spec, hidden) if experts and any(moe_layers) else None
     # Families without dense layers call the width of an expert intermediate_size.
-    width = fields.whole("intermediate_size", low=1, high=MAX_FFN, default=None if dense else 1)
+    width = fields.integer("intermediate_size", low=1, high=MAX_FFN, default=None if dense else 1)
     mtp = 0
     if family in _DEEPSEEK:
-        mtp = fields.whole("num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0)
-    elif fields.value("num_nextn_predict_layers"):
-        raise fields.refuse(
+        mtp = fields.integer("num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0)
+    elif fields.raw_value("num_nextn_predict_layers"):
+        raise fields.refusal(
             "num_nextn_predict_layers", f"multi-token prediction is not known for {family}", "0"
         )
     return ModelSpec(
@@ -280,40 +280,42 @@ def _rotary(fields: Fields, family: str, name: str) -> ModelSpec:
         family=family,
         hidden_size=hidden,
         layers=layers,
-        vocab_size=fields.whole("vocab_size", low=1, high=MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB),
         attention=attention,
         dense_ffn_size=width if dense else 0,
         moe=spec,
         moe_layers=moe_layers,
-        mlp_bias=fields.flag("mlp_bias", default=False),
+        mlp_bias=fields.boolean("mlp_bias", default=False),
         norm_eps=fields.number("rms_norm_eps", low=0, high=1, default=1e-6),
         max_position=max_position,
-        tie_embeddings=fields.flag("tie_word_embeddings", default=False),
+        tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
         mtp_layers=mtp,
         initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
     )
 
 
-def _in_latent(fields: Fields, spec: MoeSpec, hidden: int) -> MoeSpec:
+def _in_latent(fields: FieldReader, spec: MoeSpec, hidden: int) -> MoeSpec:
     """Experts in a latent space, by the name that Nemotron 3's config gives it; no family here has
     it of its own."""
-    size = fields.whole("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
+    size = fields.integer("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
     return replace(spec, latent_size=size)
 
 
-def _gpt2(fields: Fields, name: str) -> ModelSpec:
+def _gpt2(fields: FieldReader, name: str) -> ModelSpec:
     """GPT-2 and GPT-3: LayerNorm, learned positions, biases everywhere, GELU, head tied to the
     embedding."""
-    hidden = fields.whole("n_embd", "hidden_size", low=1, high=MAX_HIDDEN)
-    layers = fields.whole("n_layer", "num_hidden_layers", low=1, high=MAX_LAYERS)
-    heads = fields.whole("n_head", "num_attention_heads", low=1, high=MAX_HEADS)
+    hidden = fields.integer("n_embd", "hidden_size", low=1, high=MAX_HIDDEN)
+    layers = fields.integer("n_layer", "num_hidden_layers", low=1, high=MAX_LAYERS)
+    heads = fields.integer("n_head", "num_attention_heads", low=1, high=MAX_HEADS)
     if hidden % heads:
-        raise fields.refuse("n_head", f"must divide n_embd={hidden}", divisor(hidden, heads))
-    fields.text("activation_function", choices=("gelu_new", "gelu"), default="gelu_new")
+        raise fields.refusal(
+            "n_head", f"must divide n_embd={hidden}", nearest_divisor(hidden, heads)
+        )
+    fields.choice("activation_function", choices=("gelu_new", "gelu"), default="gelu_new")
     for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"):
-        fields.neutral(dropout, 0)
-    fields.neutral("scale_attn_by_inverse_layer_idx", False)
-    fields.neutral("scale_attn_weights", True)
+        fields.require_neutral(dropout, 0)
+    fields.require_neutral("scale_attn_by_inverse_layer_idx", False)
+    fields.require_neutral("scale_attn_weights", True)
     fields.ignore("reorder_and_upcast_attn", "n_ctx", *(f"summary_{x}" for x in _GPT2_SUMMARY))
     head_dim = hidden // heads
     return ModelSpec(
@@ -321,7 +323,7 @@ def _gpt2(fields: Fields, name: str) -> ModelSpec:
         family="gpt2",
         hidden_size=hidden,
         layers=layers,
-        vocab_size=fields.whole("vocab_size", low=1, high=MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB),
         attention=AttentionSpec(
             kind=AttentionKind.GQA,
             heads=heads,
@@ -332,7 +334,7 @@ def _gpt2(fields: Fields, name: str) -> ModelSpec:
             out_bias=True,
             rope=RopeSpec(),
         ),
-        dense_ffn_size=fields.whole("n_inner", low=1, high=MAX_FFN, default=4 * hidden),
+        dense_ffn_size=fields.integer("n_inner", low=1, high=MAX_FFN, default=4 * hidden),
         moe=None,
         moe_layers=(False,) * layers,
         gated=False,
@@ -340,8 +342,8 @@ def _gpt2(fields: Fields, name: str) -> ModelSpec:
         norm=NormKind.LAYER,
         norm_eps=fields.number("layer_norm_epsilon", low=0, high=1, default=1e-5),
         position=PositionKind.LEARNED,
-        max_position=fields.whole("n_positions", low=1, high=MAX_POSITION, default=1024),
-        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        max_position=fields.integer("n_positions", low=1, high=MAX_POSITION, default=1024),
+        tie_embeddings=fields.boolean("tie_word_embeddings", default=True),
         initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
     )
 
@@ -350,7 +352,7 @@ _GPT2_SUMMARY = ("activation", "proj_to_labels", "type", "use_proj")
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 # What reads the experts of a family; None for a dense one.
-FAMILIES: Mapping[str, Callable[[Fields, int], Experts] | None] = MappingProxyType(
+FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = MappingProxyType(
     {
         "mixtral": read_mixtral,
         "qwen2_moe": read_qwen_moe,

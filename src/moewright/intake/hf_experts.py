@@ -5,23 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moewright.intake.fields import MAX_EXPERTS, MAX_FFN, MAX_LAYERS, Fields, divisor
+from moewright.intake.fields import MAX_EXPERTS, MAX_FFN, MAX_LAYERS, FieldReader, nearest_divisor
 from moewright.spec.model import MoeSpec, RouterSpec, ScoreFunction
 
-EXPERT_COUNT = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERT_COUNT_NAMES = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
+class MoeLayers:
     spec: MoeSpec
     layers: tuple[bool, ...]
 
 
-def _counts(fields: Fields) -> tuple[int, int]:
+def _counts(fields: FieldReader) -> tuple[int, int]:
     """(experts, top-k), top-k no more than experts."""
-    experts = fields.whole(*EXPERT_COUNT, low=1, high=MAX_EXPERTS)
-    spelling = next(name for name in EXPERT_COUNT if fields.given(name))
-    return experts, fields.whole(
+    experts = fields.integer(*EXPERT_COUNT_NAMES, low=1, high=MAX_EXPERTS)
+    spelling = next(name for name in EXPERT_COUNT_NAMES if fields.has_value(name))
+    return experts, fields.integer(
         "num_experts_per_tok", "experts_per_token", low=1, high=experts, bound=spelling
     )
 
@@ -32,91 +32,91 @@ def _softmax_router(top_k: int, *, renormalize: bool) -> RouterSpec:
     return RouterSpec(top_k=top_k, pre_softmax=not renormalize, renormalize=renormalize)
 
 
-def read_mixtral(fields: Fields, layers: int) -> Experts:
+def read_mixtral(fields: FieldReader, layers: int) -> MoeLayers:
     experts, top_k = _counts(fields)
-    fields.neutral("router_jitter_noise", 0)
-    ffn = fields.whole("intermediate_size", low=1, high=MAX_FFN)
+    fields.require_neutral("router_jitter_noise", 0)
+    ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
     router = _softmax_router(top_k, renormalize=True)
-    return Experts(
+    return MoeLayers(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
     )
 
 
-def read_olmoe(fields: Fields, layers: int) -> Experts:
+def read_olmoe(fields: FieldReader, layers: int) -> MoeLayers:
     experts, top_k = _counts(fields)
-    ffn = fields.whole("intermediate_size", low=1, high=MAX_FFN)
-    router = _softmax_router(top_k, renormalize=fields.flag("norm_topk_prob", default=False))
-    return Experts(
+    ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
+    router = _softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False))
+    return MoeLayers(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
     )
 
 
-def read_gpt_oss(fields: Fields, layers: int) -> Experts:
+def read_gpt_oss(fields: FieldReader, layers: int) -> MoeLayers:
     """The clamped SwiGLU of gpt-oss goes with the family: its two constants have one legal
     value."""
     experts, top_k = _counts(fields)
-    fields.neutral("swiglu_limit", 7)
-    fields.neutral("swiglu_alpha", 1.702)
-    ffn = fields.whole("intermediate_size", low=1, high=MAX_FFN)
+    fields.require_neutral("swiglu_limit", 7)
+    fields.require_neutral("swiglu_alpha", 1.702)
+    ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
     router = RouterSpec(top_k=top_k, logit_bias=True)
     spec = MoeSpec(experts=experts, ffn_size=ffn, router=router, expert_bias=True)
-    return Experts(spec=spec, layers=(True,) * layers)
+    return MoeLayers(spec=spec, layers=(True,) * layers)
 
 
-def read_qwen_moe(fields: Fields, layers: int) -> Experts:
+def read_qwen_moe(fields: FieldReader, layers: int) -> MoeLayers:
     experts, top_k = _counts(fields)
-    step = fields.whole("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
-    dense = fields.items("mlp_only_layers", most=MAX_LAYERS) or ()
+    step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
+    dense = fields.sequence("mlp_only_layers", max_length=MAX_LAYERS) or ()
     for layer in dense:
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
-            raise fields.refuse("mlp_only_layers", f"must name layers 0..{layers - 1}", "[]")
-    shared = fields.whole("shared_expert_intermediate_size", low=0, high=MAX_FFN, default=0)
+            raise fields.refusal("mlp_only_layers", f"must name layers 0..{layers - 1}", "[]")
+    shared = fields.integer("shared_expert_intermediate_size", low=0, high=MAX_FFN, default=0)
     spec = MoeSpec(
         experts=experts,
-        ffn_size=fields.whole("moe_intermediate_size", low=1, high=MAX_FFN),
-        router=_softmax_router(top_k, renormalize=fields.flag("norm_topk_prob", default=False)),
+        ffn_size=fields.integer("moe_intermediate_size", low=1, high=MAX_FFN),
+        router=_softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False)),
         shared_ffn_size=shared,
         shared_gate=bool(shared),
     )
-    return Experts(
+    return MoeLayers(
         spec=spec, layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
     )
 
 
-def read_deepseek_v2(fields: Fields, layers: int) -> Experts:
-    method = fields.text(
+def read_deepseek_v2(fields: FieldReader, layers: int) -> MoeLayers:
+    method = fields.choice(
         "topk_method", choices=("greedy", "group_limited_greedy"), default="greedy"
     )
-    fields.text("scoring_func", choices=("softmax",), default="softmax")
-    renormalize = fields.flag("norm_topk_prob", default=False)
+    fields.choice("scoring_func", choices=("softmax",), default="softmax")
+    renormalize = fields.boolean("norm_topk_prob", default=False)
     return _deepseek(
         fields, layers, ScoreFunction.SOFTMAX, grouped=method != "greedy", renormalize=renormalize
     )
 
 
-def read_deepseek_v3(fields: Fields, layers: int) -> Experts:
-    fields.text("topk_method", choices=("noaux_tc",), default="noaux_tc")
-    fields.text("scoring_func", choices=("sigmoid",), default="sigmoid")
-    renormalize = fields.flag("norm_topk_prob", default=True)
+def read_deepseek_v3(fields: FieldReader, layers: int) -> MoeLayers:
+    fields.choice("topk_method", choices=("noaux_tc",), default="noaux_tc")
+    fields.choice("scoring_func", choices=("sigmoid",), default="sigmoid")
+    renormalize = fields.boolean("norm_topk_prob", default=True)
     return _deepseek(fields, layers, ScoreFunction.SIGMOID, grouped=True, renormalize=renormalize)
 
 
 def _deepseek(
-    fields: Fields, layers: int, score: ScoreFunction, *, grouped: bool, renormalize: bool
-) -> Experts:
+    fields: FieldReader, layers: int, score: ScoreFunction, *, grouped: bool, renormalize: bool
+) -> MoeLayers:
     """A group scores its highest expert in DeepSeek-V2, the sum of its two highest in DeepSeek-V3
     (their code)."""
     experts, top_k = _counts(fields)
-    groups = fields.whole("n_group", low=1, high=experts, default=1)
-    top_groups = fields.whole("topk_group", low=1, high=groups, bound="n_group", default=1)
+    groups = fields.integer("n_group", low=1, high=experts, default=1)
+    top_groups = fields.integer("topk_group", low=1, high=groups, bound="n_group", default=1)
     if experts % groups:
-        raise fields.refuse(
-            "n_group", f"must divide the {experts} experts", divisor(experts, groups)
+        raise fields.refusal(
+            "n_group", f"must divide the {experts} experts", nearest_divisor(experts, groups)
         )
     if grouped and top_k > experts // groups * top_groups:
         rule = f"leaves {experts // groups * top_groups} experts to choose {top_k} from"
-        raise fields.refuse("topk_group", rule, str(-(-top_k * groups // experts)))
-    ffn = fields.whole("moe_intermediate_size", low=1, high=MAX_FFN)
+        raise fields.refusal("topk_group", rule, str(-(-top_k * groups // experts)))
+    ffn = fields.integer("moe_intermediate_size", low=1, high=MAX_FFN)
     router = RouterSpec(
         top_k=top_k,
         score=score,
@@ -128,12 +128,12 @@ def _deepseek(
         group_scores=(1 if score is ScoreFunction.SOFTMAX else 2) if grouped else 0,
         selection_bias=score is ScoreFunction.SIGMOID,
     )
-    shared = fields.whole("n_shared_experts", low=0, high=MAX_EXPERTS, default=0)
-    first = fields.whole(
+    shared = fields.integer("n_shared_experts", low=0, high=MAX_EXPERTS, default=0)
+    first = fields.integer(
         "first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=0
     )
-    freq = fields.whole("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)
-    return Experts(
+    freq = fields.integer("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)
+    return MoeLayers(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router, shared_ffn_size=shared * ffn),
         layers=tuple(i >= first and i % freq == 0 for i in range(layers)),
     )

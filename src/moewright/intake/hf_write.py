@@ -28,7 +28,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def config_of(model: ModelSpec) -> dict[str, Any]:
+def build_config(model: ModelSpec) -> dict[str, Any]:
     """The fields of a config.json that `hf.spec_of` reads back to `model` (but for its name).
     Raises BadInput."""
     if model.family not in _ARCHITECTURES:

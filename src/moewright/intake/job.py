@@ -18,21 +18,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import from_data, given_fields, nearest, shown, toml_data
-from moewright.intake import catalogue, hf, parts
-from moewright.spec.axis import TRAIN_KEYS, Axis
+from moewright.codec import closest_match, explicit_fields, format_value, from_data, read_toml_data
+from moewright.intake import catalogue, devices, hf
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
+from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.workload import (
+    BatchRampSpec,
     CheckpointSpec,
     DataSpec,
     Dtype,
+    LossScalingSpec,
     LossSpec,
     OptimizerSpec,
     ProfileSpec,
-    RampSpec,
     RouterTraining,
-    ScalingSpec,
     Workload,
 )
 
@@ -47,7 +47,7 @@ _OWN = ("nproc", "hardware")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JobFile:
     """A job file, read. `layout_text` holds what the file fixes of the layout (see
     codec.parse_layout), maybe nothing; `hardware` is a device name or the path of a hardware file,
     without a count; `nproc` the ranks to start; `axes` what tuning may change, () for whatever it
@@ -59,24 +59,24 @@ class Job:
     layout_text: str
     nproc: int
     hardware: str
-    axes: tuple[Axis, ...] = ()
+    axes: tuple[TuningAxis, ...] = ()
 
 
-def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
     """The job in a TOML file, after `overrides` like "train.lr=1e-3" (values as in TOML; bare text
     is text).
 
     Raises BadInput that names file, section and key.
     """
-    data = toml_data(path)
+    data = read_toml_data(path)
     where = path.name
     for override in overrides:
         _override(data, override)
     tables = _sections(data, where)
     train = tables["train"]
     workload = _workload(tables, path, where)  # takes model.weights
-    nproc = _whole(train.get("nproc", 1), f"{where}: train.nproc", high=parts.MAX_DEVICES)
-    return Job(
+    nproc = _whole(train.get("nproc", 1), f"{where}: train.nproc", high=devices.MAX_DEVICES)
+    return JobFile(
         model=_model(tables["model"], workload.weights, path, where),
         workload=workload,
         layout_text=_layout(tables["layout"], where),
@@ -103,7 +103,9 @@ def _override(data: dict[str, Any], text: str) -> None:
     if not isinstance(table, dict):
         raise BadInput(
             Reason(
-                field=f"--set {section}", rule="is no section", nearest=nearest(section, _SECTIONS)
+                field=f"--set {section}",
+                rule="is no section",
+                nearest=closest_match(section, _SECTIONS),
             )
         )
     inner, dot, leaf = name.partition(".")
@@ -116,7 +118,7 @@ def _override(data: dict[str, Any], text: str) -> None:
 def _sections(data: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     for section, table in data.items():
         if section not in _SECTIONS:
-            close = nearest(section, _SECTIONS)
+            close = closest_match(section, _SECTIONS)
             rule = (
                 "unknown section" if close else f"unknown section; sections: {', '.join(_SECTIONS)}"
             )
@@ -134,7 +136,9 @@ def _weights(table: dict[str, Any], path: Path, where: str) -> str:
     weights = table.pop("weights", "")
     if not isinstance(weights, str) or "\0" in weights:
         rule = "must be the path of a Hugging Face folder, or of one with checkpoints"
-        raise BadInput(Reason(field=f"{where}: model.weights", value=shown(weights), rule=rule))
+        raise BadInput(
+            Reason(field=f"{where}: model.weights", value=format_value(weights), rule=rule)
+        )
     return _beside(path, weights)
 
 
@@ -147,7 +151,7 @@ def _model(table: dict[str, Any], weights: str, path: Path, where: str) -> Model
             raise BadInput(
                 Reason(field=f"{where}: model", rule=rule, nearest='config = "config.json"')
             )
-        return hf.spec_of(table, where=f"{where}: model", name=path.stem)
+        return hf.parse_config(table, where=f"{where}: model", name=path.stem)
     config = table.pop("config")
     if table:
         key = sorted(table)[0]
@@ -171,14 +175,14 @@ def _workload(tables: Mapping[str, dict[str, Any]], path: Path, where: str) -> W
         "optimizer": OptimizerSpec,
         "loss": LossSpec,
         "router": RouterTraining,
-        "scaling": ScalingSpec,
-        "ramp": RampSpec,
+        "scaling": LossScalingSpec,
+        "ramp": BatchRampSpec,
     }
     groups |= {name: [f.name for f in fields(nested)] for name, nested in flat.items()}
     legal = [*(name for names in groups.values() for name in names), *_OWN, "profile"]
     for key in train:
         if key not in legal:
-            close = nearest(key, legal)
+            close = closest_match(key, legal)
             rule = "unknown key" if close else f"unknown key; known here: {', '.join(legal)}"
             raise BadInput(Reason(field=f"{where}: train.{key[:60]}", rule=rule, nearest=close))
     here = f"{where}: train"
@@ -253,7 +257,7 @@ def _out_of_range(workload: Workload, where: str) -> Iterator[Reason]:
             workload.profile.start + 1 if workload.profile.start else 0,
             MAX_STEPS,
         ),
-        ("train.profile.ranks", min(workload.profile.ranks, default=-1), 0, parts.MAX_DEVICES),
+        ("train.profile.ranks", min(workload.profile.ranks, default=-1), 0, devices.MAX_DEVICES),
         ("train.lr", optimizer.lr, 0, 1e3),
         ("train.min_lr_fraction", optimizer.min_lr_fraction, 0, 1),
         ("train.warmup_steps", optimizer.warmup_steps, 0, MAX_STEPS),
@@ -320,7 +324,7 @@ def _layout(table: dict[str, Any], where: str) -> str:
     if text is None:
         text = ",".join(f"{key}={_layout_value(key, value, where)}" for key, value in table.items())
     try:
-        given_fields(text)
+        explicit_fields(text)
     except BadInput as error:
         reasons = (
             Reason(
@@ -342,27 +346,32 @@ def _layout_value(key: str, value: Any, where: str) -> str:
     if isinstance(value, str):
         return f"'{value}'" if key == "layout" and "'" not in value else value
     rule = "must be a number, text or a list of texts"
-    raise BadInput(Reason(field=f"{where}: layout.{key[:60]}", value=shown(value), rule=rule))
+    raise BadInput(
+        Reason(field=f"{where}: layout.{key[:60]}", value=format_value(value), rule=rule)
+    )
 
 
-def _axis(key: str, values: Any, where: str) -> Axis:
+def _axis(key: str, values: Any, where: str) -> TuningAxis:
     """A key of [tune] and its values, each as it would stand in [layout] or [train]."""
     if not isinstance(values, list) or not values:
         raise BadInput(
             Reason(
-                field=where, value=shown(values), rule="must be a list of values", nearest="[1, 2]"
+                field=where,
+                value=format_value(values),
+                rule="must be a list of values",
+                nearest="[1, 2]",
             )
         )
-    if key in TRAIN_KEYS:
+    if key in TUNABLE_TRAIN_KEYS:
         low = 0 if key == "gc_every_steps" else 1
-        return Axis(
+        return TuningAxis(
             key=key,
             values=tuple(str(_whole(value, where, low=low, high=2**40)) for value in values),
         )
     texts = tuple(dict.fromkeys(_layout_value(key, value, where) for value in values))
     for text in texts:
         try:
-            fields_set = given_fields(f"{key}={text}")
+            fields_set = explicit_fields(f"{key}={text}")
         except BadInput as error:
             raise BadInput(*(replace(reason, field=where) for reason in error.reasons)) from None
         if not fields_set:
@@ -371,7 +380,7 @@ def _axis(key: str, values: Any, where: str) -> Axis:
                     field=where, value=text, rule="is derived from the other degrees; leave it out"
                 )
             )
-    return Axis(key=key, values=texts)
+    return TuningAxis(key=key, values=texts)
 
 
 def _hardware(value: Any, path: Path, where: str) -> str:
@@ -390,11 +399,13 @@ def _hardware(value: Any, path: Path, where: str) -> str:
         )
     if value.casefold().endswith(".toml"):
         return _beside(path, value)
-    if parts.find(value) is None:
-        close = nearest(value[:60], parts.names())
+    if devices.find_device(value) is None:
+        close = closest_match(value[:60], devices.device_names())
         rule = "must be a known device or the path of a .toml; how many stands in train.nproc"
         raise BadInput(
-            Reason(field=here, value=value[:60], rule=rule, nearest=close or parts.names()[0])
+            Reason(
+                field=here, value=value[:60], rule=rule, nearest=close or devices.device_names()[0]
+            )
         )
     return value
 
@@ -412,5 +423,5 @@ def _whole(value: Any, where: str, *, high: int, low: int = 1) -> int:
             else str(low)
         )
         rule = f"must be a whole number in {low}..{high}"
-        raise BadInput(Reason(field=where, value=shown(value), rule=rule, nearest=close))
+        raise BadInput(Reason(field=where, value=format_value(value), rule=rule, nearest=close))
     return value

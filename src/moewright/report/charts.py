@@ -9,10 +9,10 @@ from itertools import pairwise
 from math import ceil, floor, isfinite, log2, log10
 
 Point = tuple[float, float]
-MAX_POINTS = 2000  # of one curve
-BOX = 1000  # drawing units of a plot's width and height; the page stretches them
+MAX_CURVE_POINTS = 2000  # of one curve
+PLOT_UNITS = 1000  # drawing units of a plot's width and height; the page stretches them
 HEAT_LEVELS = 6  # on either side of an even load
-HEAT_PER_OCTAVE = (
+HEAT_LEVELS_PER_OCTAVE = (
     6  # levels a factor of two takes, so that the last ones stand for 2 x and more, 1/2 x and less
 )
 
@@ -24,18 +24,18 @@ class Tick:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
+class ChartAxis:
     low: float
     high: float
     ticks: tuple[Tick, ...]
     label: str  # with its unit
 
-    def percent(self, value: float) -> float:
+    def to_percent(self, value: float) -> float:
         return 100 * (value - self.low) / (self.high - self.low)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class PlotCurve:
     """`path` is an SVG path in the BOX; `dots` draws the points themselves as well."""
 
     label: str
@@ -45,7 +45,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class ReferenceLine:
     """A line across the plot at `at` percent, with its text."""
 
     at: float
@@ -54,15 +54,15 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    x: Axis
-    y: Axis
-    curves: tuple[Curve, ...]
-    levels: tuple[Rule, ...] = ()  # horizontal, percent of y
-    marks: tuple[Rule, ...] = ()  # vertical, percent of x
+    x: ChartAxis
+    y: ChartAxis
+    curves: tuple[PlotCurve, ...]
+    levels: tuple[ReferenceLine, ...] = ()  # horizontal, percent of y
+    marks: tuple[ReferenceLine, ...] = ()  # vertical, percent of x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class BarSegment:
     label: str
     text: str  # the value with its unit
     percent: float  # of the axis
@@ -75,11 +75,11 @@ class Bar:
     label: str
     text: str
     percent: float  # of the axis
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class HeatCell:
     level: str  # style class
     text: str
 
@@ -87,7 +87,7 @@ class Cell:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatRow:
     label: str
-    cells: tuple[Cell, ...]
+    cells: tuple[HeatCell, ...]
     summary: str
 
 
@@ -109,14 +109,14 @@ PALETTE = (
 )
 
 
-def colour(place: int) -> str:
-    return PALETTE[place % len(PALETTE)]
+def pick_colour(index: int) -> str:
+    return PALETTE[index % len(PALETTE)]
 
 
-def ramp(part: float) -> str:
+def ramp_colour(fraction: float) -> str:
     """A colour from blue-grey (0) over teal to orange (1), for an ordered family of curves."""
     stops = ((52, 80, 107), (87, 163, 140), (214, 122, 52))
-    place = min(max(part, 0.0), 1.0) * (len(stops) - 1)
+    place = min(max(fraction, 0.0), 1.0) * (len(stops) - 1)
     left = min(int(place), len(stops) - 2)
     mixed = (
         round(a + (b - a) * (place - left))
@@ -125,14 +125,14 @@ def ramp(part: float) -> str:
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def axis(
+def build_axis(
     values: Iterable[float],
     label: str,
     *,
     from_zero: bool = False,
-    whole: bool = False,
+    integer_ticks: bool = False,
     ticks: int = 5,
-) -> Axis:
+) -> ChartAxis:
     """An axis that covers the values, widened to round ticks (not widened when `whole`: steps keep
     their range)."""
     finite = [value for value in values if isfinite(value)]
@@ -144,7 +144,7 @@ def axis(
     raw = (high - low) / ticks
     scale = 10.0 ** floor(log10(raw))
     step = next(scale * nice for nice in (1, 2, 2.5, 5, 10) if scale * nice >= raw * 0.999)
-    if whole:
+    if integer_ticks:
         step = max(1.0, float(ceil(step)))
     else:
         low, high = floor(low / step + 1e-9) * step, ceil(high / step - 1e-9) * step
@@ -155,10 +155,10 @@ def axis(
         Tick(at=100 * (value - low) / (high - low), text=f"{value:,.{places_after_point}f}")
         for value in at
     )
-    return Axis(low=low, high=high, ticks=marks, label=label)
+    return ChartAxis(low=low, high=high, ticks=marks, label=label)
 
 
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
+def thin_points(points: Sequence[Point], limit: int = MAX_CURVE_POINTS) -> tuple[Point, ...]:
     """At most `limit` points: of each run of neighbours the lowest and the highest, so that spikes
     stay visible."""
     if len(points) <= limit:
@@ -173,24 +173,24 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def curve(
+def build_curve(
     label: str,
     colour: str,
     points: Iterable[Point],
-    x: Axis,
-    y: Axis,
+    x: ChartAxis,
+    y: ChartAxis,
     *,
     dots: bool = False,
-    limit: int = MAX_POINTS,
-) -> Curve:
+    limit: int = MAX_CURVE_POINTS,
+) -> PlotCurve:
     """Non-finite points are left out; the reader is told of them elsewhere."""
     finite = [point for point in points if isfinite(point[1])]
     spots = [
-        f"{x.percent(px) / 100 * BOX:.4g} {BOX - y.percent(py) / 100 * BOX:.4g}"
-        for px, py in thin(finite, limit)
+        f"{x.to_percent(px) / 100 * PLOT_UNITS:.4g} {PLOT_UNITS - y.to_percent(py) / 100 * PLOT_UNITS:.4g}"
+        for px, py in thin_points(finite, limit)
     ]
     path = "M" + "L".join(spots) if spots else ""
-    return Curve(
+    return PlotCurve(
         label=label,
         colour=colour,
         path=path,
@@ -198,11 +198,13 @@ def curve(
     )
 
 
-def bar(label: str, parts: Sequence[tuple[str, float, str, str]], text: str, longest: float) -> Bar:
+def build_bar(
+    label: str, parts: Sequence[tuple[str, float, str, str]], text: str, longest: float
+) -> Bar:
     """One stacked bar of (label, value, shown value, colour) on an axis that ends at `longest`."""
     whole = sum(value for _, value, _, _ in parts)
     segments = tuple(
-        Segment(
+        BarSegment(
             label=name, text=shown, percent=100 * value / longest, share=value / whole, colour=hue
         )
         for name, value, shown, hue in parts
@@ -218,5 +220,5 @@ def heat_level(load: float) -> str:
     above."""
     if load <= 0:
         return "d0"
-    level = max(-HEAT_LEVELS, min(HEAT_LEVELS, round(log2(load) * HEAT_PER_OCTAVE)))
+    level = max(-HEAT_LEVELS, min(HEAT_LEVELS, round(log2(load) * HEAT_LEVELS_PER_OCTAVE)))
     return f"h{level}" if level > 0 else f"l{-level}" if level < 0 else "m0"

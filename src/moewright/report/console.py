@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.codec import layout_text
-from moewright.rules.routing import hottest_ranks
+from moewright.codec import format_layout
+from moewright.rules.routing import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, Verdict
 from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB, MIB, show_bytes, show_seconds
+from moewright.spec.units import GIB, MIB, format_bytes, format_seconds
 
 PIPED_WIDTH = 120
 BAR_WIDTH = 10
@@ -32,7 +32,7 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def console_for(stream: TextIO) -> Console:
+def make_console(stream: TextIO) -> Console:
     """A console on `stream`: the terminal's own width and colours, or plain text of 120 columns."""
     return _Console(
         file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False
@@ -57,7 +57,7 @@ def print_plans(
             for place, plan in enumerate(plans, 1)
             if plan.estimate.load_limit > 1
         ]
-        told = [*why, *(f"{place}: {room_for_load(one)}" for place, one in limits)]
+        told = [*why, *(f"{place}: {describe_load_limit(one)}" for place, one in limits)]
         for line in told:
             console.print(Text(line))
         if told:
@@ -79,14 +79,14 @@ def print_estimate(console: Console, plan: Plan) -> None:
     was assumed."""
     estimate = plan.estimate
     console.print(_job(plan), soft_wrap=True)
-    console.print(Text(f"layout    {layout_text(plan.layout)}"), soft_wrap=True)
+    console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
     console.print(_verdict(estimate))
     console.print(
         _memory(next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank))
     )
     if len(estimate.ledgers) > 1:
         peaks = "  ".join(
-            f"{ledger.pp_rank}: {show_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers
+            f"{ledger.pp_rank}: {format_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers
         )
         console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
     console.print(_time(console, estimate))
@@ -127,7 +127,7 @@ def _bar(console: Console, part: float, width: int = BAR_WIDTH) -> str:
     return full * cells + empty * (width - cells)
 
 
-def new_table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table:
+def make_table(*columns: str, text_columns: Iterable[str] = (), title: str = "") -> Table:
     """An empty table; columns in `left` hold words and may wrap, the others numbers."""
     table = Table(
         title=title or None,
@@ -137,7 +137,7 @@ def new_table(*columns: str, left: Iterable[str] = (), title: str = "") -> Table
         pad_edge=False,
     )
     for column in columns:
-        if column in left:
+        if column in text_columns:
             table.add_column(column, overflow="fold")
         else:
             table.add_column(column, justify="right", no_wrap=True)
@@ -156,28 +156,29 @@ def _ranking(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) ->
         "margin",
         "verdict",
     )
-    table = new_table(*columns, left=("layout",))
+    table = make_table(*columns, text_columns=("layout",))
     for place, plan in enumerate(plans, 1):
         estimate = plan.estimate
         part = estimate.peak_bytes / estimate.capacity_bytes
         table.add_row(
             f"{'> ' if plan in picked else ''}{place}",
             Text(
-                layout_text(plan.layout).replace(",", ", "), style="bold" if plan in picked else ""
+                format_layout(plan.layout).replace(",", ", "),
+                style="bold" if plan in picked else "",
             ),  # may wrap there
-            show_seconds(estimate.step_s),
+            format_seconds(estimate.step_s),
             show_rate(estimate.tokens_per_s_per_device),
             f"{estimate.tflops_per_device:.4g}",
             f"{estimate.mfu:.1%}",
-            f"{show_bytes(estimate.peak_bytes)} {_bar(console, part)}",
-            show_bytes(estimate.margin_bytes),
+            f"{format_bytes(estimate.peak_bytes)} {_bar(console, part)}",
+            format_bytes(estimate.margin_bytes),
             Text(estimate.verdict.value, style=STYLES[estimate.verdict]),
         )
     return table
 
 
 def _rejections(rejected: Iterable[tuple[str, int]]) -> Table:
-    table = new_table("layouts", "rule", left=("rule",), title="Rejected")
+    table = make_table("layouts", "rule", text_columns=("rule",), title="Rejected")
     for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
         table.add_row(f"{count:,}", Text(rule))
     return table
@@ -189,8 +190,8 @@ def _assumptions(assumptions: Iterable[Assumption]) -> Table:
     for each in assumptions:
         shared.setdefault((each.kind, each.source), []).append(f"{each.name} {each.value}")
     order = list(reversed(SourceKind))
-    table = new_table(
-        "kind", "source", "what", left=("kind", "source", "what"), title="What went into it"
+    table = make_table(
+        "kind", "source", "what", text_columns=("kind", "source", "what"), title="What went into it"
     )
     for (kind, source), constants in sorted(shared.items(), key=lambda row: order.index(row[0][0])):
         table.add_row(kind.value, Text(source), Text(", ".join(constants)))
@@ -201,32 +202,32 @@ def _verdict(estimate: Estimate) -> Text:
     text = Text("verdict   ")
     text.append(estimate.verdict.value, style=STYLES[estimate.verdict])
     text.append(
-        f": peak {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} on pipeline rank "
-        f"{estimate.peak_rank}, margin {show_bytes(estimate.margin_bytes)}; largest: {estimate.largest}"
+        f": peak {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.capacity_bytes)} on pipeline rank "
+        f"{estimate.peak_rank}, margin {format_bytes(estimate.margin_bytes)}; largest: {estimate.largest}"
     )
-    return text.append(f"; {room_for_load(estimate)}" if estimate.load_limit > 1 else "")
+    return text.append(f"; {describe_load_limit(estimate)}" if estimate.load_limit > 1 else "")
 
 
-def print_load(console: Console, plan: Plan, even: Estimate | None) -> None:
+def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> None:
     """What a measured load costs the hottest rank beside even routing; nothing where none was
     measured."""
     if even is None:
         return
     found = plan.estimate
-    factors = hottest_ranks(plan.model, plan.workload, plan.layout)
+    factors = layer_load_factors(plan.model, plan.workload, plan.layout)
     worst = max(range(len(factors)), key=factors.__getitem__)
     layer = plan.model.routed_layers[worst]
     text = (
         f"measured load: the hottest of {plan.layout.ep} expert ranks gets {fmean(factors):.3g} x the even rows, mean "
         f"over {len(factors)} layers (most in layer {layer}, {factors[worst]:.3g} x). Beside even routing: peak "
-        f"{show_bytes(found.peak_bytes)} instead of {show_bytes(even.peak_bytes)}, margin "
-        f"{show_bytes(found.margin_bytes)} instead of {show_bytes(even.margin_bytes)}, step "
-        f"{show_seconds(found.step_s)} instead of {show_seconds(even.step_s)}"
+        f"{format_bytes(found.peak_bytes)} instead of {format_bytes(even.peak_bytes)}, margin "
+        f"{format_bytes(found.margin_bytes)} instead of {format_bytes(even.margin_bytes)}, step "
+        f"{format_seconds(found.step_s)} instead of {format_seconds(even.step_s)}"
     )
     console.print(text, soft_wrap=True)
 
 
-def room_for_load(estimate: Estimate) -> str:
+def describe_load_limit(estimate: Estimate) -> str:
     """How uneven routing may get before the device is full."""
     return f"full when the hottest expert rank gets {estimate.load_limit:.2f} x the even rows"
 
@@ -239,11 +240,11 @@ def _memory(ledger: Ledger) -> Table:
         if any(cells.get((component, module)) for component in Component)
     ]
     unit, scale = ("GiB", GIB) if ledger.device_bytes >= GIB else ("MiB", MIB)
-    table = new_table(
+    table = make_table(
         "component",
         *(module.value.replace("_", "\n") for module in modules),
         "total",
-        left=("component",),
+        text_columns=("component",),
         title=f"Memory of pipeline rank {ledger.pp_rank}, {unit}",
     )
     for component in Component:
@@ -260,22 +261,22 @@ def _memory(ledger: Ledger) -> Table:
 
 
 def _time(console: Console, estimate: Estimate) -> Table:
-    table = new_table(
-        "part", "exposed", "hidden", "of step", "", left=("part",), title="Time of a step"
+    table = make_table(
+        "part", "exposed", "hidden", "of step", "", text_columns=("part",), title="Time of a step"
     )
     for share in sorted(estimate.shares, key=lambda share: -share.seconds):
         if not (share.seconds or share.hidden_s):
             continue
         part = share.seconds / estimate.step_s
-        hidden = show_seconds(share.hidden_s) if share.hidden_s else ""
+        hidden = format_seconds(share.hidden_s) if share.hidden_s else ""
         name = share.part.value.replace("_", " ")
         table.add_row(
             name,
-            show_seconds(share.seconds),
+            format_seconds(share.seconds),
             hidden,
             f"{part:.1%}",
             _bar(console, part, 2 * BAR_WIDTH),
         )
     table.add_section()
-    table.add_row("step", Text(show_seconds(estimate.step_s), style="bold"), "", "", "")
+    table.add_row("step", Text(format_seconds(estimate.step_s), style="bold"), "", "", "")
     return table

@@ -8,56 +8,56 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from moewright.diagnosis.compare_ledgers import Comparison, Line, Section, Status
-from moewright.report.console import new_table, show_flops
+from moewright.diagnosis.compare_ledgers import LedgerComparison, LedgerLine, LineStatus, Section
+from moewright.report.console import make_table, show_flops
 from moewright.spec.ledger import Component, Ledger, Module
-from moewright.spec.units import show_bytes
+from moewright.spec.units import format_bytes
 
 _OF_THE_DEVICE = (Component.COMMUNICATION, Component.FRAGMENTATION)
 _VERDICTS = {
-    Status.EQUAL: ("equal", "green"),
-    Status.WITHIN: ("within 3%", "yellow"),
-    Status.DIFFERS: ("differs", "red"),
-    Status.ONLY_PREDICTED: ("only predicted", "red"),
-    Status.ONLY_COUNTED: ("only counted", "red"),
+    LineStatus.EQUAL: ("equal", "green"),
+    LineStatus.WITHIN: ("within 3%", "yellow"),
+    LineStatus.DIFFERS: ("differs", "red"),
+    LineStatus.ONLY_PREDICTED: ("only predicted", "red"),
+    LineStatus.ONLY_COUNTED: ("only counted", "red"),
 }
 
 
 def print_dry_run(
     console: Console,
-    comparison: Comparison,
+    comparison: LedgerComparison,
     *,
-    states: int,
-    beside: Sequence[tuple[Module, int]],
+    states_bytes: int,
+    tensor_bytes: Sequence[tuple[Module, int]],
     planned: Ledger | None,
 ) -> None:
     """Every line of the comparison, and the fullest moment: the bytes of `states` and of tensors
     `beside` them, counted (see engine.dryrun), and the memory that the planner expects on the
     device, if it knows the device.
     """
-    _section(console, comparison.of(Section.MEMORY), "Memory held", "bytes of", show_bytes)
+    _section(console, comparison.lines_in(Section.MEMORY), "Memory held", "bytes of", format_bytes)
     _section(
         console,
-        comparison.of(Section.COMM),
+        comparison.lines_in(Section.COMM),
         "Collectives, payload",
         "operation / group",
-        show_bytes,
+        format_bytes,
     )
     _section(
         console,
-        comparison.of(Section.CALLS),
+        comparison.lines_in(Section.CALLS),
         "Collectives, calls",
         "operation / group",
         "{:,.0f}".format,
     )
-    _section(console, comparison.of(Section.FLOPS), "FLOPs", "operation / module", show_flops)
+    _section(console, comparison.lines_in(Section.FLOPS), "FLOPs", "operation / module", show_flops)
     parts = ", ".join(
-        f"{module.replace('_', ' ')} {show_bytes(size)}" for module, size in beside if size
+        f"{module.replace('_', ' ')} {format_bytes(size)}" for module, size in tensor_bytes if size
     )
-    total = states + sum(size for _, size in beside)
+    total = states_bytes + sum(size for _, size in tensor_bytes)
     console.print(
         Text(
-            f"Fullest moment: {show_bytes(total)}, of which states {show_bytes(states)}; the rest by maker: {parts}"
+            f"Fullest moment: {format_bytes(total)}, of which states {format_bytes(states_bytes)}; the rest by maker: {parts}"
         )
     )
     if planned is not None:
@@ -65,8 +65,8 @@ def print_dry_run(
         tensors = sum(row.bytes for row in planned.memory) - own
         console.print(
             Text(
-                f"The planner expects {show_bytes(tensors)} of tensors there under the load factor of the job, and "
-                f"{show_bytes(own)} more for communicators, context and fragmentation"
+                f"The planner expects {format_bytes(tensors)} of tensors there under the load factor of the job, and "
+                f"{format_bytes(own)} more for communicators, context and fragmentation"
             )
         )
     if comparison.notes:
@@ -76,11 +76,15 @@ def print_dry_run(
 
 
 def _section(
-    console: Console, lines: Sequence[Line], title: str, what: str, show: Callable[[float], str]
+    console: Console,
+    lines: Sequence[LedgerLine],
+    title: str,
+    what: str,
+    show: Callable[[float], str],
 ) -> None:
     if not lines:
         return
-    rows = new_table(what, "predicted", "counted", "", left=(what,), title=title)
+    rows = make_table(what, "predicted", "counted", "", text_columns=(what,), title=title)
     for line in lines:
         word, style = _VERDICTS[line.status]
         rows.add_row(line.label, show(line.predicted), show(line.counted), Text(word, style=style))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.calibration.score import Score, ScoredRow, Speeds, Summary
+from moewright.calibration.score import Score, ScoredRow, ScoreSummary, SpeedErrors
 
 _WORST = 8
 _REASONS = 12
@@ -46,7 +46,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _errors(summary: Summary) -> Table:
+def _errors(summary: ScoreSummary) -> Table:
     table = _table(
         "Speed: predicted tokens/s against measured",
         "rows",
@@ -56,7 +56,7 @@ def _errors(summary: Summary) -> Table:
         "p90",
         "bias",
     )
-    named: tuple[tuple[str, Speeds | None], ...] = (
+    named: tuple[tuple[str, SpeedErrors | None], ...] = (
         ("all that decides is stated", summary.complete_speeds),
         ("all scored rows", summary.all_speeds),
     )
@@ -67,7 +67,7 @@ def _errors(summary: Summary) -> Table:
     return table
 
 
-def _groups(summary: Summary) -> Table:
+def _groups(summary: ScoreSummary) -> Table:
     table = _table(
         "Order of layouts in one model on one device",
         "model",
@@ -85,7 +85,7 @@ def _groups(summary: Summary) -> Table:
     return table
 
 
-def _memory(summary: Summary) -> Table:
+def _memory(summary: ScoreSummary) -> Table:
     one = summary.memory
     table = _table("Memory", "rows", "count", "fits", "uncertain", "oom", "median error")
     error = f"{one.median_error:.1%} of {one.peaks} peaks" if one.peaks else ""

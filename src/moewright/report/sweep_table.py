@@ -10,9 +10,9 @@ from html import escape
 
 from moewright.spec.plan import Estimate
 from moewright.spec.units import GIB
-from moewright.tuning.sweep import Figures, SweepRow, figures_of, memory_of
+from moewright.tuning.sweep import StepFigures, SweepRow, peak_memory_by_part, step_figures
 
-HEAD = (
+COLUMNS = (
     *("configuration", "SeqLen", "GBS", "GPUs", "time/iter (s)", "tokens/GPU/s", "TFLOP/s/GPU"),
     *(
         "predicted time/iter (s)",
@@ -25,16 +25,16 @@ HEAD = (
 _ROW, _THIN, _LEFT, _WIDE = 34, 18, 330, 420  # of a drawing, pixels
 
 
-def cells(row: SweepRow) -> tuple[str, ...]:
+def format_row(row: SweepRow) -> tuple[str, ...]:
     """One line of the table; "-" for what nobody measured."""
-    ours = figures_of(row.predicted) if row.predicted else None
+    ours = step_figures(row.predicted) if row.predicted else None
     error = ""
     if ours and row.measured and row.measured.tokens:
         error = f"{ours.tokens / row.measured.tokens - 1:+.1%}"
     memory = (
         f"{row.predicted.peak_bytes / GIB:.1f} GiB, {row.predicted.verdict}"
         if row.predicted
-        else row.refused
+        else row.refusal
     )
     failed = row.trial.failed if row.trial else ""
     return (
@@ -49,7 +49,7 @@ def cells(row: SweepRow) -> tuple[str, ...]:
     )
 
 
-def _figures(found: Figures | None) -> tuple[str, str, str]:
+def _figures(found: StepFigures | None) -> tuple[str, str, str]:
     if found is None:
         return "-", "-", "-"
     digits = 2 if found.tokens < 1000 or found.time_s > 1 else 1
@@ -60,28 +60,28 @@ def _figures(found: Figures | None) -> tuple[str, str, str]:
     )
 
 
-def markdown(title: str, rows: Sequence[SweepRow], note: str = "") -> str:
-    lines = [f"### {title}", "", " | ".join(HEAD), " | ".join("--" for _ in HEAD)]
-    lines += [" | ".join(cells(row)) for row in rows]
+def render_markdown(title: str, rows: Sequence[SweepRow], note: str = "") -> str:
+    lines = [f"### {title}", "", " | ".join(COLUMNS), " | ".join("--" for _ in COLUMNS)]
+    lines += [" | ".join(format_row(row)) for row in rows]
     return "\n".join([*lines, *(["", note] if note else []), ""])
 
 
-def csv_of(tables: Mapping[str, Sequence[SweepRow]]) -> str:
+def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("table", *HEAD))
+    writer.writerow(("table", *COLUMNS))
     for title, rows in tables.items():
-        writer.writerows((title, *cells(row)) for row in rows)
+        writer.writerows((title, *format_row(row)) for row in rows)
     return out.getvalue()
 
 
-def memory_text(name: str, found: Estimate) -> str:
+def render_memory_markdown(name: str, found: Estimate) -> str:
     """Both memory pictures of a layout in words: GiB and share by component, by module."""
     lines = [
         f"### Memory of {name}: {found.peak_bytes / GIB:.1f} GiB on the fullest rank (predicted)",
         "",
     ]
-    for what, held in memory_of(found):
+    for what, held in peak_memory_by_part(found):
         total = sum(held.values())
         lines += [f"by {what} | GiB | share", "-- | -- | --"]
         lines += [f"{key} | {size / GIB:.2f} | {size / total:.1%}" for key, size in held.items()]
@@ -89,7 +89,7 @@ def memory_text(name: str, found: Estimate) -> str:
     return "\n".join(lines)
 
 
-def drawing(tables: Mapping[str, Sequence[SweepRow]]) -> str:
+def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> str:
     """SVG bars of tokens a second and device: measured solid, predicted outlined."""
     rows = [(title, row) for title, of in tables.items() for row in of]
     most = max((figures.tokens for _, row in rows for figures in _both(row)), default=1.0) or 1.0
@@ -111,11 +111,13 @@ def _svg(parts: Sequence[str], at: int) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
 
 
-def memory_drawing(found: Mapping[str, Estimate]) -> str:
+def render_memory_svg(found: Mapping[str, Estimate]) -> str:
     """SVG bars of what fills the fullest rank of each layout: by component, then by module, on one
     scale."""
     pictures = [
-        (name, what, held) for name, each in found.items() for what, held in memory_of(each)
+        (name, what, held)
+        for name, each in found.items()
+        for what, held in peak_memory_by_part(each)
     ]
     most = max((size for _, _, held in pictures for size in held.values()), default=1) or 1
     parts, at = [], 10
@@ -136,11 +138,11 @@ def memory_drawing(found: Mapping[str, Estimate]) -> str:
     return _svg(parts, at)
 
 
-def _both(row: SweepRow) -> Iterator[Figures]:
+def _both(row: SweepRow) -> Iterator[StepFigures]:
     if row.measured:
         yield row.measured
     if row.predicted:
-        yield figures_of(row.predicted)
+        yield step_figures(row.predicted)
 
 
 def _bars(row: SweepRow, at: int, most: float) -> Iterator[str]:
@@ -149,7 +151,7 @@ def _bars(row: SweepRow, at: int, most: float) -> Iterator[str]:
         yield f'<rect x="{_LEFT}" y="{at + 2}" width="{wide:.1f}" height="12" fill="#3b6ea5"/>'
         yield f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 13}">{row.measured.tokens:,.0f}</text>'
     if row.predicted:
-        tokens = figures_of(row.predicted).tokens
+        tokens = step_figures(row.predicted).tokens
         wide = _WIDE * tokens / most
         yield f'<rect x="{_LEFT}" y="{at + 16}" width="{wide:.1f}" height="12" fill="none" stroke="#b5651d"/>'
         yield f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 27}">{tokens:,.0f} predicted</text>'

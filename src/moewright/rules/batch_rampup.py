@@ -13,35 +13,35 @@ from dataclasses import dataclass, replace
 
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Layout
-from moewright.spec.workload import RampSpec, Workload
+from moewright.spec.workload import BatchRampSpec, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class SampleRange:
     """Places [first, first + size) in the endless sequence of samples."""
 
     first: int
     size: int
 
 
-def batch_of(workload: Workload, step: int) -> Batch:
+def step_samples(workload: Workload, step: int) -> SampleRange:
     """The global batch of a step, counted from 0."""
     ramp, full = workload.ramp, workload.global_batch
     first = passed = 0
     for size, end in _stages(ramp, full):
         steps = max(0, -(-(end - first) // size))  # until `end` samples are behind
         if step < passed + steps:
-            return Batch(first=first + (step - passed) * size, size=size)
+            return SampleRange(first=first + (step - passed) * size, size=size)
         first, passed = first + steps * size, passed + steps
-    return Batch(first=first + (step - passed) * full, size=full)
+    return SampleRange(first=first + (step - passed) * full, size=full)
 
 
-def workload_of(workload: Workload, step: int) -> Workload:
+def workload_at_step(workload: Workload, step: int) -> Workload:
     """The workload as a step, counted from 0, runs it."""
-    return replace(workload, global_batch=batch_of(workload, step).size, ramp=RampSpec())
+    return replace(workload, global_batch=step_samples(workload, step).size, ramp=BatchRampSpec())
 
 
-def ramp_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
+def check_ramp(workload: Workload, layout: Layout) -> Iterator[Reason]:
     """What keeps the batches of the ramp from being whole micro-batches of a layout."""
     ramp, full = workload.ramp, workload.global_batch
     if not ramp.ramp_start:
@@ -62,7 +62,7 @@ def ramp_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
         )
 
 
-def _stages(ramp: RampSpec, full: int) -> Iterator[tuple[int, int]]:
+def _stages(ramp: BatchRampSpec, full: int) -> Iterator[tuple[int, int]]:
     """Sizes below the full one, each with the number of samples from which the next one holds."""
     if not ramp.ramp_start:
         return

@@ -14,7 +14,7 @@ _PAD_ELEMENTS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class BucketEntry:
     """One parameter in a bucket: elements [start, start + numel) of it."""
 
     name: str
@@ -27,7 +27,7 @@ class Bucket:
     """Parameters that are reduced together. `numel` includes the padding; it is a multiple of
     lcm(shards, 128)."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     numel: int
 
 
@@ -54,7 +54,7 @@ def plan_buckets(
             )
     multiple = lcm(shards, _PAD_ELEMENTS)
     buckets: list[Bucket] = []
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     end = 0
     for name, numel in params:
         if numel < 1:
@@ -62,7 +62,7 @@ def plan_buckets(
                 Reason(field=name, value=str(numel), rule="a parameter has at least one element")
             )
         start = _round_up(end, align)
-        entries.append(Entry(name=name, start=start, numel=numel))
+        entries.append(BucketEntry(name=name, start=start, numel=numel))
         end = start + numel
         if end >= bucket_elements:
             buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))

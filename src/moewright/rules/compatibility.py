@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
-from moewright.rules.context_parallel import factors
+from moewright.rules.context_parallel import cp_factors
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
-    Dispatcher,
-    Graphs,
+    CudaGraphScope,
+    DispatcherKind,
     Layout,
     Offload,
     Overlap,
@@ -21,17 +21,17 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Assignment, Dtype, RouterForce, Workload
+from moewright.spec.workload import Dtype, RouterAssignment, RouterForce, Workload
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
-_ROUTER_GRAPHS = (Graphs.MOE_ROUTER, Graphs.MOE_PREPROCESS)
+_ROUTER_GRAPHS = (CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS)
 
 
 def has_experts(model: ModelSpec) -> bool:
     return model.moe is not None and model.moe_layer_count > 0
 
 
-def exclusion_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def check_compatibility(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
     """Every such rule that is broken. Degrees are not looked at beyond being 1 or more."""
     yield from _recompute(model, layout)
     yield from _offload(model, layout)
@@ -145,7 +145,7 @@ def _ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> Iterato
 
     if layout.ep == 1:
         yield refuse("ep needs ep > 1")
-    if layout.dispatcher is Dispatcher.ALL_GATHER:
+    if layout.dispatcher is DispatcherKind.ALL_GATHER:
         yield refuse("ep needs an all-to-all dispatcher")
     if layout.pp > 1 and layout.vpp == 1:
         yield refuse("ep with pp > 1 needs vpp > 1")
@@ -167,7 +167,7 @@ def _shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             not has_experts(model) or model.moe is None or not model.moe.shared_ffn_size,
         ),
         ("shared needs ep > 1", layout.ep == 1),
-        ("shared needs an all-to-all dispatcher", layout.dispatcher is Dispatcher.ALL_GATHER),
+        ("shared needs an all-to-all dispatcher", layout.dispatcher is DispatcherKind.ALL_GATHER),
         (
             "shared cannot stand with ep, which runs another micro-batch there",
             Overlap.EP in layout.overlap,
@@ -187,37 +187,39 @@ def _graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if not chosen:
         return
     routed = [part for part in chosen if part in _ROUTER_GRAPHS]
-    if Graphs.FULL in chosen and len(chosen) > 1:
+    if CudaGraphScope.FULL in chosen and len(chosen) > 1:
         rule = "full captures the whole iteration and stands alone"
         yield Reason(field="layout.graphs", value="+".join(chosen), rule=rule, nearest="full")
-    if Graphs.MOE_PREPROCESS in chosen and Graphs.MOE_ROUTER not in chosen:
-        yield _drop("graphs", chosen, [Graphs.MOE_PREPROCESS], "moe_preprocess needs moe_router")
+    if CudaGraphScope.MOE_PREPROCESS in chosen and CudaGraphScope.MOE_ROUTER not in chosen:
+        yield _drop(
+            "graphs", chosen, [CudaGraphScope.MOE_PREPROCESS], "moe_preprocess needs moe_router"
+        )
     if routed and not has_experts(model):
         yield _drop("graphs", chosen, routed, "the model has no experts")
-    if Graphs.FULL not in chosen and Recompute.FULL in layout.recompute:
+    if CudaGraphScope.FULL not in chosen and Recompute.FULL in layout.recompute:
         yield _drop("graphs", chosen, chosen, "full recompute goes only with graphs=full")
     if routed and Recompute.MOE in layout.recompute:
         yield _drop("graphs", chosen, routed, "a recomputed moe cannot lie half inside a graph")
-    static = layout.capacity > 0 or layout.dispatcher is Dispatcher.HYBRIDEP
-    if Graphs.FULL in chosen and has_experts(model) and not static:
+    static = layout.capacity > 0 or layout.dispatcher is DispatcherKind.HYBRIDEP
+    if CudaGraphScope.FULL in chosen and has_experts(model) and not static:
         rule = "full needs static shapes: a capacity, or the hybridep dispatcher with its budget per rank"
         yield _drop("graphs", chosen, chosen, rule)
 
 
 def _exchange(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     """Dispatchers, and the ways attention exchanges keys and values under context parallelism."""
-    direct = (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER)
+    direct = (DispatcherKind.ALL_TO_ALL, DispatcherKind.ALL_GATHER)
     if has_experts(model) and layout.dispatcher not in direct and layout.ep * layout.etp == 1:
         rule = "needs etp * ep > 1"
         yield Reason(
             field="layout.dispatcher",
             value=layout.dispatcher,
             rule=rule,
-            nearest=Dispatcher.ALL_TO_ALL,
+            nearest=DispatcherKind.ALL_TO_ALL,
         )
     if layout.cp_comm is CpComm.P2P:
         return
-    rule, apart = "", factors(layout)[0]
+    rule, apart = "", cp_factors(layout)[0]
     heads, kv_heads = (
         model.attention.heads // layout.tp,
         max(1, model.attention.kv_heads // layout.tp),
@@ -240,7 +242,7 @@ def _padding(layout: Layout) -> Iterator[Reason]:
     value, rule = layout.capacity_fill, ""
     if not layout.capacity:
         rule = "needs a capacity"
-    elif layout.dispatcher not in (Dispatcher.ALL_TO_ALL, Dispatcher.HYBRIDEP):
+    elif layout.dispatcher not in (DispatcherKind.ALL_TO_ALL, DispatcherKind.HYBRIDEP):
         rule = f"does not go with dispatcher={layout.dispatcher}, which moves no row an expert"
     if rule:
         yield Reason(
@@ -252,7 +254,7 @@ def _assignment(model: ModelSpec, workload: Workload, layout: Layout) -> Iterato
     """Sinkhorn routing evens the load itself: nothing else that chooses, evens or cuts goes with
     it."""
     training, loss = workload.router, workload.loss
-    if training.assignment is not Assignment.SINKHORN:
+    if training.assignment is not RouterAssignment.SINKHORN:
         if training.sinkhorn_iterations:
             rule, given = "counts for assignment=sinkhorn alone", str(training.sinkhorn_iterations)
             yield Reason(field="workload.sinkhorn_iterations", value=given, rule=rule, nearest="0")

@@ -18,7 +18,7 @@ from moewright.spec.layout import CpComm, Layout
 _MOST_INSIDE = 8  # ranks of an all-to-all of the hierarchical variant
 
 
-def held(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
+def rank_positions(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     """Positions of a sequence on one CP rank, in the order in which it holds them; 2 cp must divide
     seq_len."""
     if cp == 1:
@@ -27,7 +27,7 @@ def held(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
 
 
-def factors(layout: Layout) -> tuple[int, int]:
+def cp_factors(layout: Layout) -> tuple[int, int]:
     """Ranks that exchange heads all-to-all (neighbours), times ranks between which keys and values
     go, = cp.
 
@@ -44,7 +44,9 @@ def factors(layout: Layout) -> tuple[int, int]:
     return 1, cp
 
 
-def attended(lengths: Iterable[int], seq_len: int, parts: Sequence[range], window: int = 0) -> int:
+def twice_attended_pairs(
+    lengths: Iterable[int], seq_len: int, positions: Sequence[range], window: int = 0
+) -> int:
     """Twice the causal pairs of the queries at the positions `parts` of every sequence with the
     keys of their own documents, whose `lengths` follow each other and none of which goes over the
     end of a sequence; with the last `window` of them where one is given.
@@ -55,7 +57,7 @@ def attended(lengths: Iterable[int], seq_len: int, parts: Sequence[range], windo
     pairs = 0
     for start, stop in pairwise(accumulate(lengths, initial=0)):
         first = start % seq_len
-        for part in parts:
+        for part in positions:
             low, high = max(part.start, first), min(part.stop, first + stop - start)
             if low < high:
                 pairs += _first(high - first, window) - _first(low - first, window)

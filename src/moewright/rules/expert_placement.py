@@ -21,7 +21,7 @@ from moewright.spec.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replicas:
+class ReplicaPlacement:
     """The expert of every slot, `slots`, more slots than experts; an expert's tokens are dealt
     evenly to its slots. Of each rank's slots the last are of replicas, by the rank whose own their
     expert is.
@@ -31,7 +31,9 @@ class Replicas:
     load_factor: float  # of the hottest rank, over the mean
 
 
-def slots_of(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> tuple[int, ...]:
+def slot_experts(
+    model: ModelSpec, workload: Workload, layout: Layout, layer: int
+) -> tuple[int, ...]:
     """The expert of every slot of a layer with experts; MTP depths, whose load no histogram counts,
     keep theirs."""
     experts = model.moe.experts if model.moe else 0
@@ -42,11 +44,11 @@ def slots_of(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -
         return tuple(range(experts))
     counts = workload.load_histogram[place]
     if layout.spare:
-        return replicated(counts, layout.ep, layout.spare).slots
-    return balanced(counts, layout.ep)
+        return place_with_replicas(counts, layout.ep, layout.spare).slots
+    return place_balanced(counts, layout.ep)
 
 
-def slot_count(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
+def count_slots(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
     """Slots of all ranks in a layer with experts, those of replicas included."""
     experts = model.moe.experts if model.moe else 0
     counted = (
@@ -55,18 +57,18 @@ def slot_count(model: ModelSpec, workload: Workload, layout: Layout, layer: int)
     return experts + (layout.spare * layout.ep if counted else 0)
 
 
-def block(slots: Sequence[int], ep: int, rank: int) -> slice:
+def rank_slots(slots: Sequence[int], ep: int, rank: int) -> slice:
     """Where one rank's slots are."""
     local = len(slots) // ep
     return slice(rank * local, (rank + 1) * local)
 
 
-def of_rank(slots: Sequence[int], ep: int, rank: int) -> Sequence[int]:
+def rank_experts(slots: Sequence[int], ep: int, rank: int) -> Sequence[int]:
     """The experts of one rank's slots."""
-    return slots[block(slots, ep, rank)]
+    return slots[rank_slots(slots, ep, rank)]
 
 
-def dealt(count: int, slots: int, source: int, slot: int) -> int:
+def rows_for_slot(count: int, slots: int, source: int, slot: int) -> int:
     """How many of an expert's rows the rank `source` of a group sends to one of its slots: it deals
     them in turn, and starts where its own number says, so that what is over does not go to the same
     slot from everywhere.
@@ -75,34 +77,36 @@ def dealt(count: int, slots: int, source: int, slot: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copies:
+class ReplicaExchange:
     """What one rank exchanges to hold replicas: the numbers of its own experts' slots whose weights
     it sends, ordered by the rank that they go to, and how many go to and come from each rank. What
     comes fills its spare slots in order.
     """
 
-    sends: tuple[int, ...]
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
+    sent_slots: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
 
 
-def copies_of(slots: Sequence[int], ep: int, rank: int, spare: int) -> Copies:
+def plan_replica_exchange(slots: Sequence[int], ep: int, rank: int, spare: int) -> ReplicaExchange:
     """Of a rank's part in slots of which each rank has `spare` for replicas."""
     own = len(slots) // ep - spare
-    mine = list(of_rank(slots, ep, rank)[:own])
-    wanted = [of_rank(slots, ep, other)[own:] for other in range(ep)]
-    owners = {expert: other for other in range(ep) for expert in of_rank(slots, ep, other)[:own]}
+    mine = list(rank_experts(slots, ep, rank)[:own])
+    wanted = [rank_experts(slots, ep, other)[own:] for other in range(ep)]
+    owners = {
+        expert: other for other in range(ep) for expert in rank_experts(slots, ep, other)[:own]
+    }
     going = [[mine.index(expert) for expert in of if owners[expert] == rank] for of in wanted]
     coming = [owners[expert] for expert in wanted[rank]]
-    return Copies(
-        sends=tuple(slot for of in going for slot in of),
-        send=tuple(map(len, going)),
-        receive=tuple(coming.count(other) for other in range(ep)),
+    return ReplicaExchange(
+        sent_slots=tuple(slot for of in going for slot in of),
+        send_counts=tuple(map(len, going)),
+        receive_counts=tuple(coming.count(other) for other in range(ep)),
     )
 
 
 @lru_cache(maxsize=512)
-def balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
+def place_balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
     """The expert of every slot such that ranks with equally many experts have about equal loads:
     the next hottest expert goes to the least loaded rank that has room. Never worse than contiguous
     blocks.
@@ -120,14 +124,14 @@ def balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=512)
-def replicated(counts: tuple[int, ...], ep: int, spare: int) -> Replicas:
+def place_with_replicas(counts: tuple[int, ...], ep: int, spare: int) -> ReplicaPlacement:
     """The balanced placement, and `spare` slots more on each rank for replicas of what is hot
     there: each goes to an expert of the hottest rank that has one to share, on the least loaded
     rank with room that has not got it. Where none would even the load any more, a rank takes the
     one that adds the least to its own.
     """
-    blocks = balanced(counts, ep)
-    held = [list(of_rank(blocks, ep, rank)) for rank in range(ep)]
+    blocks = place_balanced(counts, ep)
+    held = [list(rank_experts(blocks, ep, rank)) for rank in range(ep)]
     owner = {expert: rank for rank, mine in enumerate(held) for expert in mine}
     holders = {expert: [rank] for expert, rank in owner.items()}
     replicas: list[list[int]] = [[] for _ in range(ep)]
@@ -147,9 +151,11 @@ def replicated(counts: tuple[int, ...], ep: int, spare: int) -> Replicas:
         for one in (*mine, *sorted(others, key=lambda expert: (owner[expert], expert)))
     ]
     share = [counts[expert] / len(holders[expert]) for expert in range(len(counts))]
-    hottest = max(sum(share[expert] for expert in of_rank(slots, ep, rank)) for rank in range(ep))
+    hottest = max(
+        sum(share[expert] for expert in rank_experts(slots, ep, rank)) for rank in range(ep)
+    )
     total = sum(counts)
-    return Replicas(slots=tuple(slots), load_factor=hottest * ep / total if total else 1.0)
+    return ReplicaPlacement(slots=tuple(slots), load_factor=hottest * ep / total if total else 1.0)
 
 
 def _shared(
@@ -188,9 +194,9 @@ def _shared(
     return min(range(len(counts)), key=lambda expert: (more(expert), expert)), rank
 
 
-def placed(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
+def balanced_slot_loads(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
     """Tokens of every slot of the balanced placement."""
-    return tuple(counts[expert] for expert in balanced(counts, ep))
+    return tuple(counts[expert] for expert in place_balanced(counts, ep))
 
 
 def rank_loads(counts: Sequence[int], ep: int) -> tuple[int, ...]:
@@ -206,22 +212,22 @@ def rank_load_factor(counts: Sequence[int], ep: int) -> float:
     return max(rank_loads(counts, ep)) * ep / total if total else 1.0
 
 
-def even_loads(workload: Workload, ep: int) -> str:
+def describe_placements(workload: Workload, ep: int) -> str:
     """What placements make of the measured load, mean over layers: the hottest rank over the mean,
     in words."""
     histogram = workload.load_histogram
     blocks, packed = (
         fmean(loads) for loads in zip(*(_two(counts, ep) for counts in histogram), strict=True)
     )
-    spare = fmean(replicated(counts, ep, 1).load_factor for counts in histogram)
+    spare = fmean(place_with_replicas(counts, ep, 1).load_factor for counts in histogram)
     return f"{blocks:.3g} x the mean in contiguous blocks, {packed:.3g} balanced, {spare:.3g} with a replica more a rank"
 
 
 def _two(counts: tuple[int, ...], ep: int) -> tuple[float, float]:
-    return rank_load_factor(counts, ep), rank_load_factor(placed(counts, ep), ep)
+    return rank_load_factor(counts, ep), rank_load_factor(balanced_slot_loads(counts, ep), ep)
 
 
-def placement_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+def check_placement(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     """What an even placement lacks: ranks to place on, and the load that it is made from; and
     replicas: a placement to go with, and experts of other ranks.
     """

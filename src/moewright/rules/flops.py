@@ -12,32 +12,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.rules.context_parallel import attended, factors
-from moewright.rules.shards import even_part
+from moewright.rules.context_parallel import cp_factors, twice_attended_pairs
+from moewright.rules.shards import shard_size
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
 
-TRAIN_OVER_FORWARD = 3
+TRAIN_TO_FORWARD_RATIO = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ForwardFlops:
     """FLOPs of one part of a forward; `depth`: of an MTP depth, which they are booked to, but its
     router's."""
 
     op: FlopOp
     module: Module
     flops: int
-    depth: bool = False
+    in_mtp: bool = False
 
     @property
-    def booked(self) -> Module:
-        return Module.MTP if self.depth and self.module is not Module.ROUTER else self.module
+    def ledger_module(self) -> Module:
+        return Module.MTP if self.in_mtp and self.module is not Module.ROUTER else self.module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankShare:
     """What one rank computes in one pass: which layers, over how many tokens and rows.
 
     `tokens`: tokens of its TP group (its CP part of the batch), the same for every layer.
@@ -54,7 +54,7 @@ class Share:
     head: bool
     mtp: int = 0
     attended: int = 0
-    near: int = 0
+    attended_windowed: int = 0
     mtp_rows: int = 0  # of the routed rows those of MTP depths
 
 
@@ -64,26 +64,26 @@ def model_flops_per_token(model: ModelSpec, seq_len: int, *, attended_share: flo
     """
     moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
-    everything = Share(
+    everything = RankShare(
         layers=tuple(range(model.layers)),
         tokens=seq_len,
         routed_rows=seq_len * top_k * (model.moe_layer_count + moe_depths),
         head=True,
         mtp=model.mtp_layers,
-        attended=expected_pairs(seq_len, attended_share),
+        attended=expected_attended(seq_len, attended_share),
         mtp_rows=seq_len * top_k * moe_depths,
     )
-    rows = flop_rows(model, Layout(world_size=1), everything, seq_len=seq_len)
+    rows = train_flop_rows(model, Layout(world_size=1), everything, seq_len=seq_len)
     return sum(row.flops for row in rows if row.module is not Module.ROUTER) // seq_len
 
 
-def expected_pairs(seq_len: int, attended_share: float, sequences: float = 1) -> int:
+def expected_attended(seq_len: int, attended_share: float, sequences: float = 1) -> int:
     """Share.attended of some sequences, before a run has counted it."""
     return 0 if attended_share == 1 else round(attended_share * seq_len * seq_len * sequences)
 
 
-def flop_rows(
-    model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
+def train_flop_rows(
+    model: ModelSpec, layout: Layout, share: RankShare, *, seq_len: int
 ) -> tuple[FlopRow, ...]:
     """Forward and backward FLOPs of one rank's share, by (op, module), sorted; the router is a row
     of its own.
@@ -91,23 +91,23 @@ def flop_rows(
     MTP depths are booked to MTP, except their router and their logits pass (ROUTER, HEAD).
     """
     return tuple(
-        FlopRow(op=row.op, module=row.module, flops=TRAIN_OVER_FORWARD * row.flops)
-        for row in forward_rows(model, layout, share, seq_len=seq_len)
+        FlopRow(op=row.op, module=row.module, flops=TRAIN_TO_FORWARD_RATIO * row.flops)
+        for row in forward_flop_rows(model, layout, share, seq_len=seq_len)
     )
 
 
-def forward_rows(
-    model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
+def forward_flop_rows(
+    model: ModelSpec, layout: Layout, share: RankShare, *, seq_len: int
 ) -> tuple[FlopRow, ...]:
     """The forward part of `flop_rows`; what a recomputation of these layers adds."""
-    return summed(forward_work(model, layout, share, seq_len=seq_len))
+    return sum_flops(forward_flops(model, layout, share, seq_len=seq_len))
 
 
-def summed(work: Iterable[Work]) -> tuple[FlopRow, ...]:
+def sum_flops(work: Iterable[ForwardFlops]) -> tuple[FlopRow, ...]:
     """By (op, module), sorted."""
     sums: dict[tuple[FlopOp, Module], int] = {}
     for one in work:
-        sums[one.op, one.booked] = sums.get((one.op, one.booked), 0) + one.flops
+        sums[one.op, one.ledger_module] = sums.get((one.op, one.ledger_module), 0) + one.flops
     return tuple(
         FlopRow(op=op, module=module, flops=flops)
         for (op, module), flops in sorted(sums.items())
@@ -124,17 +124,17 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
     """
     spec = model.attention
     # Twice the attended pairs of one sequence, so that the arithmetic stays in integers.
-    pairs = attended((seq_len,), seq_len, (range(seq_len),), model.window_of(layer))
+    pairs = twice_attended_pairs((seq_len,), seq_len, (range(seq_len),), model.layer_window(layer))
     return tokens * spec.heads * (spec.head_dim + spec.v_head_dim) * pairs // seq_len
 
 
 def is_windowed(model: ModelSpec, layer: int) -> bool:
     """Whether a layer's attention is limited to the sliding window. MTP depths (layer >= L) are
     not."""
-    return model.window_of(layer) > 0
+    return model.layer_window(layer) > 0
 
 
-def attention_weights(model: ModelSpec) -> tuple[int, int]:
+def attention_macs(model: ModelSpec) -> tuple[int, int]:
     """Multiply-adds a token costs in the projections of one layer: (cut by TP, whole on every TP
     rank)."""
     spec, h = model.attention, model.hidden_size
@@ -147,7 +147,9 @@ def attention_weights(model: ModelSpec) -> tuple[int, int]:
     return spec.q_lora_rank * spec.q_width + kv_up + spec.out_width * h, down + h * spec.q_lora_rank
 
 
-def forward_work(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int) -> Iterator[Work]:
+def forward_flops(
+    model: ModelSpec, layout: Layout, share: RankShare, *, seq_len: int
+) -> Iterator[ForwardFlops]:
     """The parts of `forward_rows`."""
     h, tp = model.hidden_size, layout.tp
     tokens = share.tokens
@@ -155,31 +157,33 @@ def forward_work(model: ModelSpec, layout: Layout, share: Share, *, seq_len: int
         for op, module, flops in _layer(
             model, layout, layer, model.moe_layers[layer], share, seq_len
         ):
-            yield Work(op=op, module=module, flops=flops)
+            yield ForwardFlops(op=op, module=module, flops=flops)
     for depth in range(share.mtp):
-        yield Work(op=FlopOp.GEMM, module=Module.MTP, flops=2 * tokens * 2 * h * h // tp)
+        yield ForwardFlops(op=FlopOp.GEMM, module=Module.MTP, flops=2 * tokens * 2 * h * h // tp)
         for op, module, flops in _layer(
             model, layout, model.layers + 1 + depth, model.moe_layers[-1], share, seq_len
         ):
-            yield Work(op=op, module=module, flops=flops, depth=True)
-    yield head_work(model, layout, share)
+            yield ForwardFlops(op=op, module=module, flops=flops, in_mtp=True)
+    yield head_flops(model, layout, share)
     if model.moe and share.routed_rows:
         matrices = 3 if model.gated else 2
         per_row = 2 * matrices * model.expert_width * model.moe.ffn_size // layout.etp
         grouped, experts = FlopOp.GROUPED_GEMM, Module.EXPERTS
-        yield Work(op=grouped, module=experts, flops=(share.routed_rows - share.mtp_rows) * per_row)
-        yield Work(op=grouped, module=experts, flops=share.mtp_rows * per_row, depth=True)
+        yield ForwardFlops(
+            op=grouped, module=experts, flops=(share.routed_rows - share.mtp_rows) * per_row
+        )
+        yield ForwardFlops(op=grouped, module=experts, flops=share.mtp_rows * per_row, in_mtp=True)
 
 
-def head_work(model: ModelSpec, layout: Layout, share: Share) -> Work:
+def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlops:
     """The logits, of the head and of each MTP depth."""
     passes = share.mtp + (1 if share.head else 0)
-    flops = passes * 2 * share.tokens * model.hidden_size * even_part(model.vocab_size, layout.tp)
-    return Work(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
+    flops = passes * 2 * share.tokens * model.hidden_size * shard_size(model.vocab_size, layout.tp)
+    return ForwardFlops(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
 
 
 def _layer(
-    model: ModelSpec, layout: Layout, layer: int, moe: bool, share: Share, seq_len: int
+    model: ModelSpec, layout: Layout, layer: int, moe: bool, share: RankShare, seq_len: int
 ) -> Iterator[tuple[FlopOp, Module, int]]:
     """One layer without its routed experts."""
     h, tp, tokens, spec = model.hidden_size, layout.tp, share.tokens, model.attention
@@ -187,16 +191,21 @@ def _layer(
         tokens // tp if layout.sp else tokens
     )  # work that is not cut by TP runs on the rank's sequence part
     matrices = 3 if model.gated else 2
-    cut, whole = attention_weights(model)
+    cut, whole = attention_macs(model)
     yield FlopOp.GEMM, Module.ATTENTION, 2 * tokens * cut // tp + 2 * own * whole
     core = attention_flops(model, layer, tokens, seq_len)
     if share.attended:
         inside = (
-            share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
+            share.attended * spec.heads * (spec.head_dim + spec.v_head_dim) // cp_factors(layout)[0]
         )
         core = min(core, inside) if is_windowed(model, layer) else inside
-    if share.near and is_windowed(model, layer):
-        core = share.near * spec.heads * (spec.head_dim + spec.v_head_dim) // factors(layout)[0]
+    if share.attended_windowed and is_windowed(model, layer):
+        core = (
+            share.attended_windowed
+            * spec.heads
+            * (spec.head_dim + spec.v_head_dim)
+            // cp_factors(layout)[0]
+        )
     yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
     if not moe or model.moe is None:
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * tokens * matrices * h * model.dense_ffn_size // tp

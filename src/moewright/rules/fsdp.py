@@ -23,98 +23,98 @@ from moewright.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class FsdpGroups:
     """Over which groups a parameter lies: in parts over `cut`, each part the same on the ranks of
     `copies`."""
 
-    cut: str
-    copies: str
+    shard_group: str
+    replica_group: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class FsdpShard:
     """Elements of a parameter that a rank owns, and that its part has room for; `copies` as in
     Spread."""
 
     module: Module
-    own: int
-    room: int
-    copies: str
+    own_numel: int
+    padded_numel: int
+    replica_group: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class FsdpUnit:
     """`stays`: gathered once a micro-batch, for forward and backward, instead of once for each."""
 
     group: str
     ranks: int
-    cuts: tuple[Cut, ...]
-    stays: bool
+    shards: tuple[FsdpShard, ...]
+    stays_gathered: bool
 
     @property
-    def room(self) -> int:
-        return sum(cut.room for cut in self.cuts)
+    def padded_numel(self) -> int:
+        return sum(cut.padded_numel for cut in self.shards)
 
     @property
-    def copied(self) -> dict[str, int]:
+    def replicated_numel(self) -> dict[str, int]:
         """Elements of this rank's parts by the group that holds them in copies."""
         sums: dict[str, int] = {}
-        for cut in self.cuts:
-            sums[cut.copies] = sums.get(cut.copies, 0) + cut.own
+        for cut in self.shards:
+            sums[cut.replica_group] = sums.get(cut.replica_group, 0) + cut.own_numel
         return sums
 
 
-_SPREADS: Mapping[str, Spread] = MappingProxyType(
+_SPREADS: Mapping[str, FsdpGroups] = MappingProxyType(
     {
-        "dp_cp": Spread(cut="dp_cp", copies="copies"),
-        "tp_cp_dp": Spread(cut="dp_cp", copies="tp"),
-        "edp": Spread(cut="edp", copies="edp_copies"),
+        "dp_cp": FsdpGroups(shard_group="dp_cp", replica_group="copies"),
+        "tp_cp_dp": FsdpGroups(shard_group="dp_cp", replica_group="tp"),
+        "edp": FsdpGroups(shard_group="edp", replica_group="edp_copies"),
     }
 )
-_HYBRID_SPREADS: Mapping[str, Spread] = MappingProxyType(
+_HYBRID_SPREADS: Mapping[str, FsdpGroups] = MappingProxyType(
     {
-        "dp_cp": Spread(cut="shard", copies="copies"),
-        "tp_cp_dp": Spread(cut="shard", copies="tp_copies"),
-        "edp": Spread(cut="edp_shard", copies="edp_copies"),
+        "dp_cp": FsdpGroups(shard_group="shard", replica_group="copies"),
+        "tp_cp_dp": FsdpGroups(shard_group="shard", replica_group="tp_copies"),
+        "edp": FsdpGroups(shard_group="edp_shard", replica_group="edp_copies"),
     }
 )
 
 
-def spread(layout: Layout, group: str) -> Spread:
+def fsdp_groups(layout: Layout, group: str) -> FsdpGroups:
     """How a parameter lies whose gradients `group` sums (rules.shards)."""
     return (_HYBRID_SPREADS if layout.shard else _SPREADS)[group]
 
 
-def cuts(layout: Layout, group: str) -> bool:
+def is_fsdp_sharded(layout: Layout, group: str) -> bool:
     """Whether it is cut at all."""
-    return layout.zero == 3 and grid.group_size(layout, spread(layout, group).cut) > 1
+    return layout.zero == 3 and grid.group_size(layout, fsdp_groups(layout, group).shard_group) > 1
 
 
-def states_group(layout: Layout, group: str) -> str:
+def state_group(layout: Layout, group: str) -> str:
     """The group that shares the states of parameters whose gradients `group` sums, whatever engine
     holds them."""
-    return spread(layout, group).cut if layout.shard else group
+    return fsdp_groups(layout, group).shard_group if layout.shard else group
 
 
-def flat_layout(layout: Layout) -> Layout:
+def flat_buffer_layout(layout: Layout) -> Layout:
     """The layout as the parameters in flat buffers see it."""
     return replace(layout, zero=1, shard=0) if layout.zero == 3 else layout
 
 
-def units(model: ModelSpec, layout: Layout, rank: int) -> tuple[Unit, ...]:
+def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, ...]:
     """The units of a rank; () unless zero=3."""
-    members: dict[tuple[str, int], list[tuple[Param, Spread]]] = {}
-    for param in shards.parameters_of(model, layout, grid.coordinate(layout, rank, "pp")):
-        group = shards.gradient_group(param.shard, layout)
-        if cuts(layout, group):
-            lies = spread(layout, group)
-            members.setdefault((lies.cut, _layer(model, param)), []).append((param, lies))
+    members: dict[tuple[str, int], list[tuple[Param, FsdpGroups]]] = {}
+    for param in shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp")):
+        group = shards.gradient_group(param.sharded_dims, layout)
+        if is_fsdp_sharded(layout, group):
+            lies = fsdp_groups(layout, group)
+            members.setdefault((lies.shard_group, _layer(model, param)), []).append((param, lies))
     return tuple(
-        Unit(
+        FsdpUnit(
             group=group,
             ranks=grid.group_size(layout, group),
-            cuts=tuple(_cut(param, layout, lies, rank) for param, lies in params),
-            stays=layer < 0,
+            shards=tuple(_cut(param, layout, lies, rank) for param, lies in params),
+            stays_gathered=layer < 0,
         )
         for (group, layer), params in members.items()
     )
@@ -127,11 +127,14 @@ def _layer(model: ModelSpec, param: Param) -> int:
     return param.layer if 0 <= param.layer < model.layers or in_depth else -1
 
 
-def _cut(param: Param, layout: Layout, lies: Spread, rank: int) -> Cut:
+def _cut(param: Param, layout: Layout, lies: FsdpGroups, rank: int) -> FsdpShard:
     rows, *rest = shards.local_shape(param, layout)
-    part = shards.even_part(rows, grid.group_size(layout, lies.cut))
-    first = grid.group_ranks(layout, lies.cut, rank).index(rank) * part
+    part = shards.shard_size(rows, grid.group_size(layout, lies.shard_group))
+    first = grid.group_ranks(layout, lies.shard_group, rank).index(rank) * part
     own = max(0, min(part, rows - first))
-    return Cut(
-        module=param.module, own=own * prod(rest), room=part * prod(rest), copies=lies.copies
+    return FsdpShard(
+        module=param.module,
+        own_numel=own * prod(rest),
+        padded_numel=part * prod(rest),
+        replica_group=lies.replica_group,
     )

@@ -14,14 +14,14 @@ from dataclasses import replace
 from math import gcd, lcm, prod
 from types import MappingProxyType
 
-from moewright.rules.context_parallel import factors
+from moewright.rules.context_parallel import cp_factors
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import DispatcherKind, Layout
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
-NODE_AWARE = (Dispatcher.DEDUP, Dispatcher.HYBRIDEP)
+NODE_AWARE_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.HYBRIDEP)
 _EP_AXES = ("ep_near", "ep_far")  # what the ep axis consists of: ranks of one node, and nodes
 # What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard
 # ranks, and across.
@@ -58,7 +58,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def axis_size(layout: Layout, axis: str) -> int:
     """Ranks along one axis of either grid, or along a part of the cp or the ep axis."""
     if axis in _CP_AXES:
-        return factors(layout)[_CP_AXES.index(axis)]
+        return cp_factors(layout)[_CP_AXES.index(axis)]
     if axis in _EP_AXES:
         near = layout.ep_node or layout.ep
         return near if axis == "ep_near" else layout.ep // near
@@ -89,7 +89,7 @@ def group_size(layout: Layout, group: str) -> int:
 def stride(layout: Layout, axis: str) -> int:
     """What one step along the axis adds to the rank."""
     if axis in _CP_AXES:
-        return stride(layout, "cp") * prod(factors(layout)[: _CP_AXES.index(axis)])
+        return stride(layout, "cp") * prod(cp_factors(layout)[: _CP_AXES.index(axis)])
     if axis in _EP_AXES:
         return stride(layout, "ep") * (1 if axis == "ep_near" else axis_size(layout, "ep_near"))
     if axis in _HYBRID_AXES:
@@ -138,17 +138,21 @@ def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def min_world(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
+def min_world_size(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
     """Fewest ranks on which both grids fit; legal world sizes are its multiples."""
     return pp * lcm(tp * cp, etp * ep)
 
 
-def on_fabric(layout: Layout, domain_size: int) -> Layout:
+def with_fabric_nodes(layout: Layout, domain_size: int) -> Layout:
     """The layout with the nodes that fast domains of `domain_size` ranks are to a dispatcher that
     is told of nodes, unless it names them: as many ranks of ep as lie in one domain, where ep spans
     several.
     """
-    if layout.dispatcher not in NODE_AWARE or layout.ep_node or domain_size % layout.etp:
+    if (
+        layout.dispatcher not in NODE_AWARE_DISPATCHERS
+        or layout.ep_node
+        or domain_size % layout.etp
+    ):
         return layout
     near = gcd(layout.ep, domain_size // layout.etp)
     return replace(layout, ep_node=near) if 1 < near < layout.ep else layout

@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import gcd, isfinite, isqrt, lcm
 
-from moewright.rules.batch_rampup import ramp_reasons, workload_of
-from moewright.rules.compatibility import exclusion_reasons, has_experts
-from moewright.rules.expert_placement import placement_reasons
-from moewright.rules.grid import NODE_AWARE, min_world
-from moewright.rules.routing import load_reasons
-from moewright.rules.schedule import schedule_reasons
-from moewright.rules.stages import stage_reasons
+from moewright.rules.batch_rampup import check_ramp, workload_at_step
+from moewright.rules.compatibility import check_compatibility, has_experts
+from moewright.rules.expert_placement import check_placement
+from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
+from moewright.rules.routing import check_load_histogram
+from moewright.rules.schedule import check_schedule
+from moewright.rules.stages import check_stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Dispatcher, Layout
+from moewright.spec.layout import DispatcherKind, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
@@ -40,7 +40,7 @@ def micro_batches(workload: Workload, layout: Layout) -> int:
     return workload.global_batch // (layout.mbs * layout.dp)
 
 
-def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     """Every rule that is broken, each with the nearest legal value; () when the layout is legal.
 
     Numbers that are not sane are reported alone, for the other rules calculate with them.
@@ -54,27 +54,29 @@ def illegal(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reaso
     reasons += _node_reasons(layout)
     reasons += _tensor_reasons(model, layout)
     reasons += _sequence_reasons(model, workload, layout)
-    reasons += stage_reasons(model, layout)
+    reasons += check_stages(model, layout)
     batch = list(_batch_reasons(workload, layout)) if grid_fits else []
     reasons += batch
     reasons += _shard_reasons(layout) if grid_fits else ()
     if grid_fits and not batch:
-        ramp = list(ramp_reasons(workload, layout))
-        least = workload_of(
+        ramp = list(check_ramp(workload, layout))
+        least = workload_at_step(
             workload, 0
         )  # the fewest micro-batches; () without a ramp is the workload itself
-        reasons += ramp or schedule_reasons(layout, micro_batches(least, layout))
-    reasons += exclusion_reasons(model, workload, layout)
-    reasons += placement_reasons(model, workload, layout) or load_reasons(model, workload, layout)
+        reasons += ramp or check_schedule(layout, micro_batches(least, layout))
+    reasons += check_compatibility(model, workload, layout)
+    reasons += check_placement(model, workload, layout) or check_load_histogram(
+        model, workload, layout
+    )
     return tuple(reasons)
 
 
-def unmultiplied(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
+def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
     """Why devices cannot compute in the workload's precision: one of less than 16 bits that they
     list no rate for."""
     dtype, device = workload.precision, hardware.device
     listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
-    if not dtype.narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
+    if not dtype.is_narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
         return ()
     rule = f"{device.name} has no rates for it"
     best = next((str(one) for one in (Dtype.MXFP8, Dtype.FP8) if one in listed), str(Dtype.BF16))
@@ -87,7 +89,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def nearest(value: int, legal: Iterable[int]) -> str:
+def nearest_legal(value: int, legal: Iterable[int]) -> str:
     """The closest legal values on both sides of `value`: "64 or 128"; "" when nothing is legal."""
     others = sorted(set(legal))
     below = [other for other in others if other < value][-1:]
@@ -97,7 +99,7 @@ def nearest(value: int, legal: Iterable[int]) -> str:
 
 def _multiples(value: int, step: int) -> str:
     below = value // step * step
-    return nearest(value, [n for n in (below, below + step) if n > 0])
+    return nearest_legal(value, [n for n in (below, below + step) if n > 0])
 
 
 def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
@@ -164,7 +166,7 @@ def _grid_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     world, pp = layout.world_size, layout.pp
     if world % pp:
         rule = f"must divide world_size={world}"
-        near = f"{nearest(pp, _pp_choices(model, layout))}, or world_size {_multiples(world, pp)}"
+        near = f"{nearest_legal(pp, _pp_choices(model, layout))}, or world_size {_multiples(world, pp)}"
         yield Reason(field="layout.pp", value=str(pp), rule=rule, nearest=near)
         return
     stage = world // pp
@@ -189,10 +191,12 @@ def _grid_reason(
     fixes = [
         (axis, near)
         for axis, legal in zip((fast, slow), choices, strict=True)
-        if getattr(layout, axis) > 1 and (near := nearest(getattr(layout, axis), legal))
+        if getattr(layout, axis) > 1 and (near := nearest_legal(getattr(layout, axis), legal))
     ]
     if not fixes:
-        least = min_world(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+        least = min_world_size(
+            tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
+        )
         world = layout.world_size
         return Reason(
             field="layout.world_size", value=str(world), rule=rule, nearest=_multiples(world, least)
@@ -218,12 +222,18 @@ def _shard_reasons(layout: Layout) -> Iterator[Reason]:
     if shard not in parts:
         rule = f"must divide the {dense} ranks of dp * cp, and be more than 1"
         yield Reason(
-            field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0"
+            field="layout.shard",
+            value=str(shard),
+            rule=rule,
+            nearest=nearest_legal(shard, legal) or "0",
         )
     elif shard not in legal:
         rule = f"tp * shard = {layout.tp * shard} ranks must be a multiple of etp * ep = {expert}, or fewer"
         yield Reason(
-            field="layout.shard", value=str(shard), rule=rule, nearest=nearest(shard, legal) or "0"
+            field="layout.shard",
+            value=str(shard),
+            rule=rule,
+            nearest=nearest_legal(shard, legal) or "0",
         )
 
 
@@ -241,12 +251,12 @@ def _stage_ranks(layout: Layout) -> int:
 def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """Degrees that both grids and the layers allow; if there is none, those that divide the
     world."""
-    least = min_world(tp=layout.tp, cp=layout.cp, pp=1, ep=layout.ep, etp=layout.etp)
+    least = min_world_size(tp=layout.tp, cp=layout.cp, pp=1, ep=layout.ep, etp=layout.etp)
     divide = divisors(layout.world_size)
     fit = tuple(
         pp
         for pp in _quotients(layout.world_size, least)
-        if not stage_reasons(model, replace(layout, pp=pp))
+        if not check_stages(model, replace(layout, pp=pp))
     )
     return fit or divide
 
@@ -281,7 +291,7 @@ def _tp_broken(model: ModelSpec, tp: int) -> Iterator[str]:
 
 def _tensor_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     for rule in _tp_broken(model, layout.tp):
-        near = nearest(layout.tp, _tp_choices(model, layout) or (1,))
+        near = nearest_legal(layout.tp, _tp_choices(model, layout) or (1,))
         yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=near)
     if layout.sp and layout.tp == 1:
         yield Reason(
@@ -301,7 +311,7 @@ def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             ("ep", layout.ep, 1),
             ("etp", layout.etp, 1),
             ("capacity", layout.capacity, 0),
-            ("dispatcher", layout.dispatcher, Dispatcher.ALL_TO_ALL),
+            ("dispatcher", layout.dispatcher, DispatcherKind.ALL_TO_ALL),
         )
         for name, value, only in settings:
             if value != only:
@@ -311,13 +321,13 @@ def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     assert model.moe is not None  # has_experts
     experts, ffn = model.moe.experts, model.moe.ffn_size
     if experts % layout.ep:
-        near = nearest(
+        near = nearest_legal(
             layout.ep, _ep_choices(model, layout) or divisors(gcd(experts, _stage_ranks(layout)))
         )
         rule = f"must divide the {experts} experts"
         yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=near)
     if ffn % layout.etp:
-        near = nearest(
+        near = nearest_legal(
             layout.etp, _etp_choices(model, layout) or divisors(gcd(ffn, _stage_ranks(layout)))
         )
         rule = f"must divide the expert ffn width {ffn}"
@@ -329,9 +339,12 @@ def _node_reasons(layout: Layout) -> Iterator[Reason]:
     if not layout.ep_node:
         return
     legal = [n for n in divisors(layout.ep) if 1 < n < layout.ep]
-    rule, near = "", nearest(layout.ep_node, legal) or "0"
-    if layout.dispatcher not in NODE_AWARE:
-        rule, near = f"goes with dispatcher={' or '.join(NODE_AWARE)}, not {layout.dispatcher}", "0"
+    rule, near = "", nearest_legal(layout.ep_node, legal) or "0"
+    if layout.dispatcher not in NODE_AWARE_DISPATCHERS:
+        rule, near = (
+            f"goes with dispatcher={' or '.join(NODE_AWARE_DISPATCHERS)}, not {layout.dispatcher}",
+            "0",
+        )
     elif layout.ep_node not in legal:
         rule = f"must divide ep={layout.ep} into several nodes of several ranks"
     if rule:
@@ -354,13 +367,19 @@ def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
         ]
         rule = f"2 * cp must divide seq_len={seq_len}"
         yield Reason(
-            field="layout.cp", value=str(cp), rule=rule, nearest=nearest(cp, legal or [1]) + also
+            field="layout.cp",
+            value=str(cp),
+            rule=rule,
+            nearest=nearest_legal(cp, legal or [1]) + also,
         )
     elif layout.sp and seq_len % (tp * cp):
         legal = [n for n in _tp_choices(model, layout) if seq_len % (n * cp) == 0 or n == 1]
         rule = f"with sequence parallelism tp * cp = {tp * cp} must divide seq_len={seq_len}"
         yield Reason(
-            field="layout.tp", value=str(tp), rule=rule, nearest=nearest(tp, legal or [1]) + also
+            field="layout.tp",
+            value=str(tp),
+            rule=rule,
+            nearest=nearest_legal(tp, legal or [1]) + also,
         )
 
 
@@ -369,7 +388,9 @@ def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
     batch, dp, mbs = workload.global_batch, layout.dp, layout.mbs
     if dp < 1:
         rule = f"world_size={layout.world_size} is less than tp * cp * pp = {layout.tp * layout.cp * layout.pp}"
-        least = min_world(tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+        least = min_world_size(
+            tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
+        )
         yield Reason(
             field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=str(least)
         )
@@ -379,7 +400,7 @@ def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
     rule = f"mbs * dp = {mbs} * {dp} must divide global_batch={batch}"
     batches = _multiples(batch, mbs * dp)
     if batch % dp == 0:
-        near = f"{nearest(mbs, divisors(batch // dp))}, or global_batch {batches}"
+        near = f"{nearest_legal(mbs, divisors(batch // dp))}, or global_batch {batches}"
         yield Reason(field="layout.mbs", value=str(mbs), rule=rule, nearest=near)
     else:
         yield Reason(field="workload.global_batch", value=str(batch), rule=rule, nearest=batches)

@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.rules.stages import seat_of, stage_of
-from moewright.rules.timetable_rows import Kind, Row
+from moewright.rules.stages import stage_position, virtual_stage
+from moewright.rules.timetable_row import RowKind, TimetableRow
 from moewright.spec.layout import Layout, Overlap
 
-Key = tuple[Kind, int, int]  # what a message is the input of: kind, micro-batch, virtual stage
+MessageKey = tuple[
+    RowKind, int, int
+]  # what a message is the input of: kind, micro-batch, virtual stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
+class PipelineAction:
     """One row of a rank, its stage, and its messages. Places count the rank's rows from 0.
 
     `source` is the pipeline rank that makes the input of the row, `target` the one to which its
@@ -30,85 +32,92 @@ class Stop:
     have reached the ranks that they were sent to.
     """
 
-    row: Row
+    row: TimetableRow
     stage: int
     source: int | None
     target: int | None
-    asked: tuple[int, ...]
-    taken: tuple[int, ...]
+    recvs_to_post: tuple[int, ...]
+    sends_completed: tuple[int, ...]
 
 
-def input_of(layout: Layout, kind: Kind, stage: int) -> int | None:
+def input_stage(layout: Layout, kind: RowKind, stage: int) -> int | None:
     """The virtual stage that makes the input of a forward or backward on `stage`; None at the ends
     and for W rows."""
-    if kind is Kind.W:
+    if kind is RowKind.W:
         return None
-    before = stage - 1 if kind is Kind.F else stage + 1
+    before = stage - 1 if kind is RowKind.F else stage + 1
     return before if 0 <= before < layout.pp * layout.vpp else None
 
 
-def result_to(layout: Layout, kind: Kind, stage: int) -> int | None:
+def output_stage(layout: Layout, kind: RowKind, stage: int) -> int | None:
     """The virtual stage that a forward or backward on `stage` hands its result to; None at the ends
     and for W rows."""
-    if kind is Kind.W:
+    if kind is RowKind.W:
         return None
-    after = stage + 1 if kind is Kind.F else stage - 1
+    after = stage + 1 if kind is RowKind.F else stage - 1
     return after if 0 <= after < layout.pp * layout.vpp else None
 
 
-def itinerary(layout: Layout, table: Sequence[Sequence[Row]], pp_rank: int) -> tuple[Stop, ...]:
+def pipeline_actions(
+    layout: Layout, table: Sequence[Sequence[TimetableRow]], pp_rank: int
+) -> tuple[PipelineAction, ...]:
     """The rows of a pipeline rank with their messages.
 
     With overlap=p2p the message of a row is asked for one row early, so that it travels while that
     row computes.
     """
     mine = table[pp_rank]
-    stages = [stage_of(layout, pp_rank, row.chunk) for row in mine]
+    stages = [virtual_stage(layout, pp_rank, row.chunk) for row in mine]
     sources = [
-        _rank(layout, input_of(layout, row.kind, stage))
+        _rank(layout, input_stage(layout, row.kind, stage))
         for row, stage in zip(mine, stages, strict=True)
     ]
     targets = [
-        _rank(layout, result_to(layout, row.kind, stage))
+        _rank(layout, output_stage(layout, row.kind, stage))
         for row, stage in zip(mine, stages, strict=True)
     ]
     asked = _asked(layout, table, pp_rank, sources, early=Overlap.P2P in layout.overlap)
     taken = _taken(layout, table, pp_rank, sources, targets)
     pieces = zip(mine, stages, sources, targets, asked, taken, strict=True)
     return tuple(
-        Stop(
-            row=row, stage=stage, source=source, target=target, asked=tuple(ask), taken=tuple(take)
+        PipelineAction(
+            row=row,
+            stage=stage,
+            source=source,
+            target=target,
+            recvs_to_post=tuple(ask),
+            sends_completed=tuple(take),
         )
         for row, stage, source, target, ask, take in pieces
     )
 
 
 def _rank(layout: Layout, stage: int | None) -> int | None:
-    return None if stage is None else seat_of(layout, stage)[0]
+    return None if stage is None else stage_position(layout, stage)[0]
 
 
-def _inputs(layout: Layout, rows: Sequence[Row], pp_rank: int) -> dict[Key, int]:
+def _inputs(layout: Layout, rows: Sequence[TimetableRow], pp_rank: int) -> dict[MessageKey, int]:
     """The place of each row, by what it takes."""
     return {
-        (row.kind, row.micro_batch, stage_of(layout, pp_rank, row.chunk)): place
+        (row.kind, row.micro_batch, virtual_stage(layout, pp_rank, row.chunk)): place
         for place, row in enumerate(rows)
     }
 
 
 def _sent(
-    layout: Layout, rows: Sequence[Row], pp_rank: int, target: int
-) -> Iterator[tuple[int, Key]]:
+    layout: Layout, rows: Sequence[TimetableRow], pp_rank: int, target: int
+) -> Iterator[tuple[int, MessageKey]]:
     """Places of the rows of a rank whose result goes to rank `target`, in order, each with what it
     is the input of."""
     for place, row in enumerate(rows):
-        to = result_to(layout, row.kind, stage_of(layout, pp_rank, row.chunk))
-        if to is not None and seat_of(layout, to)[0] == target:
+        to = output_stage(layout, row.kind, virtual_stage(layout, pp_rank, row.chunk))
+        if to is not None and stage_position(layout, to)[0] == target:
             yield place, (row.kind, row.micro_batch, to)
 
 
 def _asked(
     layout: Layout,
-    table: Sequence[Sequence[Row]],
+    table: Sequence[Sequence[TimetableRow]],
     pp_rank: int,
     sources: Sequence[int | None],
     *,
@@ -131,7 +140,7 @@ def _asked(
 
 def _taken(
     layout: Layout,
-    table: Sequence[Sequence[Row]],
+    table: Sequence[Sequence[TimetableRow]],
     pp_rank: int,
     sources: Sequence[int | None],
     targets: Sequence[int | None],

@@ -29,12 +29,12 @@ class Param:
     shape: tuple[int, ...]
     module: Module
     layer: int
-    expert: bool
-    shard: _Shard
+    is_expert: bool
+    sharded_dims: _Shard
 
     @property
-    def decay(self) -> bool:
-        return decays(self.name, len(self.shape))
+    def has_weight_decay(self) -> bool:
+        return has_weight_decay(self.name, len(self.shape))
 
     @property
     def numel(self) -> int:
@@ -60,7 +60,7 @@ def parameters(model: ModelSpec) -> tuple[Param, ...]:
     return tuple(_walk(model))
 
 
-def decays(name: str, dims: int) -> bool:
+def has_weight_decay(name: str, dims: int) -> bool:
     """Whether weight decay applies to a parameter: matrices, and no bias, of however many
     experts."""
     return dims > 1 and not name.endswith(".bias")
@@ -73,7 +73,7 @@ def selection_bias_name(layer: int) -> str:
     return f"layers.{layer}.moe.router.selection_bias"
 
 
-def count(model: ModelSpec) -> ParamCount:
+def count_parameters(model: ModelSpec) -> ParamCount:
     """Totals; an expert tensor is active with the share top_k / experts of it."""
     total = active = mtp = embedding = 0
     for param in parameters(model):
@@ -83,7 +83,7 @@ def count(model: ModelSpec) -> ParamCount:
         total += param.numel
         active += (
             param.numel * model.moe.router.top_k // model.moe.experts
-            if param.expert and model.moe
+            if param.is_expert and model.moe
             else param.numel
         )
         if param.name == "embedding.weight":
@@ -126,8 +126,8 @@ def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
             shape=param.shape,
             module=Module.MTP,
             layer=layer,
-            expert=param.expert,
-            shard=param.shard,
+            is_expert=param.is_expert,
+            sharded_dims=param.sharded_dims,
         )
     yield from _norm(model, f"{prefix}final_norm", layer, Module.MTP)
 
@@ -283,4 +283,6 @@ def _tensor(
     *,
     expert: bool = False,
 ) -> Param:
-    return Param(name=name, shape=shape, module=module, layer=layer, expert=expert, shard=shard)
+    return Param(
+        name=name, shape=shape, module=module, layer=layer, is_expert=expert, sharded_dims=shard
+    )

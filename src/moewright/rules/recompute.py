@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from moewright.rules import expert_placement, routing
-from moewright.rules.context_parallel import factors
-from moewright.rules.shards import even_part
-from moewright.spec.layout import Dispatcher, Layout, Recompute
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.shards import shard_size
+from moewright.spec.layout import DispatcherKind, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
 from moewright.spec.workload import Workload
@@ -31,7 +31,7 @@ INT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedTensor:
     """Bytes of one tensor that a layer keeps for backward, per micro-batch on one rank.
 
     Any policy of `freed_by` removes it. The layer input is freed by none: even full recomputation
@@ -42,7 +42,7 @@ class Saved:
     name: str
     bytes: int
     freed_by: tuple[Recompute, ...]
-    of: Module  # the module that it is part of, also where all is booked to an MTP depth
+    owner: Module  # the module that it is part of, also where all is booked to an MTP depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,16 +57,16 @@ class _Sizes:
     apart: int  # ranks that exchange heads for tokens
 
 
-def saved_by_layer(
+def saved_tensors(
     model: ModelSpec,
     workload: Workload,
     layout: Layout,
     layer: int,
     *,
     load: float,
-    moved: routing.Moved | None = None,
-    exchanged_again: bool = False,
-) -> tuple[Saved, ...]:
+    dispatch: routing.DispatchCounts | None = None,
+    repeats_exchange: bool = False,
+) -> tuple[SavedTensor, ...]:
     """What `layer` keeps before any recompute, rows of zero left out.
 
     `load` is the rank's expert rows over the mean, `moved` what its dispatch moves (None: even
@@ -79,20 +79,22 @@ def saved_by_layer(
     """
     T = workload.seq_len * layout.mbs // layout.cp
     size = _Sizes(
-        c=activation_bytes(workload),
+        c=activation_nbytes(workload),
         T=T,
         t=T // layout.tp if layout.sp else T,
         h=model.hidden_size,
         tp=layout.tp,
-        apart=factors(layout)[0],
+        apart=cp_factors(layout)[0],
     )
     mtp = layer > model.layers
-    rows = [*_attention(model, size, exchanged_again=exchanged_again)]
+    rows = [*_attention(model, size, exchanged_again=repeats_exchange)]
     if model.moe_layers[-1 if mtp else layer]:
-        moved = moved or routing.expected_moves(model, workload, layout)
-        slots = expert_placement.slot_count(model, workload, layout, layer)
+        dispatch = dispatch or routing.expected_dispatch(model, workload, layout)
+        slots = expert_placement.count_slots(model, workload, layout, layer)
         R = routing.routed_rows(model, workload, layout, load)
-        rows += _moe(model, workload, layout, size, R, moved, slots, own_seam=not exchanged_again)
+        rows += _moe(
+            model, workload, layout, size, R, dispatch, slots, own_seam=not repeats_exchange
+        )
     else:
         rows += _dense(model, size)
     if mtp:
@@ -103,42 +105,46 @@ def saved_by_layer(
     return tuple(row for row in rows if row.bytes)
 
 
-def replayed(layout: Layout, place: int) -> tuple[Recompute, ...]:
+def layer_recompute(layout: Layout, place: int) -> tuple[Recompute, ...]:
     """The policies of the layer at `place` of its chunk: full recompute may take the first layers
     alone."""
     return () if 0 < layout.recompute_block <= place else layout.recompute
 
 
-def kept_at(rows: Collection[Saved], layout: Layout, place: int) -> tuple[Saved, ...]:
+def layer_kept_tensors(
+    rows: Collection[SavedTensor], layout: Layout, place: int
+) -> tuple[SavedTensor, ...]:
     """The rows that the layer at `place` of its chunk keeps. A checkpoint over several layers keeps
     the first's input alone of what any of them reads from the one before; an MTP depth has one of
     its own."""
-    left = kept(rows, replayed(layout, place))
+    left = kept_tensors(rows, layer_recompute(layout, place))
     depth = any(row.module is Module.MTP for row in rows)
     if place % layout.recompute_span and not depth:
         left = tuple(row for row in left if row.name != "layer_input")
     return left
 
 
-def kept(rows: Collection[Saved], policies: Collection[Recompute]) -> tuple[Saved, ...]:
+def kept_tensors(
+    rows: Collection[SavedTensor], policies: Collection[Recompute]
+) -> tuple[SavedTensor, ...]:
     """The rows that stay when `policies` are on."""
     return tuple(row for row in rows if not any(policy in policies for policy in row.freed_by))
 
 
-def loss_columns(model: ModelSpec, layout: Layout) -> int:
+def loss_chunk_columns(model: ModelSpec, layout: Layout) -> int:
     """Columns of the logits that a rank makes at a time under recompute=loss: as many as the hidden
     state has, so that they take what the head's input takes; at most its part of the vocabulary,
     padding among them.
     """
-    return min(model.hidden_size, even_part(model.vocab_size, layout.tp))
+    return min(model.hidden_size, shard_size(model.vocab_size, layout.tp))
 
 
-def activation_bytes(workload: Workload) -> int:
+def activation_nbytes(workload: Workload) -> int:
     """Bytes of a kept activation; 8-bit recipes keep bf16 activations."""
-    return 2 if workload.precision.narrow else workload.precision.nbytes
+    return 2 if workload.precision.is_narrow else workload.precision.nbytes
 
 
-def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iterator[Saved]:
+def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iterator[SavedTensor]:
     spec, c, T, t, h = model.attention, size.c, size.T, size.t, size.h
     mla = spec.kind is AttentionKind.MLA
     yield _row(Module.NORM, "layer_input", c * t * h, full=False)
@@ -166,7 +172,7 @@ def _attention(model: ModelSpec, size: _Sizes, *, exchanged_again: bool) -> Iter
     yield _row(Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
 
 
-def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[SavedTensor]:
     spec, c, T, tp = model.attention, size.c, size.T, size.tp
     key_heads = max(
         1, spec.kv_heads // tp
@@ -188,7 +194,7 @@ def _gqa_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * keys))
 
 
-def _mla_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+def _mla_core(model: ModelSpec, size: _Sizes) -> Iterator[SavedTensor]:
     """The latents live on t tokens: the down-projections are whole on every rank and run before the
     gather."""
     spec, c, T, t, tp = model.attention, size.c, size.T, size.t, size.tp
@@ -202,7 +208,7 @@ def _mla_core(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
     yield _row(Module.ATTENTION, "qkv", c * T * expanded // tp, Recompute.MLA_UP_PROJ)
 
 
-def _dense(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+def _dense(model: ModelSpec, size: _Sizes) -> Iterator[SavedTensor]:
     c, T, ffn, wide = size.c, size.T, model.dense_ffn_size, 2 if model.gated else 1
     yield _row(Module.DENSE_MLP, "post_norm_out", c * size.t * size.h, Recompute.LAYERNORM)
     yield _row(Module.DENSE_MLP, "fc1", c * T * wide * ffn // size.tp, Recompute.MLP)
@@ -215,11 +221,11 @@ def _moe(
     layout: Layout,
     size: _Sizes,
     R: int,
-    moved: routing.Moved,
+    moved: routing.DispatchCounts,
     slots: int,
     *,
     own_seam: bool,
-) -> Iterator[Saved]:
+) -> Iterator[SavedTensor]:
     if model.moe is None:
         return
     replicas = (slots - model.moe.experts) // layout.ep  # whose ends are kept apart once more
@@ -243,7 +249,7 @@ def _moe(
 
 
 def _indices(
-    moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.Moved, *, own_seam: bool
+    moe: MoeSpec, layout: Layout, t: int, R: int, moved: routing.DispatchCounts, *, own_seam: bool
 ) -> int:
     """Numbers that say which row went where, kept for the way back.
 
@@ -254,23 +260,25 @@ def _indices(
     their padding in that order: the places are kept, they have no inverse.
     """
     slots = t * moe.router.top_k
-    if layout.dispatcher is Dispatcher.ALL_GATHER:
+    if layout.dispatcher is DispatcherKind.ALL_GATHER:
         return slots * layout.ep * layout.etp + 2 * R
-    if layout.dispatcher in routing.LIBRARIES and own_seam:
+    if layout.dispatcher in routing.LIBRARY_DISPATCHERS and own_seam:
         wide = (
             moe.experts // layout.ep
-            if layout.dispatcher is Dispatcher.HYBRIDEP
+            if layout.dispatcher is DispatcherKind.HYBRIDEP
             else moe.router.top_k
         )
         return moved.copies_in * wide + 2 * R
-    if layout.dispatcher is Dispatcher.DEDUP:
-        crossed = slots + moved.node_out + moved.node_in * moe.router.top_k
-        return crossed + moved.copies_out + moved.gathered * moe.router.top_k + 2 * R
+    if layout.dispatcher is DispatcherKind.DEDUP:
+        crossed = slots + moved.node_copies_out + moved.node_copies_in * moe.router.top_k
+        return crossed + moved.copies_out + moved.copies_gathered * moe.router.top_k + 2 * R
     mixed = 2 * R if layout.ep > 1 and moe.experts > layout.ep else 0
-    return slots + moved.sent * (2 if layout.capacity else 1) + (R if layout.etp > 1 else mixed)
+    return (
+        slots + moved.rows_sent * (2 if layout.capacity else 1) + (R if layout.etp > 1 else mixed)
+    )
 
 
-def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
+def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
     """In the router's own dtype: scores of all experts, what was chosen, and what the auxiliary
     losses keep."""
     loss, chosen, score = workload.loss, t * moe.router.top_k, moe.router.score
@@ -289,7 +297,7 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[Saved]:
         yield _row(Module.ROUTER, "log_sums", wide * t, Recompute.MOE)
 
 
-def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+def _shared(model: ModelSpec, size: _Sizes) -> Iterator[SavedTensor]:
     if model.moe is None:
         return
     c, T, fs, wide = size.c, size.T, model.moe.shared_ffn_size, 2 if model.gated else 1
@@ -301,7 +309,7 @@ def _shared(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
         yield _row(Module.SHARED_EXPERTS, "gated", c * size.t * (size.h + 1), *freed)
 
 
-def _mtp_inputs(model: ModelSpec, size: _Sizes) -> Iterator[Saved]:
+def _mtp_inputs(model: ModelSpec, size: _Sizes) -> Iterator[SavedTensor]:
     """The embedding that its norm takes, and the outputs of both norms side by side, the input of
     the projection. The hidden state is kept by the final norm before it, or by the stage if that is
     another's (cost.saved).
@@ -318,6 +326,6 @@ def _norm_statistics(model: ModelSpec, rows: int) -> int:
 
 def _row(
     module: Module, name: str, size_bytes: int, *freed_by: Recompute, full: bool = True
-) -> Saved:
+) -> SavedTensor:
     freed = (Recompute.FULL, *freed_by) if full else freed_by
-    return Saved(module=module, name=name, bytes=size_bytes, freed_by=freed, of=module)
+    return SavedTensor(module=module, name=name, bytes=size_bytes, freed_by=freed, owner=module)

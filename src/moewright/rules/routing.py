@@ -11,17 +11,17 @@ from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CapacityFill, Dispatcher, ExpertPlacement, Layout
+from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
 
-LIBRARIES = (Dispatcher.DEEPEP, Dispatcher.HYBRIDEP)  # kernels of their own
-_COPYING = (Dispatcher.DEDUP, *LIBRARIES)
+LIBRARY_DISPATCHERS = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)  # kernels of their own
+_COPYING = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class LoadBalance:
     """How even the tokens of one layer fell on its experts; `entropy` in units of log(experts), 1
     is even."""
 
@@ -31,7 +31,7 @@ class Load:
     entropy: float
 
 
-def experts_of(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
+def local_slots(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
     """The slots of experts on one EP rank, a contiguous block; without a placement
     (rules.placement) a slot's number is its expert's. Empty for a dense model.
     """
@@ -84,7 +84,7 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
+class DispatchCounts:
     """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends,
     and under dedup the copies of tokens, one a rank, that it sends and receives; where they cross
     to nodes before, those that it sends to ranks of its node are of tokens that nodes sent, and
@@ -93,19 +93,19 @@ class Moved:
     largest.
     """
 
-    sent: int
+    rows_sent: int
     copies_out: int
     copies_in: int
-    gathered: int
-    node_out: int = 0
-    node_in: int = 0
+    copies_gathered: int
+    node_copies_out: int = 0
+    node_copies_in: int = 0
 
 
-def nodes_of(layout: Layout) -> int:
+def dispatch_nodes(layout: Layout) -> int:
     """Nodes that a token crosses to before it crosses to a rank; 0 where it does not."""
     return (
         grid.axis_size(layout, "ep_far")
-        if layout.ep_node and layout.dispatcher is Dispatcher.DEDUP
+        if layout.ep_node and layout.dispatcher is DispatcherKind.DEDUP
         else 0
     )
 
@@ -116,29 +116,31 @@ def counts_copies(layout: Layout) -> bool:
     return layout.dispatcher in _COPYING
 
 
-def expected_moves(model: ModelSpec, workload: Workload, layout: Layout) -> Moved:
+def expected_dispatch(model: ModelSpec, workload: Workload, layout: Layout) -> DispatchCounts:
     """Under even routing, as many copies out as in: docs/formulas.md 3."""
     if model.moe is None:
-        return Moved(sent=0, copies_out=0, copies_in=0, gathered=0)
+        return DispatchCounts(rows_sent=0, copies_out=0, copies_in=0, copies_gathered=0)
     tokens, top_k = micro_batch_tokens(workload, layout), model.moe.router.top_k
     rows = capacity_rows(tokens, top_k, model.moe.experts, layout.capacity)
     copies = round(tokens * expected_distinct(layout.ep, top_k))
     sent = rows * model.moe.experts
     if layout.capacity_fill is not CapacityFill.PADDED:
         sent = min(tokens * top_k, sent)
-    crossing = round(tokens * expected_distinct(nodes, top_k)) if (nodes := nodes_of(layout)) else 0
-    return Moved(
-        sent=sent,
+    crossing = (
+        round(tokens * expected_distinct(nodes, top_k)) if (nodes := dispatch_nodes(layout)) else 0
+    )
+    return DispatchCounts(
+        rows_sent=sent,
         copies_out=copies,
         copies_in=copies,
-        gathered=copies * layout.etp,
-        node_out=crossing,
-        node_in=crossing,
+        copies_gathered=copies * layout.etp,
+        node_copies_out=crossing,
+        node_copies_in=crossing,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InTurn:
+class RoundRobinCounts:
     """What every rank sends where experts are taken in turn: rows to each expert, and copies of
     tokens to each rank and to each node.
     """
@@ -149,9 +151,9 @@ class InTurn:
 
 
 @lru_cache(maxsize=8)  # of one job, whose micro-batches are alike
-def in_turn(
-    tokens: int, top_k: int, experts: int, *, most: int, ranks: int, nodes: int = 0
-) -> InTurn:
+def round_robin_counts(
+    tokens: int, top_k: int, experts: int, *, capacity: int, ranks: int, nodes: int = 0
+) -> RoundRobinCounts:
     """Slot s of a rank's tokens, `top_k` a token, takes expert s % `experts`, of which each takes
     the first `most`."""
     rows, copies, crossing, local = [0] * experts, [0] * ranks, [0] * nodes, experts // ranks
@@ -159,24 +161,24 @@ def in_turn(
         reached = set()
         for slot in range(token * top_k, (token + 1) * top_k):
             expert = slot % experts
-            if rows[expert] < most:
+            if rows[expert] < capacity:
                 rows[expert] += 1
                 reached.add(expert // local)
         for rank in reached:
             copies[rank] += 1
         for node in {rank * nodes // ranks for rank in reached} if nodes else ():
             crossing[node] += 1
-    return InTurn(rows=tuple(rows), copies=tuple(copies), nodes=tuple(crossing))
+    return RoundRobinCounts(rows=tuple(rows), copies=tuple(copies), nodes=tuple(crossing))
 
 
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
     """Whether the number of copies under dedup hangs on probabilities, by which a capacity drops
     rows."""
     drops = layout.capacity > 0 and training.drop_policy is DropPolicy.PROBS
-    return drops and layout.dispatcher is Dispatcher.DEDUP
+    return drops and layout.dispatcher is DispatcherKind.DEDUP
 
 
-def selection_in_turn(
+def round_robin_selection(
     model: ModelSpec, workload: Workload, layout: Layout, *, micro_batches: int
 ) -> Selection | None:
     """What a step would record where experts are taken in turn; None for a dense model."""
@@ -188,7 +190,9 @@ def selection_in_turn(
         model.moe.experts,
     )
     most = capacity_rows(tokens, top_k, experts, layout.capacity)
-    sent = in_turn(tokens, top_k, experts, most=most, ranks=layout.ep, nodes=nodes_of(layout))
+    sent = round_robin_counts(
+        tokens, top_k, experts, most=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
+    )
 
     def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
         return (
@@ -203,7 +207,7 @@ def selection_in_turn(
     )
 
 
-def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float:
+def expected_load_factor(model: ModelSpec, workload: Workload, layout: Layout) -> float:
     """The load of the hottest expert rank over the mean that a prediction assumes.
 
     A layer waits for its hottest rank, so layers of different load add up: of a histogram it is
@@ -214,33 +218,35 @@ def expected_load(model: ModelSpec, workload: Workload, layout: Layout) -> float
     if workload.routing is Routing.LEARNED:
         return workload.load_factor
     if workload.routing is Routing.SKEWED:
-        return skewed_load(
+        return skewed_load_factor(
             model.moe.experts,
             layout.ep,
             model.moe.router.top_k,
             workload.load_skew,
             capacity=layout.capacity,
         )
-    return fmean(hottest_ranks(model, workload, layout))
+    return fmean(layer_load_factors(model, workload, layout))
 
 
-def hottest_ranks(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[float, ...]:
+def layer_load_factors(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[float, ...]:
     """The measured load of the hottest EP rank over the mean, of each layer with experts."""
     if layout.spare:
         return tuple(
-            expert_placement.replicated(counts, layout.ep, layout.spare).load_factor
+            expert_placement.place_with_replicas(counts, layout.ep, layout.spare).load_factor
             for counts in workload.load_histogram
         )
     even = layout.expert_placement is ExpertPlacement.BALANCED
     return tuple(
         expert_placement.rank_load_factor(
-            expert_placement.placed(counts, layout.ep) if even else counts, layout.ep
+            expert_placement.balanced_slot_loads(counts, layout.ep) if even else counts, layout.ep
         )
         for counts in workload.load_histogram
     )
 
 
-def skewed_load(experts: int, ep: int, top_k: int, skew: float, *, capacity: float = 0.0) -> float:
+def skewed_load_factor(
+    experts: int, ep: int, top_k: int, skew: float, *, capacity: float = 0.0
+) -> float:
     """Expected load of the hottest of `ep` ranks over the mean when experts' loads vary by `skew`
     about it.
 
@@ -255,7 +261,7 @@ def skewed_load(experts: int, ep: int, top_k: int, skew: float, *, capacity: flo
     """
     if capacity > 0 and skew > 0:
         kept, spread_left = _cut_off(skew, capacity)
-        hottest = kept * skewed_load(experts, ep, top_k, spread_left)
+        hottest = kept * skewed_load_factor(experts, ep, top_k, spread_left)
         return min(hottest, capacity) / min(1.0, capacity)
     if ep == 1 or experts == 1:
         return 1.0
@@ -282,7 +288,7 @@ def _largest(draws: int) -> float:
     return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * sqrt(draws / (draws - 1))
 
 
-def gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
+def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     """Rows that ETP ranks gather to have `rows` between them, as each sends its part padded to the
     largest.
 
@@ -296,7 +302,9 @@ def gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     return round(layout.etp * (mean + _largest(layout.etp) * sqrt(mean * (1 - 1 / layout.etp))))
 
 
-def load_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+def check_load_histogram(
+    model: ModelSpec, workload: Workload, layout: Layout
+) -> tuple[Reason, ...]:
     """What is wrong with a load histogram, as there must be one where it decides: a count for every
     expert, layers as many as have experts."""
     used = (
@@ -335,15 +343,15 @@ def expected_distinct(places: int, draws: int) -> float:
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
-def load_of_counts(counts: Sequence[int]) -> Load:
+def measure_load_balance(counts: Sequence[int]) -> LoadBalance:
     """Load of one layer from its tokens per expert. All zero counts as even, with every expert
     dead."""
     total = sum(counts)
     dead = sum(1 for value in counts if value == 0)
     if total == 0:
-        return Load(max_over_mean=1.0, p95_over_mean=1.0, dead_experts=dead, entropy=1.0)
+        return LoadBalance(max_over_mean=1.0, p95_over_mean=1.0, dead_experts=dead, entropy=1.0)
     spread = -sum(value / total * log(value / total) for value in counts if value)
-    return Load(
+    return LoadBalance(
         max_over_mean=max(counts) * len(counts) / total,
         p95_over_mean=sorted(counts)[ceil(0.95 * len(counts)) - 1] * len(counts) / total,
         dead_experts=dead,
@@ -369,8 +377,8 @@ def rank_rows(
     """
     ep_rank = grid.coordinate(layout, rank, "ep")
     if not layout.spare:
-        return sum(expert_rows(by_source, expert_placement.of_rank(slots, layout.ep, ep_rank)))
-    return sum(slot_rows(by_source, slots)[expert_placement.block(slots, layout.ep, ep_rank)])
+        return sum(expert_rows(by_source, expert_placement.rank_experts(slots, layout.ep, ep_rank)))
+    return sum(slot_rows(by_source, slots)[expert_placement.rank_slots(slots, layout.ep, ep_rank)])
 
 
 def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple[int, ...]:
@@ -380,7 +388,7 @@ def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple
         places.setdefault(expert, []).append(slot)
     return tuple(
         sum(
-            expert_placement.dealt(
+            expert_placement.rows_for_slot(
                 of_source[expert], len(places[expert]), source, places[expert].index(slot)
             )
             for source, of_source in enumerate(by_source)

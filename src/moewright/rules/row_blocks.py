@@ -5,11 +5,11 @@ of all of them exists.
 
 from __future__ import annotations
 
-IN_CACHE = 1 << 17  # fp32 numbers that a core's cache has beside what is made of them
-LOSS_ROWS = 512  # of logits, where the cache sets no bound
+CACHED_NUMEL = 1 << 17  # fp32 numbers that a core's cache has beside what is made of them
+MAX_LOSS_ROWS = 512  # of logits, where the cache sets no bound
 _FEWEST = 16  # rows that are worth a round of operations
 
 
-def rows_at_a_time(width: int, numbers: int) -> int:
+def rows_per_block(width: int, numel: int) -> int:
     """Rows of `width` that hold about so many numbers."""
-    return max(_FEWEST, numbers // max(1, width))
+    return max(_FEWEST, numel // max(1, width))

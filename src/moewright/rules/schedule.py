@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from moewright.rules.timetable_rows import Kind as Kind
-from moewright.rules.timetable_rows import Row as Row
-from moewright.rules.zero_bubble import Builder, dualpipev, zb_h1, zbv
+from moewright.rules.timetable_row import RowKind as RowKind
+from moewright.rules.timetable_row import TimetableRow as TimetableRow
+from moewright.rules.zero_bubble import TimetableBuilder, dualpipev, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap, Schedule
 
 # Rows of one rank, given pp, the rank and the micro-batches.
-_SPLIT: Mapping[Schedule, Builder] = MappingProxyType(
+_SPLIT: Mapping[Schedule, TimetableBuilder] = MappingProxyType(
     {Schedule.ZB_H1: zb_h1, Schedule.ZBV: zbv, Schedule.DUALPIPEV: dualpipev}
 )
 _CHUNKS: Mapping[Schedule, int] = MappingProxyType(
@@ -26,13 +26,13 @@ _CHUNKS: Mapping[Schedule, int] = MappingProxyType(
 )
 
 
-def group_of(layout: Layout) -> int:
+def interleaved_group_size(layout: Layout) -> int:
     """Micro-batches that an interleaved rank takes through one chunk before it turns to the next
     (N)."""
     return layout.vpp_group or layout.pp
 
 
-def schedule_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
+def check_schedule(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
     """Rules of the timetable that layout and micro-batch count break; () when there is a table for
     them."""
     schedule, pp, vpp = layout.schedule, layout.pp, layout.vpp
@@ -92,7 +92,7 @@ def _split_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
 
 
 def _group_reasons(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
-    pp, group = layout.pp, group_of(layout)
+    pp, group = layout.pp, interleaved_group_size(layout)
     if micro_batches < pp:
         rule = f"the interleaved schedule needs at least pp={pp} micro-batches a step; there are {micro_batches}"
         batch = layout.mbs * layout.dp  # sequences of one micro-batch over all data-parallel ranks
@@ -115,7 +115,7 @@ def _group_fits(group: int, pp: int, micro_batches: int) -> bool:
     return rest == 0 or rest >= pp
 
 
-def warmup(layout: Layout, micro_batches: int, pp_rank: int) -> int:
+def warmup_forwards(layout: Layout, micro_batches: int, pp_rank: int) -> int:
     """Forwards (of one chunk each) that a rank runs before its first backward, less the one paired
     with it.
 
@@ -123,14 +123,16 @@ def warmup(layout: Layout, micro_batches: int, pp_rank: int) -> int:
     pairs a forward with the backward of another micro-batch, which takes one forward more.
     """
     behind = layout.pp - pp_rank - 1
-    count = 2 * behind + (layout.vpp - 1) * group_of(layout) if layout.vpp > 1 else behind
+    count = (
+        2 * behind + (layout.vpp - 1) * interleaved_group_size(layout) if layout.vpp > 1 else behind
+    )
     return min(count + (Overlap.EP in layout.overlap), micro_batches * layout.vpp)
 
 
 def forward_order(layout: Layout, micro_batches: int) -> list[tuple[int, int]]:
     """(micro_batch, chunk) of every forward: group by group of N, and in each group chunk by
     chunk."""
-    group = group_of(layout) if layout.vpp > 1 else micro_batches
+    group = interleaved_group_size(layout) if layout.vpp > 1 else micro_batches
     return [
         (micro_batch, chunk)
         for first in range(0, micro_batches, group)
@@ -139,14 +141,14 @@ def forward_order(layout: Layout, micro_batches: int) -> list[tuple[int, int]]:
     ]
 
 
-def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[Row, ...], ...]:
+def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[TimetableRow, ...], ...]:
     """The rows of each pipeline rank, in the order it runs them: warm-up, (forward, backward)
     pairs, drain.
 
     Backwards follow the forwards' order with the chunks reversed. Raises BadInput where there is no
     table.
     """
-    reasons = schedule_reasons(layout, micro_batches)
+    reasons = check_schedule(layout, micro_batches)
     if micro_batches < 1:
         reasons = (
             Reason(
@@ -164,13 +166,14 @@ def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[Row, ...], ...]
             tuple(build(layout.pp, pp_rank, micro_batches)) for pp_rank in range(layout.pp)
         )
     order = forward_order(layout, micro_batches)
-    forward = [Row(kind=Kind.F, micro_batch=mb, chunk=chunk) for mb, chunk in order]
+    forward = [TimetableRow(kind=RowKind.F, micro_batch=mb, chunk=chunk) for mb, chunk in order]
     backward = [
-        Row(kind=Kind.B, micro_batch=mb, chunk=layout.vpp - 1 - chunk) for mb, chunk in order
+        TimetableRow(kind=RowKind.B, micro_batch=mb, chunk=layout.vpp - 1 - chunk)
+        for mb, chunk in order
     ]
     ranks = []
     for pp_rank in range(layout.pp):
-        ahead = warmup(layout, micro_batches, pp_rank)
+        ahead = warmup_forwards(layout, micro_batches, pp_rank)
         pairs = [row for pair in zip(forward[ahead:], backward, strict=False) for row in pair]
         ranks.append((*forward[:ahead], *pairs, *backward[len(forward) - ahead :]))
     return tuple(ranks)
@@ -183,31 +186,31 @@ def bubble_fraction(layout: Layout, micro_batches: int) -> float:
     return (layout.pp - 1) / (micro_batches * layout.vpp + layout.pp - 1)
 
 
-def split_backwards(rows: Sequence[Row]) -> frozenset[tuple[int, int]]:
+def split_backwards(rows: Sequence[TimetableRow]) -> frozenset[tuple[int, int]]:
     """(micro-batch, chunk) of every backward of a rank that leaves its weight gradients to a W
     row."""
-    return frozenset((row.micro_batch, row.chunk) for row in rows if row.kind is Kind.W)
+    return frozenset((row.micro_batch, row.chunk) for row in rows if row.kind is RowKind.W)
 
 
-def in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
+def max_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
     """Peak number of chunk activations (each of 1 / vpp of the rank's layers) alive on a rank.
 
     1F1B and interleaved: warm-up plus one. Where weight gradients are split off a chunk lives until
     its W.
     """
     if layout.schedule.splits_backward:
-        return peak_live(timetable(layout, min(micro_batches, 4 * layout.pp))[pp_rank])
-    return min(warmup(layout, micro_batches, pp_rank) + 1, micro_batches * layout.vpp)
+        return peak_live_chunks(timetable(layout, min(micro_batches, 4 * layout.pp))[pp_rank])
+    return min(warmup_forwards(layout, micro_batches, pp_rank) + 1, micro_batches * layout.vpp)
 
 
-def peak_live(rows: Sequence[Row]) -> int:
+def peak_live_chunks(rows: Sequence[TimetableRow]) -> int:
     """Highest number of chunk activations alive as a rank runs its rows."""
     owing = split_backwards(rows)
     live = peak = 0
     for row in rows:
-        if row.kind is Kind.F:
+        if row.kind is RowKind.F:
             live += 1
             peak = max(peak, live)
-        elif row.kind is Kind.W or (row.micro_batch, row.chunk) not in owing:
+        elif row.kind is RowKind.W or (row.micro_batch, row.chunk) not in owing:
             live -= 1
     return peak

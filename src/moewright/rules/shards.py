@@ -30,7 +30,7 @@ def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
     return "dp_cp" if layout.tp == 1 or "tp" in axes else "tp_cp_dp"
 
 
-def holders(name: str, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+def holding_pp_ranks(name: str, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """The pipeline ranks that hold a parameter, ascending, where more than one does; () elsewhere.
 
     Those are an embedding that is tied to the head or that MTP depths use, and a head that depths
@@ -38,20 +38,22 @@ def holders(name: str, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     holders, and each shard is summed over them after the data-parallel sum: so all make the same
     update, bit for bit.
     """
-    return shared_tables(model, layout).get(name, ()) if layout.pp > 1 and name in _TABLES else ()
+    return (
+        shared_table_ranks(model, layout).get(name, ()) if layout.pp > 1 and name in _TABLES else ()
+    )
 
 
 @lru_cache(maxsize=4)  # asked for each parameter of one layout
-def shared_tables(model: ModelSpec, layout: Layout) -> Mapping[str, tuple[int, ...]]:
+def shared_table_ranks(model: ModelSpec, layout: Layout) -> Mapping[str, tuple[int, ...]]:
     """The parameters that several pipeline ranks hold, and these ranks."""
-    chunks = stages.chunks(model, layout)
+    chunks = stages.pipeline_chunks(model, layout)
     embeds = {
         chunk.pp_rank
         for chunk in chunks
-        if chunk.embedding or chunk.mtp or (model.tie_embeddings and chunk.loss)
+        if chunk.has_embedding or chunk.mtp_layers or (model.tie_embeddings and chunk.has_loss)
     }
     heads = (
-        {chunk.pp_rank for chunk in chunks if chunk.loss or chunk.mtp}
+        {chunk.pp_rank for chunk in chunks if chunk.has_loss or chunk.mtp_layers}
         if not model.tie_embeddings
         else set()
     )
@@ -61,7 +63,7 @@ def shared_tables(model: ModelSpec, layout: Layout) -> Mapping[str, tuple[int, .
     return MappingProxyType({name: ranks for name, ranks in found.items() if len(ranks) > 1})
 
 
-def even_part(extent: int, parts: int) -> int:
+def shard_size(extent: int, parts: int) -> int:
     """What a rank holds of a dim cut in equal parts; padding makes the last ones as large as the
     rest."""
     return -(-extent // parts)
@@ -71,12 +73,12 @@ def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
     """Shape of one rank's shard. A legal layout divides evenly; otherwise the shape of the largest
     shard."""
     shape = list(param.shape)
-    for axis, dim in param.shard:
-        shape[dim] = even_part(shape[dim], grid.axis_size(layout, axis))
+    for axis, dim in param.sharded_dims:
+        shape[dim] = shard_size(shape[dim], grid.axis_size(layout, axis))
     return tuple(shape)
 
 
-def held_by(param: Param, layout: Layout, model: ModelSpec, pp_rank: int) -> bool:
+def holds_parameter(param: Param, layout: Layout, model: ModelSpec, pp_rank: int) -> bool:
     """Whether a pipeline rank holds the parameter.
 
     A tied embedding is held twice when the first and the last stage differ; stages with an MTP
@@ -87,7 +89,7 @@ def held_by(param: Param, layout: Layout, model: ModelSpec, pp_rank: int) -> boo
     )
 
 
-def parameters_of(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
+def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
     """The parameters that a pipeline rank holds, in registration order, with their full shapes."""
     mine = _chunks_of(model, layout, pp_rank)
     return tuple(
@@ -123,20 +125,20 @@ def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, 
 def _chunks_of(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:
     """The chunks of a pipeline rank, each with the number of MTP depths in the chunks before it."""
     mine, depths = [], 0
-    for chunk in stages.chunks(model, layout):
+    for chunk in stages.pipeline_chunks(model, layout):
         if chunk.pp_rank == pp_rank:
             mine.append((chunk, depths))
-        depths += chunk.mtp
+        depths += chunk.mtp_layers
     return mine
 
 
 def _in_chunk(param: Param, model: ModelSpec, chunk: stages.Chunk, first_mtp: int) -> bool:
     if param.layer == EMBEDDING_LAYER:
-        tied_head = model.tie_embeddings and chunk.loss and param.name == "embedding.weight"
-        return chunk.embedding or chunk.mtp > 0 or tied_head
+        tied_head = model.tie_embeddings and chunk.has_loss and param.name == "embedding.weight"
+        return chunk.has_embedding or chunk.mtp_layers > 0 or tied_head
     if param.layer < model.layers:
         return param.layer in chunk.layers
     if param.layer == model.layers:
         # An MTP depth runs its own pass through the shared head.
-        return chunk.loss or (chunk.mtp > 0 and param.name == "head.weight")
-    return first_mtp <= param.layer - model.layers - 1 < first_mtp + chunk.mtp
+        return chunk.has_loss or (chunk.mtp_layers > 0 and param.name == "head.weight")
+    return first_mtp <= param.layer - model.layers - 1 < first_mtp + chunk.mtp_layers

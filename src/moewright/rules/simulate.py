@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moewright.rules.schedule import Kind, Row, split_backwards
-from moewright.rules.stages import seat_of, stage_of
+from moewright.rules.schedule import RowKind, TimetableRow, split_backwards
+from moewright.rules.stages import stage_position, virtual_stage
 from moewright.spec.layout import Layout
 
 
@@ -19,13 +19,13 @@ class StageSeconds:
     weight_backward: float
 
 
-def ends_s(
+def row_end_times(
     layout: Layout,
-    table: Sequence[Sequence[Row]],
+    table: Sequence[Sequence[TimetableRow]],
     stages: Sequence[StageSeconds],
     *,
     transfer_s: float = 0.0,
-) -> dict[tuple[Kind, int, int], float]:
+) -> dict[tuple[RowKind, int, int], float]:
     """When each row of a table ends, in seconds, by (kind, micro-batch, virtual stage).
 
     A forward waits for the same micro-batch's forward one virtual stage before; a backward for its
@@ -34,7 +34,7 @@ def ends_s(
     RuntimeError when the rows wait for each other for ever.
     """
     last_stage = layout.pp * layout.vpp - 1
-    ended: dict[tuple[Kind, int, int], float] = {}
+    ended: dict[tuple[RowKind, int, int], float] = {}
     clock, position = [0.0] * len(table), [0] * len(table)
     split = [split_backwards(rows) for rows in table]
     awake = list(range(len(table)))
@@ -42,19 +42,19 @@ def ends_s(
         rank = awake.pop()
         while position[rank] < len(table[rank]):
             row = table[rank][position[rank]]
-            stage = stage_of(layout, rank, row.chunk)
+            stage = virtual_stage(layout, rank, row.chunk)
             start = clock[rank]
             for need in _needs(row, stage, last_stage):
                 if need not in ended:
                     break
-                away = seat_of(layout, need[2])[0] != rank
+                away = stage_position(layout, need[2])[0] != rank
                 start = max(start, ended[need] + (transfer_s if away else 0.0))
             else:
                 clock[rank] = start + _length_s(row, stages[stage], split[rank])
                 ended[row.kind, row.micro_batch, stage] = clock[rank]
                 position[rank] += 1
                 awake += [
-                    seat_of(layout, near)[0]
+                    stage_position(layout, near)[0]
                     for near in (stage - 1, stage + 1)
                     if 0 <= near <= last_stage
                 ]
@@ -66,19 +66,19 @@ def ends_s(
     return ended
 
 
-def _length_s(row: Row, seconds: StageSeconds, split: frozenset[tuple[int, int]]) -> float:
-    if row.kind is Kind.F:
+def _length_s(row: TimetableRow, seconds: StageSeconds, split: frozenset[tuple[int, int]]) -> float:
+    if row.kind is RowKind.F:
         return seconds.forward
-    if row.kind is Kind.W:
+    if row.kind is RowKind.W:
         return seconds.weight_backward
     alone = (row.micro_batch, row.chunk) in split
     return seconds.input_backward + (0.0 if alone else seconds.weight_backward)
 
 
-def _needs(row: Row, stage: int, last_stage: int) -> tuple[tuple[Kind, int, int], ...]:
-    if row.kind is Kind.F:
-        return ((Kind.F, row.micro_batch, stage - 1),) if stage else ()
-    if row.kind is Kind.W:
-        return ((Kind.B, row.micro_batch, stage),)
-    own = (Kind.F, row.micro_batch, stage)
-    return (own,) if stage == last_stage else (own, (Kind.B, row.micro_batch, stage + 1))
+def _needs(row: TimetableRow, stage: int, last_stage: int) -> tuple[tuple[RowKind, int, int], ...]:
+    if row.kind is RowKind.F:
+        return ((RowKind.F, row.micro_batch, stage - 1),) if stage else ()
+    if row.kind is RowKind.W:
+        return ((RowKind.B, row.micro_batch, stage),)
+    own = (RowKind.F, row.micro_batch, stage)
+    return (own,) if stage == last_stage else (own, (RowKind.B, row.micro_batch, stage + 1))

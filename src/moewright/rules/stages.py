@@ -28,7 +28,7 @@ _FIELD = "layout.stages"
 _MAX_SYMBOLS = 100_000  # of an expanded layout string; stops t*1000000000
 
 
-class Split(Enum):
+class EvenSplit(Enum):
     """What an even split counts besides the layers; the value is the number of extra layers."""
 
     EVEN = 0
@@ -42,33 +42,33 @@ class Chunk:
 
     pp_rank: int
     vpp_rank: int
-    embedding: bool
+    has_embedding: bool
     layers: tuple[int, ...]
-    mtp: int
-    loss: bool
+    mtp_layers: int
+    has_loss: bool
 
 
 def chunk_layers(model: ModelSpec, chunk: Chunk) -> tuple[int, ...]:
     """Layers of a virtual stage as rules.inventory numbers them: MTP depth d is L + 1 + d; depths
     share a stage."""
-    return chunk.layers + tuple(model.layers + 1 + depth for depth in range(chunk.mtp))
+    return chunk.layers + tuple(model.layers + 1 + depth for depth in range(chunk.mtp_layers))
 
 
-def stage_of(layout: Layout, pp_rank: int, chunk: int) -> int:
+def virtual_stage(layout: Layout, pp_rank: int, chunk: int) -> int:
     """The virtual stage that a pipeline rank holds as its `chunk`: round-robin, or down and back up
     a V."""
-    if layout.schedule.v_shaped and chunk:
+    if layout.schedule.is_v_shaped and chunk:
         return 2 * layout.pp - 1 - pp_rank
     return chunk * layout.pp + pp_rank
 
 
-def seat_of(layout: Layout, stage: int) -> tuple[int, int]:
+def stage_position(layout: Layout, stage: int) -> tuple[int, int]:
     """(pipeline rank, chunk) of a virtual stage; the inverse of `stage_of`."""
     chunk, place = divmod(stage, layout.pp)
-    return (layout.pp - 1 - place if layout.schedule.v_shaped and chunk else place), chunk
+    return (layout.pp - 1 - place if layout.schedule.is_v_shaped and chunk else place), chunk
 
 
-def vpp_choices(layers: int, pp: int, *, split: Split = Split.EVEN) -> tuple[int, ...]:
+def vpp_choices(layers: int, pp: int, *, split: EvenSplit = EvenSplit.EVEN) -> tuple[int, ...]:
     """Every vpp for which the split comes out even, ascending; () when there is none. One stage has
     no vpp but 1."""
     if pp == 1:
@@ -77,7 +77,7 @@ def vpp_choices(layers: int, pp: int, *, split: Split = Split.EVEN) -> tuple[int
     return () if rest else tuple(v for v in range(1, per_rank + 1) if per_rank % v == 0)
 
 
-def layout_string(
+def even_layout_string(
     layers: int,
     *,
     mtp: int,
@@ -169,7 +169,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def stage_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
+def check_stages(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
     """Rules of the stage split that are broken; () when `chunks` has an answer."""
     if not layout.stages:
         return _even_reasons(model, layout)
@@ -196,7 +196,7 @@ def _example(model: ModelSpec, layout: Layout) -> str:
     on them."""
     if layout.pp * layout.vpp > model.layers + 2:
         return ""
-    return layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)
+    return even_layout_string(model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp)
 
 
 def _string_reason(rule: str, model: ModelSpec, layout: Layout) -> Reason:
@@ -233,8 +233,8 @@ def _broken(stages: tuple[tuple[str, ...], ...], model: ModelSpec, layout: Layou
     if len(with_mtp) > 1:
         yield "all m stand in one stage"
     elif with_mtp and layout.pp > 1 and len(stages) == layout.pp * layout.vpp:
-        pp_rank, chunk = seat_of(layout, with_mtp[0])
-        if pp_rank == 0 and not layout.schedule.v_shaped:
+        pp_rank, chunk = stage_position(layout, with_mtp[0])
+        if pp_rank == 0 and not layout.schedule.is_v_shaped:
             yield "m cannot stand on pipeline rank 0"
         elif chunk != layout.vpp - 1:
             yield "m stands in the last chunk of its pipeline rank"
@@ -246,7 +246,7 @@ def _even_reasons(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
         return ()
     text = _example(model, layout)
     example = f"stages '{text}'" if text else ""
-    choices = sorted({v for split in Split for v in vpp_choices(layers, pp, split=split)})
+    choices = sorted({v for split in EvenSplit for v in vpp_choices(layers, pp, split=split)})
     below = [v for v in choices if v < layout.vpp][-1:]
     near = below + [v for v in choices if v > layout.vpp][:1]
     rule = f"pp * vpp = {stages} divides neither the {layers} layers nor {layers} + 2 (embedding and loss counted)"
@@ -274,18 +274,18 @@ def _either(values: list[int], example: str) -> str:
     return ", or ".join(part for part in (" or ".join(map(str, values)), example) if part)
 
 
-def _even_split(layers: int, stages: int) -> Split | None:
-    return next((split for split in Split if (layers + split.value) % stages == 0), None)
+def _even_split(layers: int, stages: int) -> EvenSplit | None:
+    return next((split for split in EvenSplit if (layers + split.value) % stages == 0), None)
 
 
 @lru_cache(maxsize=4)  # an estimate asks for every rank of one pipeline
-def chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
+def pipeline_chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
     """The virtual stages in model order, pp * vpp of them. Raises BadInput where the split is not
     legal.
 
     Without a layout string MTP layers stand with the loss.
     """
-    reasons = stage_reasons(model, layout)
+    reasons = check_stages(model, layout)
     if reasons:
         raise BadInput(*reasons)
     stages = parse_stages(layout.stages) if layout.stages else _even_stages(model, layout)
@@ -295,12 +295,12 @@ def chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
         count = letters.count("t")
         result.append(
             Chunk(
-                pp_rank=seat_of(layout, index)[0],
-                vpp_rank=seat_of(layout, index)[1],
-                embedding="E" in letters,
+                pp_rank=stage_position(layout, index)[0],
+                vpp_rank=stage_position(layout, index)[1],
+                has_embedding="E" in letters,
                 layers=tuple(range(first, first + count)),
-                mtp=letters.count("m"),
-                loss="L" in letters,
+                mtp_layers=letters.count("m"),
+                has_loss="L" in letters,
             )
         )
         first += count
@@ -313,7 +313,7 @@ def _even_stages(model: ModelSpec, layout: Layout) -> tuple[tuple[str, ...], ...
     assert split is not None  # stage_reasons has said so
     each = (model.layers + split.value) // stages
     counts = [each] * stages
-    if split is Split.EMBEDDING_AND_LOSS:
+    if split is EvenSplit.EMBEDDING_AND_LOSS:
         counts[0] -= 1
         counts[-1] -= 1
     letters = [["t"] * count for count in counts]

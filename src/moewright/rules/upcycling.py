@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from moewright.rules.legality import divisors, nearest
+from moewright.rules.legality import divisors, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec, MoeSpec, RouterSpec
 
@@ -28,7 +28,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-class Scaling(StrEnum):
+class UpcyclingScaling(StrEnum):
     """Where the factor goes that makes up for G slices sharing the weights of one MLP."""
 
     EXACT = "exact"  # all of it on the down projection, which is linear: the same function
@@ -36,7 +36,7 @@ class Scaling(StrEnum):
     PUBLISHED = "published"
 
 
-class Weighing(StrEnum):
+class RouterWeighting(StrEnum):
     """Whether the weights of the chosen experts sum to 1, or are their share of the softmax over
     all."""
 
@@ -45,7 +45,7 @@ class Weighing(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Upcycling:
+class UpcyclingSpec:
     """E experts, k of them a token, of MLPs cut into `granularity` slices; layer i has them from
     `dense_first` on where `every` divides i.
     """
@@ -55,54 +55,54 @@ class Upcycling:
     granularity: int = 1
     dense_first: int = 0
     every: int = 1
-    scaling: Scaling = Scaling.EXACT
-    weighing: Weighing = Weighing.CHOSEN
+    scaling: UpcyclingScaling = UpcyclingScaling.EXACT
+    weighting: RouterWeighting = RouterWeighting.CHOSEN
 
     @property
     def copies(self) -> int:
         return self.experts // self.granularity
 
     @property
-    def factors(self) -> tuple[float, float]:
+    def weight_factors(self) -> tuple[float, float]:
         """What gate and up, and what down, are multiplied by."""
         whole = float(self.granularity)
-        if self.weighing is Weighing.ALL:
+        if self.weighting is RouterWeighting.ALL:
             whole *= self.experts / self.top_k
-        if self.scaling is Scaling.EXACT:
+        if self.scaling is UpcyclingScaling.EXACT:
             return 1.0, whole
         return whole ** (1 / 3), whole ** (1 / 3)
 
 
-def upcycled(dense: ModelSpec, choice: Upcycling) -> ModelSpec:
+def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
     """The model that a dense one becomes. Raises BadInput with every Reason why it cannot; fields
     as in Upcycling."""
-    if reasons := tuple(_reasons(dense, choice)):
+    if reasons := tuple(_reasons(dense, spec)):
         raise BadInput(*reasons)
-    layers = _routed(dense, choice)
+    layers = _routed(dense, spec)
     router = RouterSpec(
-        top_k=choice.top_k,
-        pre_softmax=choice.weighing is Weighing.ALL,
-        renormalize=choice.weighing is Weighing.CHOSEN,
+        top_k=spec.top_k,
+        pre_softmax=spec.weighting is RouterWeighting.ALL,
+        renormalize=spec.weighting is RouterWeighting.CHOSEN,
     )
     return replace(
         dense,
-        name=f"{dense.name}-{choice.experts}e",
+        name=f"{dense.name}-{spec.experts}e",
         family=_FAMILIES[dense.family][not all(layers)],
         dense_ffn_size=0 if all(layers) else dense.dense_ffn_size,
         moe=MoeSpec(
-            experts=choice.experts,
-            ffn_size=dense.dense_ffn_size // choice.granularity,
+            experts=spec.experts,
+            ffn_size=dense.dense_ffn_size // spec.granularity,
             router=router,
         ),
         moe_layers=layers,
     )
 
 
-def _routed(dense: ModelSpec, choice: Upcycling) -> tuple[bool, ...]:
+def _routed(dense: ModelSpec, choice: UpcyclingSpec) -> tuple[bool, ...]:
     return tuple(i >= choice.dense_first and i % choice.every == 0 for i in range(dense.layers))
 
 
-def _reasons(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
+def _reasons(dense: ModelSpec, choice: UpcyclingSpec) -> Iterator[Reason]:
     if dense.moe is not None:
         yield Reason(
             field="model",
@@ -129,10 +129,10 @@ def _reasons(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
         yield from _counts(dense, choice)
 
 
-def _counts(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
+def _counts(dense: ModelSpec, choice: UpcyclingSpec) -> Iterator[Reason]:
     slices, width = choice.granularity, dense.dense_ffn_size
     if width % slices:
-        close = nearest(slices, divisors(width))
+        close = nearest_legal(slices, divisors(width))
         yield Reason(
             field="granularity",
             value=str(slices),
@@ -154,11 +154,11 @@ def _counts(dense: ModelSpec, choice: Upcycling) -> Iterator[Reason]:
     if not any(_routed(dense, choice)):
         rule = f"leaves none of the {dense.layers} layers to experts"
         yield Reason(field="dense_first", value=str(choice.dense_first), rule=rule, nearest="0")
-    if choice.scaling is Scaling.EXACT and choice.weighing is Weighing.ALL:
+    if choice.scaling is UpcyclingScaling.EXACT and choice.weighting is RouterWeighting.ALL:
         rule = "the chosen experts' share of a softmax over all differs by token: no factor makes up for it exactly"
         yield Reason(
             field="router",
-            value=choice.weighing,
+            value=choice.weighting,
             rule=rule,
-            nearest=f"{Weighing.CHOSEN}, or --scaling published",
+            nearest=f"{RouterWeighting.CHOSEN}, or --scaling published",
         )

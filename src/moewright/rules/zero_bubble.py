@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from moewright.rules.timetable_rows import Kind, Row
+from moewright.rules.timetable_row import RowKind, TimetableRow
 
-Builder = Callable[[int, int, int], list[Row]]
+TimetableBuilder = Callable[[int, int, int], list[TimetableRow]]
 
 
 class _Rank:
@@ -23,25 +23,25 @@ class _Rank:
     they came."""
 
     def __init__(self, chunks: int) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[TimetableRow] = []
         self._forwards = [0] * chunks
         self._backwards = [0] * chunks
         self._owed: deque[tuple[int, int]] = deque()
 
     def forward(self, chunk: int) -> None:
-        self._add(Kind.F, self._forwards[chunk], chunk)
+        self._add(RowKind.F, self._forwards[chunk], chunk)
         self._forwards[chunk] += 1
 
     def backward(self, chunk: int, *, split: bool) -> None:
         micro_batch = self._backwards[chunk]
-        self._add(Kind.B, micro_batch, chunk)
+        self._add(RowKind.B, micro_batch, chunk)
         self._backwards[chunk] += 1
         if split:
             self._owed.append((micro_batch, chunk))
 
     def weight(self) -> None:
         """The oldest weight gradients still owed."""
-        self._add(Kind.W, *self._owed.popleft())
+        self._add(RowKind.W, *self._owed.popleft())
 
     def settle(self) -> None:
         while self._owed:
@@ -50,11 +50,11 @@ class _Rank:
     def left(self, chunk: int, micro_batches: int) -> bool:
         return self._forwards[chunk] < micro_batches
 
-    def _add(self, kind: Kind, micro_batch: int, chunk: int) -> None:
-        self.rows.append(Row(kind=kind, micro_batch=micro_batch, chunk=chunk))
+    def _add(self, kind: RowKind, micro_batch: int, chunk: int) -> None:
+        self.rows.append(TimetableRow(kind=kind, micro_batch=micro_batch, chunk=chunk))
 
 
-def zb_h1(pp: int, rank: int, micro_batches: int) -> list[Row]:
+def zb_h1(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
     """1F1B whose rank r owes the weight gradients of r micro-batches, and pays them while it would
     wait at the end.
 
@@ -75,7 +75,7 @@ def zb_h1(pp: int, rank: int, micro_batches: int) -> list[Row]:
     return at.rows
 
 
-def zbv(pp: int, rank: int, micro_batches: int) -> list[Row]:
+def zbv(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
     """No rank waits between its first and its last row where F, B and W take equal time and there
     are 2 pp - 1 micro-batches; every rank holds what the first one of 1F1B holds.
 
@@ -110,7 +110,7 @@ def zbv(pp: int, rank: int, micro_batches: int) -> list[Row]:
     return [row for row in at.rows if row.micro_batch < micro_batches]
 
 
-def dualpipev(pp: int, rank: int, micro_batches: int) -> list[Row]:
+def dualpipev(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
     """Forward and backward side by side in the steady state, so that each hides the other's
     communication.
 

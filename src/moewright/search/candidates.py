@@ -9,16 +9,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from moewright.search.heuristics import HABITS, Habit
+from moewright.search.heuristics import GUIDELINES, Guideline
 from moewright.search.pipeline_arrays import Array
-from moewright.search.screening import Scores, Scout
-from moewright.search.space import Space, everything, groups
+from moewright.search.screening import GroupScores, Screener
+from moewright.search.space import SearchSpace, degree_groups, no_objections
 from moewright.spec.layout import Layout, Overlap
 
 # Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan
 # that may not fit has
 # to be that much faster to come before one that fits.
-RESOLVED = 1.05
+RESOLUTION = 1.05
 
 Key = TypeVar("Key")
 
@@ -31,13 +31,13 @@ class Candidate:
     layout: Layout
     step_s: float
     peak_bytes: float
-    spread_bytes: float
-    firm: bool  # fits by more than the spread
+    sd_bytes: float
+    fits_surely: bool  # fits by more than the spread
 
     @property
-    def rank_s(self) -> float:
+    def ranking_s(self) -> float:
         """What it is ranked by."""
-        return self.step_s * (1.0 if self.firm else RESOLVED)
+        return self.step_s * (1.0 if self.fits_surely else RESOLUTION)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -46,21 +46,21 @@ class Candidate:
         return one.tp, one.cp, one.pp, one.ep, one.etp, one.mbs
 
 
-Cut = tuple[int, int, int, int, int]
+LayerDegrees = tuple[int, int, int, int, int]
 
 
-def cut_of(layout: Layout) -> Cut:
+def layer_degrees(layout: Layout) -> LayerDegrees:
     """What tells groups apart."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs
 
 
-class Best:
+class CandidatePool:
     """Collects scores. `keep` is how many different degrees, and how many candidates, must not be
     lost; `extra_bytes` how much more room is looked at too.
     """
 
     def __init__(
-        self, space: Space, scout: Scout, *, keep: int, extra_bytes: tuple[float, ...]
+        self, space: SearchSpace, scout: Screener, *, keep: int, extra_bytes: tuple[float, ...]
     ) -> None:
         self._space, self._scout, self._keep = space, scout, keep
         self._limit = space.hardware.device.memory_bytes.value
@@ -70,7 +70,7 @@ class Best:
         self.refused: Counter[str] = Counter()
         self.with_more: dict[float, Candidate] = {}
         self.by_overlap: dict[bool, Candidate] = {}
-        self.usual: dict[Habit, Candidate] = {}
+        self.usual: dict[Guideline, Candidate] = {}
         self.least_parallel: dict[int, Candidate] = {}
         self.least = 0  # ranks that the model must be cut over at least to fit; 0: nothing fits
         self._extra_bytes = extra_bytes
@@ -80,16 +80,16 @@ class Best:
         """Up to where time is worth pricing."""
         return self._limit + max(self._extra_bytes, default=0.0)
 
-    def take_all(self, cuts: Collection[Cut] | None = None) -> None:
+    def screen_all(self, cuts: Collection[LayerDegrees] | None = None) -> None:
         """Go through the whole space, or the groups of these cuts alone, and simulate what is
         left."""
-        for group in groups(self._space):
-            if cuts is not None and cut_of(group.layout) not in cuts:
+        for group in degree_groups(self._space):
+            if cuts is not None and layer_degrees(group.layout) not in cuts:
                 continue
-            for scores in self._scout.scores(
+            for scores in self._scout.screen(
                 group, room_bytes=self.room_bytes, below_s=self.below_s
             ):
-                self.take(scores)
+                self.add_scores(scores)
         self._trim()
         self._found = [self._simulated(one) for one in self._found]
         self.with_more, self.by_overlap = (
@@ -101,9 +101,9 @@ class Best:
             self._all_simulated(self.least_parallel),
         )
 
-    def take(self, scores: Scores) -> None:
+    def add_scores(self, scores: GroupScores) -> None:
         """Remember what is good of a group."""
-        fits = scores.legal & (scores.peak_bytes <= self._limit + scores.spread_bytes)
+        fits = scores.legal & (scores.peak_bytes <= self._limit + scores.sd_bytes)
         legal = int(np.count_nonzero(scores.legal))
         self.scored += legal
         self.without_room += legal - int(np.count_nonzero(fits))
@@ -111,25 +111,25 @@ class Best:
         usable = self._allowed(scores, np.isfinite(scores.step_s))
         if not usable.any():
             return
-        firm = usable & (scores.peak_bytes < self._limit - scores.spread_bytes)
-        for mask, ranked in ((firm, 1.0), (usable & fits & ~firm, RESOLVED)):
+        firm = usable & (scores.peak_bytes < self._limit - scores.sd_bytes)
+        for mask, ranked in ((firm, 1.0), (usable & fits & ~firm, RESOLUTION)):
             self._take_pipes(
                 scores, np.where(mask, scores.step_s, np.inf), ranked, firm=ranked == 1.0
             )
         for extra in self._extra_bytes:
-            roomy = usable & (scores.peak_bytes < self._limit + extra - scores.spread_bytes)
+            roomy = usable & (scores.peak_bytes < self._limit + extra - scores.sd_bytes)
             self._keep_fastest(self.with_more, extra, scores, roomy)
         self._keep_fastest(self.by_overlap, Overlap.EP in scores.base.overlap, scores, firm)
         self._keep_usual(scores, firm)
 
-    def _keep_usual(self, scores: Scores, firm: Array) -> None:
+    def _keep_usual(self, scores: GroupScores, firm: Array) -> None:
         """The fastest that keeps to each habit, and at the least model parallelism."""
         fastest = np.where(firm, scores.step_s, np.inf).min(initial=np.inf)
-        for habit in HABITS:
+        for habit in GUIDELINES:
             if fastest < (self.usual[habit].step_s if habit in self.usual else np.inf):
                 mask = habit.mask(
                     scores.base,
-                    scores.pipes.each,
+                    scores.pipelines.shapes,
                     self._scout.works,
                     self._scout.keeps,
                     self._space,
@@ -144,31 +144,31 @@ class Best:
                 firm & (parallel == self.least)[:, None, None],
             )
 
-    def _note_least(self, scores: Scores) -> None:
+    def _note_least(self, scores: GroupScores) -> None:
         parallel = self._parallel(scores)
         few = np.flatnonzero(parallel < self.least) if self.least else np.arange(len(parallel))
-        room = self._limit - scores.spread_bytes[few]
+        room = self._limit - scores.sd_bytes[few]
         fits = scores.legal[few] & (scores.peak_bytes[few] < room)
         fitting = parallel[few][fits.any(axis=(1, 2))]
         if len(fitting):
             self.least = int(fitting.min())
 
-    def _parallel(self, scores: Scores) -> Array:
+    def _parallel(self, scores: GroupScores) -> Array:
         """[pipelines] ranks that the model is cut over."""
         cut = scores.base.tp * scores.base.cp
-        return np.array([cut * pipe.pp for pipe in scores.pipes.each])
+        return np.array([cut * pipe.pp for pipe in scores.pipelines.shapes])
 
     def ranked(self) -> list[Candidate]:
         """The best of each set of degrees first, best first; then the others."""
         seen: set[tuple[int, ...]] = set()
         first: list[Candidate] = []
         rest: list[Candidate] = []
-        for candidate in sorted(self._found, key=lambda one: one.rank_s):
+        for candidate in sorted(self._found, key=lambda one: one.ranking_s):
             (rest if candidate.degrees in seen else first).append(candidate)
             seen.add(candidate.degrees)
         return [*first, *rest]
 
-    def _take_pipes(self, scores: Scores, steps: Array, factor: float, *, firm: bool) -> None:
+    def _take_pipes(self, scores: GroupScores, steps: Array, factor: float, *, firm: bool) -> None:
         """The fastest way to run each pipeline."""
         flat = steps.reshape(len(steps), -1)
         places = flat.argmin(axis=1)
@@ -185,41 +185,41 @@ class Best:
         """Let go of all but the best, and the best of each of the best degrees."""
         kept: list[Candidate] = []
         seen: set[tuple[int, ...]] = set()
-        for place, one in enumerate(sorted(self._found, key=lambda one: one.rank_s)):
+        for place, one in enumerate(sorted(self._found, key=lambda one: one.ranking_s)):
             new = one.degrees not in seen and len(seen) < self._keep
             if new or place < self._keep:
                 kept.append(one)
                 seen.add(one.degrees)
             if new and len(seen) == self._keep:
-                self.below_s = min(self.below_s, one.rank_s)
+                self.below_s = min(self.below_s, one.ranking_s)
         self._found = kept
 
     def _all_simulated(self, table: dict[Key, Candidate]) -> dict[Key, Candidate]:
         return {key: self._simulated(one) for key, one in table.items()}
 
     def _simulated(self, one: Candidate) -> Candidate:
-        return replace(one, step_s=one.step_s + self._scout.stalls_s(one.layout))
+        return replace(one, step_s=one.step_s + self._scout.stall_s(one.layout))
 
-    def _candidate(self, scores: Scores, place: tuple[int, ...], *, firm: bool) -> Candidate:
+    def _candidate(self, scores: GroupScores, place: tuple[int, ...], *, firm: bool) -> Candidate:
         return Candidate(
             layout=self._scout.layout(scores, *place),
             step_s=float(scores.step_s[place]),
             peak_bytes=float(scores.peak_bytes[place]),
-            spread_bytes=float(scores.spread_bytes[place]),
-            firm=firm,
+            sd_bytes=float(scores.sd_bytes[place]),
+            fits_surely=firm,
         )
 
     def _keep_fastest(
-        self, table: dict[Key, Candidate], key: Key, scores: Scores, mask: Array
+        self, table: dict[Key, Candidate], key: Key, scores: GroupScores, mask: Array
     ) -> None:
         steps = np.where(mask, scores.step_s, np.inf)
         place = np.unravel_index(int(steps.argmin()), steps.shape)
         if steps[place] < (table[key].step_s if key in table else np.inf):
             table[key] = self._candidate(scores, tuple(int(i) for i in place), firm=True)
 
-    def _allowed(self, scores: Scores, mask: Array) -> Array:
+    def _allowed(self, scores: GroupScores, mask: Array) -> Array:
         """Of the entries in `mask`, those that nothing speaks against."""
-        if self._space.allowed is everything:
+        if self._space.allowed is no_objections:
             return mask
         found = mask.copy()
         for place in np.argwhere(mask):

@@ -13,94 +13,102 @@ from typing import Any
 import numpy as np
 
 from moewright.search.pipeline_arrays import Array
-from moewright.search.space import Keep, Pipe, Space, Work
+from moewright.search.space import ActivationPolicy, PipelineShape, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout, Offload, Recompute
 
 _LONG_TOKENS = 8192  # from where attention's activations are said to dominate
 
 
-class Level(Enum):
+class GuidelineScope(Enum):
     """What of a layout a habit is about: what tells groups of candidates apart, or one of their
     axes."""
 
-    CUT = ()
-    PIPE = (0,)
-    WORK = (1,)
-    KEEP = (2,)
+    DEGREES = ()
+    PIPELINE = (0,)
+    ACTIVATIONS = (1,)
+    STATES = (2,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Habit:
+class Guideline:
     """`kept` tells whether a layout, or the part of one that `level` names, keeps to it."""
 
-    said: str
-    level: Level
-    kept: Callable[[Any, Space], bool]
+    text: str
+    scope: GuidelineScope
+    is_followed: Callable[[Any, SearchSpace], bool]
 
     def mask(
         self,
         cut: Layout,
-        pipes: tuple[Pipe, ...],
-        works: tuple[Work, ...],
-        keeps: tuple[Keep, ...],
-        space: Space,
+        pipes: tuple[PipelineShape, ...],
+        works: tuple[ActivationPolicy, ...],
+        keeps: tuple[StatePolicy, ...],
+        space: SearchSpace,
     ) -> Array:
         """Which of [pipelines, works, keeps] keep to it, in a shape that broadcasts."""
-        if self.level is Level.CUT:
-            return np.full((1, 1, 1), self.kept(cut, space))
-        (axis,) = self.level.value
+        if self.scope is GuidelineScope.DEGREES:
+            return np.full((1, 1, 1), self.is_followed(cut, space))
+        (axis,) = self.scope.value
         shape = [1, 1, 1]
         shape[axis] = -1
         parts: tuple[Any, ...] = (pipes, works, keeps)[axis]
-        return np.array([self.kept(part, space) for part in parts]).reshape(shape)
+        return np.array([self.is_followed(part, space) for part in parts]).reshape(shape)
 
 
-def _inside(cut: Layout, space: Space) -> bool:
+def _inside(cut: Layout, space: SearchSpace) -> bool:
     domain = space.hardware.fabric.domain_size
     return cut.tp <= domain and cut.ep * cut.etp <= domain
 
 
-def _short_whole(cut: Layout, space: Space) -> bool:
+def _short_whole(cut: Layout, space: SearchSpace) -> bool:
     return cut.cp == 1 or space.workload.seq_len >= _LONG_TOKENS
 
 
-HABITS = (
-    Habit(
-        said="keep tensor and expert parallelism inside the fast domain",
-        level=Level.CUT,
-        kept=_inside,
+GUIDELINES = (
+    Guideline(
+        text="keep tensor and expert parallelism inside the fast domain",
+        scope=GuidelineScope.DEGREES,
+        is_followed=_inside,
     ),
-    Habit(said="cut experts by EP before ETP", level=Level.CUT, kept=lambda cut, _: cut.etp == 1),
-    Habit(said="take context parallelism from 8K tokens on", level=Level.CUT, kept=_short_whole),
-    Habit(
-        said="interleave the stages",
-        level=Level.PIPE,
-        kept=lambda pipe, _: pipe.pp == 1 or pipe.vpp > 1,
+    Guideline(
+        text="cut experts by EP before ETP",
+        scope=GuidelineScope.DEGREES,
+        is_followed=lambda cut, _: cut.etp == 1,
     ),
-    Habit(
-        said="recompute modules, not whole layers",
-        level=Level.WORK,
-        kept=lambda work, _: Recompute.FULL not in work.recompute,
+    Guideline(
+        text="take context parallelism from 8K tokens on",
+        scope=GuidelineScope.DEGREES,
+        is_followed=_short_whole,
     ),
-    Habit(
-        said="recompute and split further before activations go to the host",
-        level=Level.WORK,
-        kept=lambda work, _: set(work.offload) <= {Offload.OPTIMIZER},
+    Guideline(
+        text="interleave the stages",
+        scope=GuidelineScope.PIPELINE,
+        is_followed=lambda pipe, _: pipe.pp == 1 or pipe.vpp > 1,
     ),
-    Habit(
-        said="keep the optimizer on the device",
-        level=Level.KEEP,
-        kept=lambda keep, _: Offload.OPTIMIZER not in keep.offload,
+    Guideline(
+        text="recompute modules, not whole layers",
+        scope=GuidelineScope.ACTIVATIONS,
+        is_followed=lambda work, _: Recompute.FULL not in work.recompute,
+    ),
+    Guideline(
+        text="recompute and split further before activations go to the host",
+        scope=GuidelineScope.ACTIVATIONS,
+        is_followed=lambda work, _: set(work.offload) <= {Offload.OPTIMIZER},
+    ),
+    Guideline(
+        text="keep the optimizer on the device",
+        scope=GuidelineScope.STATES,
+        is_followed=lambda keep, _: Offload.OPTIMIZER not in keep.offload,
     ),
 )
-LEAST = "take the least model parallelism that fits"
+LEAST_PARALLELISM = "take the least model parallelism that fits"
 
 
-def departed(layout: Layout, space: Space) -> tuple[Habit, ...]:
+def find_departures(layout: Layout, space: SearchSpace) -> tuple[Guideline, ...]:
     """The habits that a layout does not keep to."""
-    return tuple(habit for habit in HABITS if not habit.kept(layout, space))
+    return tuple(habit for habit in GUIDELINES if not habit.is_followed(layout, space))
 
 
-def parallelism(layout: Layout) -> int:
+def model_parallel_size(layout: Layout) -> int:
     """Ranks that hold one copy of the dense part of a model."""
     return layout.tp * layout.cp * layout.pp

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from moewright.cost.memory import enough_micro_batches
-from moewright.cost.step_time import LayerKind, kind_of
+from moewright.cost.memory import steady_micro_batches
+from moewright.cost.step_time import LayerKind, layer_kind
 from moewright.rules import schedule, stages
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class LayerKinds:
     """The pieces of a model, in the order of all arrays: kinds of layer, then an MTP depth,
     embedding, and a pass through the head. An MTP depth holds its layer; it embeds and makes its
     pass through the head itself.
@@ -51,21 +51,21 @@ class Pieces:
         return len(self.kinds) + 3
 
 
-def pieces_of(model: ModelSpec) -> Pieces:
-    return Pieces(
-        kinds=tuple(dict.fromkeys(kind_of(model, layer) for layer in range(model.layers)))
+def list_layer_kinds(model: ModelSpec) -> LayerKinds:
+    return LayerKinds(
+        kinds=tuple(dict.fromkeys(layer_kind(model, layer) for layer in range(model.layers)))
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class DistinctRanks:
     """One pipeline. `chunks` [pp ranks that differ][chunk] are piece counts; `ranks` the first rank
     that holds each, `alike` how many do.
     """
 
     chunks: Array  # [seats, vpp, pieces]
     ranks: tuple[int, ...]
-    alike: Array  # [seats]
+    multiplicity: Array  # [seats]
 
     @cached_property
     def held(self) -> Array:
@@ -73,19 +73,19 @@ class Shape:
         return np.asarray(self.chunks.sum(axis=1))
 
 
-def shape_of(model: ModelSpec, pieces: Pieces, layout: Layout) -> Shape:
+def find_distinct_ranks(model: ModelSpec, pieces: LayerKinds, layout: Layout) -> DistinctRanks:
     """What the pipeline ranks of a layout hold. A schedule that is not the same for a rank and the
     ones after it keeps every rank apart.
     """
     rows = np.zeros((layout.pp, layout.vpp, pieces.count))
     place = {kind: index for index, kind in enumerate(pieces.kinds)}
-    for chunk in stages.chunks(model, layout):
+    for chunk in stages.pipeline_chunks(model, layout):
         row = rows[chunk.pp_rank, chunk.vpp_rank]
         for layer in chunk.layers:
-            row[place[kind_of(model, layer)]] += 1
-        row[pieces.mtp] = chunk.mtp
-        row[pieces.embedding] = chunk.embedding
-        row[pieces.head] = chunk.loss
+            row[place[layer_kind(model, layer)]] += 1
+        row[pieces.mtp] = chunk.mtp_layers
+        row[pieces.embedding] = chunk.has_embedding
+        row[pieces.head] = chunk.has_loss
     first: dict[bytes | int, int] = {}
     alike: dict[bytes | int, int] = {}
     for rank in range(layout.pp):
@@ -93,19 +93,19 @@ def shape_of(model: ModelSpec, pieces: Pieces, layout: Layout) -> Shape:
         first.setdefault(key, rank)
         alike[key] = alike.get(key, 0) + 1
     ranks = tuple(first.values())
-    return Shape(
-        chunks=rows[list(ranks)], ranks=ranks, alike=np.array([alike[key] for key in first])
+    return DistinctRanks(
+        chunks=rows[list(ranks)], ranks=ranks, multiplicity=np.array([alike[key] for key in first])
     )
 
 
-def moments_of(
-    shape: Shape, pieces: Pieces, layout: Layout, micro_batches: int
+def peak_snapshots(
+    shape: DistinctRanks, pieces: LayerKinds, layout: Layout, micro_batches: int
 ) -> tuple[Array, ...]:
     """The moments of every seat of a shape [rows, pieces + 1 + pieces], under the timetable of the
     layout: what lives; the passes through the head that a forward ending then makes, and what the
     chunk of a backward running then holds.
     """
-    enough, paired = enough_micro_batches(layout, micro_batches), Overlap.EP in layout.overlap
+    enough, paired = steady_micro_batches(layout, micro_batches), Overlap.EP in layout.overlap
     return tuple(
         _undominated(
             _moments(shape.chunks[seat], pieces, *_rows(layout, enough, rank), paired=paired)
@@ -120,15 +120,15 @@ def _rows(layout: Layout, micro_batches: int, rank: int) -> tuple[Array, Array, 
     if layout.schedule.splits_backward:
         table = schedule.timetable(layout, micro_batches)[rank]
         owing = schedule.split_backwards(table)
-        runs = [row.kind is schedule.Kind.F for row in table]
+        runs = [row.kind is schedule.RowKind.F for row in table]
         frees = [
-            row.kind is schedule.Kind.W
-            or (row.kind is schedule.Kind.B and (row.micro_batch, row.chunk) not in owing)
+            row.kind is schedule.RowKind.W
+            or (row.kind is schedule.RowKind.B and (row.micro_batch, row.chunk) not in owing)
             for row in table
         ]
         return np.array(runs), np.array([row.chunk for row in table]), np.array(frees)
     order = np.array([chunk for _, chunk in schedule.forward_order(layout, micro_batches)])
-    ahead, count = schedule.warmup(layout, micro_batches, rank), len(order)
+    ahead, count = schedule.warmup_forwards(layout, micro_batches, rank), len(order)
     forward = np.zeros(2 * count, dtype=bool)
     forward[:ahead] = True
     forward[ahead : 2 * count - ahead : 2] = True
@@ -139,7 +139,7 @@ def _rows(layout: Layout, micro_batches: int, rank: int) -> tuple[Array, Array, 
 
 
 def _moments(
-    chunks: Array, pieces: Pieces, forward: Array, chunk: Array, frees: Array, *, paired: bool
+    chunks: Array, pieces: LayerKinds, forward: Array, chunk: Array, frees: Array, *, paired: bool
 ) -> Array:
     """[rows, pieces + 1 + pieces]: what lives as each row runs, passes of its forward, pieces of
     its backward.
@@ -190,7 +190,7 @@ def _undominated(rows: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class PipelineBatch:
     """Several pipelines end to end: arrays over pipelines [P] and their seats [Q], and the moments
     [M] of the seats that differ in theirs [D]; `*_starts` say where the seats of each pipeline, and
     the moments of each of D, begin.
@@ -201,36 +201,36 @@ class Stack:
     degree: Array  # [P] place in `degrees`
     vpp: Array  # [P]
     micro_batches: Array  # [P]
-    seats: Array  # [Q, pieces]
-    alike: Array  # [Q]
+    ranks: Array  # [Q, pieces]
+    multiplicity: Array  # [Q]
     seat_starts: Array  # [P]
     pipe_of_seat: Array  # [Q]
-    moments: Array  # [M, pieces + 1 + pieces]
+    snapshots: Array  # [M, pieces + 1 + pieces]
     moment_starts: Array  # [D]
     full: Array  # [Q] place among the D
 
     @cached_property
     def kept(self) -> Array:
         """[M, pieces + 1] what lives at each moment, and passes through the head of its forward."""
-        return np.ascontiguousarray(self.moments[:, : self.seats.shape[1] + 1])
+        return np.ascontiguousarray(self.snapshots[:, : self.ranks.shape[1] + 1])
 
     @cached_property
     def backwards(self) -> tuple[Array, Array]:
         """[backwards that differ, pieces] which layers each holds, and how many MTP depths and
         heads; [M] the backward of each moment.
         """
-        held = self.moments[:, self.seats.shape[1] + 1 :].copy()
+        held = self.snapshots[:, self.ranks.shape[1] + 1 :].copy()
         held[:, :-3] = held[:, :-3] > 0
         found, place = np.unique(held, axis=0, return_inverse=True)
         return found, place.reshape(-1)
 
     @cached_property
     def _of_seat(self) -> list[Array]:
-        return _in_turn(self.moment_starts, len(self.moments))
+        return _in_turn(self.moment_starts, len(self.snapshots))
 
     @cached_property
     def _of_pipe(self) -> list[Array]:
-        return _in_turn(self.seat_starts, len(self.seats))
+        return _in_turn(self.seat_starts, len(self.ranks))
 
     def fullest(self, of_moments: Array) -> Array:
         """[M, ...] -> [Q, ...]: the highest of each seat."""
@@ -242,7 +242,7 @@ class Stack:
 
     def slowest_and_all(self, of_seats: Array) -> tuple[Array, Array]:
         """[Q, ...] -> two of [P, ...]: the largest of each pipeline, and the sum over its ranks."""
-        weighted = of_seats * self.alike.reshape(-1, *[1] * (of_seats.ndim - 1))
+        weighted = of_seats * self.multiplicity.reshape(-1, *[1] * (of_seats.ndim - 1))
         return _highest(of_seats, self._of_pipe), np.asarray(
             np.add.reduceat(weighted, self.seat_starts, axis=0)
         )
@@ -269,12 +269,12 @@ def _highest(rows: Array, turns: Sequence[Array], more: Array | None = None) -> 
     return found
 
 
-def stack(
+def batch_pipelines(
     layouts: Sequence[Layout],
-    shapes: Sequence[Shape],
+    shapes: Sequence[DistinctRanks],
     moments: Sequence[Sequence[Array]],
     counts: Sequence[int],
-) -> Stack:
+) -> PipelineBatch:
     """Pipelines of these layouts, each with so many micro-batches."""
     of_pipe = [len(shape.ranks) for shape in shapes]
     different: dict[bytes, tuple[int, Array]] = {}
@@ -286,17 +286,17 @@ def stack(
     rows = [rows for _, rows in different.values()]
     pp = np.array([layout.pp for layout in layouts])
     degrees, degree = np.unique(pp, return_inverse=True)
-    return Stack(
+    return PipelineBatch(
         pp=pp,
         degrees=tuple(int(each) for each in degrees),
         degree=degree,
         vpp=np.array([layout.vpp for layout in layouts]),
         micro_batches=np.array(counts),
-        seats=np.concatenate([shape.held for shape in shapes]),
-        alike=np.concatenate([shape.alike for shape in shapes]),
+        ranks=np.concatenate([shape.held for shape in shapes]),
+        multiplicity=np.concatenate([shape.multiplicity for shape in shapes]),
         seat_starts=np.cumsum([0, *of_pipe[:-1]]),
         pipe_of_seat=np.repeat(np.arange(len(shapes)), of_pipe),
-        moments=np.concatenate(rows),
+        snapshots=np.concatenate(rows),
         moment_starts=np.cumsum([0, *(len(each) for each in rows[:-1])]),
         full=np.array(full),
     )

@@ -16,39 +16,39 @@ import numpy as np
 
 from moewright.cost.buffers import dispatcher_bytes
 from moewright.cost.layer_time import stage_transfer_s
-from moewright.cost.memory import enough_micro_batches
-from moewright.cost.pipeline_time import closed_s, pipeline_of
-from moewright.cost.repricing import chunk_counts, passes_of
-from moewright.cost.step_time import Share, tail
-from moewright.cost.symbols import Sizes
-from moewright.rules.compatibility import exclusion_reasons
+from moewright.cost.memory import steady_micro_batches
+from moewright.cost.pipeline_time import build_pipeline, closed_form_s
+from moewright.cost.repricing import count_chunk_layers, pass_seconds
+from moewright.cost.step_time import RankParameters, step_tail
+from moewright.cost.symbols import Symbols
+from moewright.rules.compatibility import check_compatibility
 from moewright.search.pipeline_arrays import (
     Array,
-    Shape,
-    Stack,
-    moments_of,
-    pieces_of,
-    shape_of,
-    stack,
+    DistinctRanks,
+    PipelineBatch,
+    batch_pipelines,
+    find_distinct_ranks,
+    list_layer_kinds,
+    peak_snapshots,
 )
-from moewright.search.screening_memory import Room
-from moewright.search.screening_time import GroupPrices, Pace, Prices
+from moewright.search.screening_memory import ScreeningMemory
+from moewright.search.screening_time import GroupTimes, ScreeningTimes, TimingClass
 from moewright.search.space import (
-    Group,
-    Pipe,
-    Pipes,
-    Space,
-    Work,
-    keeps,
-    with_pipe,
-    works,
+    ActivationPolicy,
+    DegreeGroup,
+    PipelineShape,
+    PipelineShapes,
+    SearchSpace,
+    activation_policies,
+    state_policies,
+    with_pipeline,
 )
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
+class GroupScores:
     """A group under one way to overlap expert communication, as arrays over [pipelines, works,
     keeps].
 
@@ -57,25 +57,25 @@ class Scores:
     faster. `base` is the group's layout with what pricing settled.
     """
 
-    pipes: Pipes
+    pipelines: PipelineShapes
     base: Layout
     legal: Array
     peak_bytes: Array
-    spread_bytes: Array
+    sd_bytes: Array
     step_s: Array
     floor_s: float
     dp_overlap: Array
 
 
-class Scout:
+class Screener:
     """Prices the candidates of one space; what does not depend on the candidate is worked out
     once."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._pieces = pieces_of(space.model)
-        self.works, self.keeps = works(space), keeps(space)
-        self.prices = Prices(space, self._pieces, self.works)
+        self._pieces = list_layer_kinds(space.model)
+        self.works, self.keeps = activation_policies(space), state_policies(space)
+        self.prices = ScreeningTimes(space, self._pieces, self.works)
         self._rates, self._links = self.prices.rates, self.prices.links
         # [w, v]: work w replays and sends away less than work v.
         self._lighter = np.array(
@@ -84,24 +84,30 @@ class Scout:
         cuda = space.hardware.device.kind is DeviceKind.CUDA
         sums = (Overlap.GRAD, Overlap.PARAM)
         self._overlaps_sums = cuda and "overlap" not in space.fixed and space.permits(overlap=sums)
-        self._room = Room(space, self._pieces, self._rates.constants, self.works, self.keeps)
-        self._shapes: dict[Pipe, Shape] = {}
-        self._moments: dict[tuple[Pipe, int, bool], tuple[Array, ...]] = {}
-        self._stacks: dict[tuple[Pipes, int, int, bool], tuple[Stack, tuple[Pace, ...]]] = {}
+        self._room = ScreeningMemory(
+            space, self._pieces, self._rates.constants, self.works, self.keeps
+        )
+        self._shapes: dict[PipelineShape, DistinctRanks] = {}
+        self._moments: dict[tuple[PipelineShape, int, bool], tuple[Array, ...]] = {}
+        self._stacks: dict[
+            tuple[PipelineShapes, int, int, bool], tuple[PipelineBatch, tuple[TimingClass, ...]]
+        ] = {}
         self._legal: dict[tuple[object, ...], tuple[Array, Array]] = {}
         self._legal_works: dict[tuple[object, ...], Array] = {}
         self._tails: dict[tuple[object, ...], float] = {}
         self._transfers: dict[tuple[int, int, int, int], float] = {}
-        self._bare: dict[tuple[Pipe, int, bool], Layout] = {}
+        self._bare: dict[tuple[PipelineShape, int, bool], Layout] = {}
 
-    def scores(self, group: Group, *, room_bytes: float, below_s: float) -> Iterator[Scores]:
+    def screen(
+        self, group: DegreeGroup, *, room_bytes: float, below_s: float
+    ) -> Iterator[GroupScores]:
         """All candidates of a group. Time is left out where it cannot matter: of layouts that need
         more than `room_bytes` by more than the spread, and of pipelines that take `below_s` or more
         even without recompute.
         """
         size = self.prices.size(group.layout)
         at_once = self._room.layers(size)
-        prices, fits = self.prices.of_group(group.layout, at_once), True
+        prices, fits = self.prices.price_group(group.layout, at_once), True
         for overlap in self._expert_overlaps(group.layout):
             cut, layers = replace(group.layout, overlap=overlap), at_once
             legal, suits = self._legality(group, cut)
@@ -113,8 +119,8 @@ class Scout:
                 # are not even weighed.
                 if not fits or not self._in_time(cut, stacked, prices, paces, below_s):
                     continue
-                layers = self._room.late(size, at_once)
-            peak, spread = self._room.device_bytes(size, layers, group.pipes, stacked, suits)
+                layers = self._room.delay_weight_gradients(size, at_once)
+            peak, spread = self._room.device_bytes(size, layers, group.pipelines, stacked, suits)
             worth = legal & (peak <= room_bytes + spread)
             base, floor_s = cut, np.inf
             step, dp_overlap = (
@@ -123,18 +129,18 @@ class Scout:
             )
             fits = bool(worth.any())
             if fits:
-                base = self.prices.settled(cut, prices, paces[0])
+                base = self.prices.choose_exchanges(cut, prices, paces[0])
                 floor_s = prices.floor_s(base, paces)
                 if floor_s < below_s:
                     worth &= ~self._needless(legal, peak, spread)
                     step, dp_overlap = self._price(base, stacked, prices, paces, worth, below_s)
                 peak = peak + (dispatcher_bytes(self.prices.size(base)) - dispatcher_bytes(size))
-            yield Scores(
-                pipes=group.pipes,
+            yield GroupScores(
+                pipelines=group.pipelines,
                 base=base,
                 legal=legal,
                 peak_bytes=peak,
-                spread_bytes=spread,
+                sd_bytes=spread,
                 step_s=step,
                 floor_s=floor_s,
                 dp_overlap=dp_overlap,
@@ -143,13 +149,13 @@ class Scout:
     def _in_time(
         self,
         cut: Layout,
-        stacked: Stack,
-        prices: GroupPrices,
-        paces: Sequence[Pace],
+        stacked: PipelineBatch,
+        prices: GroupTimes,
+        paces: Sequence[TimingClass],
         below_s: float,
     ) -> bool:
         """Whether any pipeline takes less than `below_s` without recompute."""
-        base = self.prices.settled(cut, prices, paces[0])
+        base = self.prices.choose_exchanges(cut, prices, paces[0])
         if prices.floor_s(base, paces) >= below_s:
             return False
         return bool((self._moving(prices, base, stacked, paces, np.array([0])) < below_s).any())
@@ -162,7 +168,7 @@ class Scout:
         found[:, 1:] |= roomy.transpose(0, 2, 1)[:, :1]
         return np.asarray(found.transpose(0, 2, 1))
 
-    def stalls_s(self, layout: Layout) -> float:
+    def stall_s(self, layout: Layout) -> float:
         """Seconds that the rows of the layout's timetable take beyond the closed form that scores
         it; 0 for schedules that split backwards, whose tables are too long to run for any but the
         plans shown.
@@ -170,11 +176,11 @@ class Scout:
         if layout.schedule.splits_backward:
             return 0.0
         pricer = self.prices.pricer(layout)
-        size, pieces = pricer.size, pricer.pieces(layout)
-        held = chunk_counts(size.model, layout, tuple(pieces.layers))
-        forward, backward = (held @ seconds for seconds in passes_of(pieces))
+        size, pieces = pricer.size, pricer.layer_times(layout)
+        held = count_chunk_layers(size.model, layout, tuple(pieces.layers))
+        forward, backward = (held @ seconds for seconds in pass_seconds(pieces))
         of_rank = (forward + backward).reshape(layout.vpp, layout.pp).sum(axis=0)
-        closed = closed_s(
+        closed = closed_form_s(
             of_rank.max(),
             of_rank.sum(),
             pp=layout.pp,
@@ -182,9 +188,9 @@ class Scout:
             micro_batches=size.m,
             transfer_s=0.0,
         )
-        return pipeline_of(layout, size.m).total_s(forward, backward) - float(closed)
+        return build_pipeline(layout, size.m).total_s(forward, backward) - float(closed)
 
-    def layout(self, scores: Scores, pipe: int, work: int, keep: int) -> Layout:
+    def layout(self, scores: GroupScores, pipe: int, work: int, keep: int) -> Layout:
         """The layout of one entry of the arrays."""
         chosen, states = self.works[work], self.keeps[keep]
         layout = replace(
@@ -196,7 +202,7 @@ class Scout:
         )
         if scores.dp_overlap[pipe, work, keep]:
             layout = _with_dp_overlap(layout)
-        return with_pipe(layout, scores.pipes.each[pipe], self._space)
+        return with_pipeline(layout, scores.pipelines.shapes[pipe], self._space)
 
     def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
         """Overlaps of the layout without and with that of expert communication, and with weight
@@ -208,89 +214,96 @@ class Scout:
         ways = ((Overlap.EP,), (Overlap.EP, Overlap.WGRAD))
         return [cut.overlap, *(way for way in ways if self._space.permits(overlap=way))]
 
-    def _legality(self, group: Group, cut: Layout) -> tuple[Array, Array]:
+    def _legality(self, group: DegreeGroup, cut: Layout) -> tuple[Array, Array]:
         """[pipelines, works, keeps], and [pipelines, keeps] where any work is legal."""
-        key = group.pipes, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        key = group.pipelines, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
-            found = np.array([self._work_legality(cut, pipe) for pipe in group.pipes.each])
+            found = np.array([self._work_legality(cut, pipe) for pipe in group.pipelines.shapes])
             suits = [
-                [keep.suits(pipe, self._space) for keep in self.keeps] for pipe in group.pipes.each
+                [keep.is_searched_on(pipe, self._space) for keep in self.keeps]
+                for pipe in group.pipelines.shapes
             ]
             legal = found[:, None, :] & np.array(suits)[:, :, None]
             self._legal[key] = legal.transpose(0, 2, 1), np.asarray(legal.any(axis=2))
         return self._legal[key]
 
-    def _work_legality(self, cut: Layout, pipe: Pipe) -> Array:
+    def _work_legality(self, cut: Layout, pipe: PipelineShape) -> Array:
         """[works]"""
         key = pipe.pp > 1, pipe.vpp > 1, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal_works:
-            layout = with_pipe(cut, pipe, self._space)
+            layout = with_pipeline(cut, pipe, self._space)
             reasons = [
-                exclusion_reasons(self._space.model, self._space.workload, work.on(layout))
+                check_compatibility(self._space.model, self._space.workload, work.apply_to(layout))
                 for work in self.works
             ]
             self._legal_works[key] = np.array([next(each, None) is None for each in reasons])
         return self._legal_works[key]
 
-    def _stack(self, group: Group, *, paired: bool) -> tuple[Stack, tuple[Pace, ...]]:
+    def _stack(
+        self, group: DegreeGroup, *, paired: bool
+    ) -> tuple[PipelineBatch, tuple[TimingClass, ...]]:
         cut, world = group.layout, self._space.hardware.count
         batch, one_pass = self._space.workload.global_batch * cut.tp * cut.cp, cut.mbs * world
-        key = group.pipes, batch, one_pass, paired
+        key = group.pipelines, batch, one_pass, paired
         if key not in self._stacks:
-            layouts = [self._alone(pipe, cut.vpp_group, paired=paired) for pipe in group.pipes.each]
-            counts = [batch * pipe.pp // one_pass for pipe in group.pipes.each]
+            layouts = [
+                self._alone(pipe, cut.vpp_group, paired=paired) for pipe in group.pipelines.shapes
+            ]
+            counts = [batch * pipe.pp // one_pass for pipe in group.pipelines.shapes]
             shapes = [
                 self._shape(pipe, layout)
-                for pipe, layout in zip(group.pipes.each, layouts, strict=True)
+                for pipe, layout in zip(group.pipelines.shapes, layouts, strict=True)
             ]
             moments = [
                 self._fullest(pipe, layout, shape, count)
                 for pipe, layout, shape, count in zip(
-                    group.pipes.each, layouts, shapes, counts, strict=True
+                    group.pipelines.shapes, layouts, shapes, counts, strict=True
                 )
             ]
-            stacked = stack(layouts, shapes, moments, counts)
+            stacked = batch_pipelines(layouts, shapes, moments, counts)
             self._stacks[key] = stacked, tuple(self._paces(cut, stacked))
         return self._stacks[key]
 
-    def _alone(self, pipe: Pipe, vpp_group: int, *, paired: bool) -> Layout:
+    def _alone(self, pipe: PipelineShape, vpp_group: int, *, paired: bool) -> Layout:
         """A pipeline of single ranks."""
         key = pipe, vpp_group, paired
         if key not in self._bare:
             bare = Layout(
                 world_size=pipe.pp, vpp_group=vpp_group, overlap=(Overlap.EP,) if paired else ()
             )
-            self._bare[key] = with_pipe(bare, pipe, self._space)
+            self._bare[key] = with_pipeline(bare, pipe, self._space)
         return self._bare[key]
 
-    def _paces(self, cut: Layout, stacked: Stack) -> Iterator[Pace]:
+    def _paces(self, cut: Layout, stacked: PipelineBatch) -> Iterator[TimingClass]:
         sizes = [self.prices.size(replace(cut, pp=pp)) for pp in stacked.degrees]
-        likes = np.array([int(size.steady) if size.fused else size.m for size in sizes])[
+        likes = np.array([int(size.is_steady) if size.is_fused else size.m for size in sizes])[
             stacked.degree
         ]
         synced = (stacked.pp > 1) & (stacked.vpp == 1)
         for like, waits in sorted(set(zip(likes.tolist(), synced.tolist(), strict=True))):
             rows = (likes == like) & (synced == waits)
             pp = int(stacked.pp[int(np.argmax(rows))])
-            yield Pace(like=like, synced=waits, seats=rows[stacked.pipe_of_seat], pp=pp)
+            yield TimingClass(like=like, synced=waits, ranks=rows[stacked.pipe_of_seat], pp=pp)
 
-    def _shape(self, pipe: Pipe, layout: Layout) -> Shape:
+    def _shape(self, pipe: PipelineShape, layout: Layout) -> DistinctRanks:
         if pipe not in self._shapes:
-            self._shapes[pipe] = shape_of(self._space.model, self._pieces, layout)
+            self._shapes[pipe] = find_distinct_ranks(self._space.model, self._pieces, layout)
         return self._shapes[pipe]
 
-    def _fullest(self, pipe: Pipe, layout: Layout, shape: Shape, count: int) -> tuple[Array, ...]:
-        key = pipe, enough_micro_batches(layout, count), bool(layout.overlap)
+    def _fullest(
+        self, pipe: PipelineShape, layout: Layout, shape: DistinctRanks, count: int
+    ) -> tuple[Array, ...]:
+        key = pipe, steady_micro_batches(layout, count), bool(layout.overlap)
         if key not in self._moments:
-            self._moments[key] = moments_of(shape, self._pieces, layout, count)
+            self._moments[key] = peak_snapshots(shape, self._pieces, layout, count)
         return self._moments[key]
 
     def _price(
         self,
         base: Layout,
-        stacked: Stack,
-        prices: GroupPrices,
-        paces: Sequence[Pace],
+        stacked: PipelineBatch,
+        prices: GroupTimes,
+        paces: Sequence[TimingClass],
         worth: Array,
         below_s: float,
     ) -> tuple[Array, Array]:
@@ -318,19 +331,19 @@ class Scout:
 
     def _moving(
         self,
-        prices: GroupPrices,
+        prices: GroupTimes,
         base: Layout,
-        stacked: Stack,
-        paces: Sequence[Pace],
+        stacked: PipelineBatch,
+        paces: Sequence[TimingClass],
         of_works: Array,
     ) -> Array:
         """[P, works] seconds of all micro-batches through the pipelines."""
-        totals = np.empty((len(stacked.seats), len(of_works)))
+        totals = np.empty((len(stacked.ranks), len(of_works)))
         for pace in paces:
-            totals[pace.seats] = stacked.seats[pace.seats] @ prices.seconds(pace, base, of_works)
+            totals[pace.ranks] = stacked.ranks[pace.ranks] @ prices.seconds(pace, base, of_works)
         transfer = np.array([self._transfer_s(base, pp) for pp in stacked.degrees])
         slowest, whole = stacked.slowest_and_all(totals)
-        return closed_s(
+        return closed_form_s(
             slowest,
             whole,
             pp=stacked.pp[:, None],
@@ -346,7 +359,7 @@ class Scout:
             self._transfers[key] = stage_transfer_s(self._links, self.prices.size(layout), layout)
         return self._transfers[key]
 
-    def _tail_s(self, base: Layout, stacked: Stack, wanted: Array) -> Array:
+    def _tail_s(self, base: Layout, stacked: PipelineBatch, wanted: Array) -> Array:
         """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where
         nothing is wanted."""
         found = np.zeros((len(stacked.pp), len(self.keeps)))
@@ -367,7 +380,7 @@ class Scout:
         return found
 
     def _add_tails(
-        self, found: Array, base: Layout, stacked: Stack, shares: Array, seats: Array
+        self, found: Array, base: Layout, stacked: PipelineBatch, shares: Array, seats: Array
     ) -> None:
         pipes = stacked.pipe_of_seat[seats]
         # Only zero=3 reduces and gathers more often with more micro-batches.
@@ -382,25 +395,27 @@ class Scout:
             base.offload,
             Overlap.GRAD in base.overlap,
         )
-        sizes: dict[int, Sizes] = {}
+        sizes: dict[int, Symbols] = {}
         for share, pipe, pp in zip(
             shares[seats].tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True
         ):
             dense, expert, dense_calls, expert_calls = share
             key = same, pp, dense, expert
             if key not in self._tails:
-                held = Share(
+                held = RankParameters(
                     dense=dense, expert=expert, dense_calls=dense_calls, expert_calls=expert_calls
                 )
                 if pp not in sizes:
                     sizes[pp] = self.prices.size(replace(base, pp=pp))
                 size = sizes[pp]
-                last = tail(self._rates, self._links, self._space.workload, size, size.layout, held)
+                last = step_tail(
+                    self._rates, self._links, self._space.workload, size, size.layout, held
+                )
                 self._tails[key] = last.total_s
             found[pipe] = max(found[pipe], self._tails[key])
 
 
-def _does_less(light: Work, heavy: Work) -> bool:
+def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:
     """Whether everything that `light` replays or sends to the host is so by `heavy` too, and
     more."""
     few, many = (

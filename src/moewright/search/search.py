@@ -11,13 +11,13 @@ import numpy as np
 
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
-from moewright.rules.grid import on_fabric
-from moewright.rules.legality import illegal, unmultiplied
-from moewright.search.candidates import RESOLVED, Best, Candidate, cut_of
-from moewright.search.explain import departure, why_first
-from moewright.search.heuristics import LEAST, departed, parallelism
-from moewright.search.screening import Scout
-from moewright.search.space import Allowed, Space, everything, space_of
+from moewright.rules.grid import with_fabric_nodes
+from moewright.rules.legality import check_legality, check_precision
+from moewright.search.candidates import RESOLUTION, Candidate, CandidatePool, layer_degrees
+from moewright.search.explain import explain_departure, explain_first
+from moewright.search.heuristics import LEAST_PARALLELISM, find_departures, model_parallel_size
+from moewright.search.screening import Screener
+from moewright.search.space import Objections, SearchSpace, build_search_space, no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
@@ -36,7 +36,7 @@ _EXTRA_BYTES = (GIB, 8 * GIB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranked:
+class SearchResult:
     """Plans, best first; what was rejected, by rule; why the first is first, and what keeping to
     what is usual would take; and how many layouts were scored.
 
@@ -49,9 +49,9 @@ class Ranked:
     rejected: tuple[tuple[str, int], ...]
     why: tuple[str, ...]
     scored: int
-    with_more: tuple[tuple[float, Candidate], ...]
-    by_overlap: tuple[tuple[bool, Candidate], ...]
-    near: tuple[Candidate, ...]
+    best_with_memory: tuple[tuple[float, Candidate], ...]
+    best_by_overlap: tuple[tuple[bool, Candidate], ...]
+    near_best: tuple[Candidate, ...]
 
 
 def search(
@@ -61,63 +61,63 @@ def search(
     *,
     fixed: str = "",
     top: int = 10,
-    allowed: Allowed = everything,
-) -> Ranked:
+    allowed: Objections = no_objections,
+) -> SearchResult:
     """The `top` fastest layouts that may fit, each the best of its degrees where there are so many.
 
     `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that
     is legal but cannot be run. Raises BadInput when `fixed` is wrong.
     """
-    if reasons := unmultiplied(workload, hardware):
+    if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
-    space = space_of(model, workload, hardware, fixed, allowed=allowed)
-    best = Best(space, Scout(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
-    best.take_all()
+    space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
+    best = CandidatePool(space, Screener(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    best.screen_all()
     rejected: Counter[str] = Counter(best.refused)
     rejected[DOES_NOT_FIT] += best.without_room
     plans: list[Plan] = []
     for candidate in best.ranked():
         if len(plans) == top:
             break
-        reasons = illegal(model, workload, candidate.layout)
+        reasons = check_legality(model, workload, candidate.layout)
         if reasons:
             rejected.update({reason.rule for reason in reasons})
             continue
-        plan = plan_of(model, workload, hardware, candidate.layout)
+        plan = build_plan(model, workload, hardware, candidate.layout)
         if plan.estimate.verdict is Verdict.OOM:
             rejected[DOES_NOT_FIT] += 1
         else:
             plans.append(plan)
     rejected[SLOWER] = max(0, best.scored - sum(rejected.values()) - len(plans))
     plans.sort(key=_order)
-    return Ranked(
+    return SearchResult(
         plans=tuple(plans),
         rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
-        why=(*why_first(tuple(plans)), *(_departures(plans[0], best, space) if plans else ())),
+        why=(*explain_first(tuple(plans)), *(_departures(plans[0], best, space) if plans else ())),
         scored=best.scored,
-        with_more=tuple(best.with_more.items()),
-        by_overlap=tuple(best.by_overlap.items()),
-        near=tuple(best.ranked()),
+        best_with_memory=tuple(best.with_more.items()),
+        best_by_overlap=tuple(best.by_overlap.items()),
+        near_best=tuple(best.ranked()),
     )
 
 
-def fastest_near(
-    ranked: Ranked, hardware: Hardware, *, fixed: str, allowed: Allowed
+def search_near(
+    result: SearchResult, hardware: Hardware, *, fixed: str, allowed: Objections
 ) -> Candidate | None:
     """The fastest layout on another hardware among all that cut a layer like one of the best on
     this one."""
-    first = ranked.plans[0]
-    space = space_of(first.model, first.workload, hardware, fixed, allowed=allowed)
-    best = Best(space, Scout(space), keep=_SPARE, extra_bytes=())
-    best.take_all(cuts={cut_of(candidate.layout) for candidate in ranked.near})
-    firm = [candidate for candidate in best.ranked() if candidate.firm]
+    first = result.plans[0]
+    space = build_search_space(first.model, first.workload, hardware, fixed, allowed=allowed)
+    best = CandidatePool(space, Screener(space), keep=_SPARE, extra_bytes=())
+    best.screen_all(cuts={layer_degrees(candidate.layout) for candidate in result.near_best})
+    firm = [candidate for candidate in best.ranked() if candidate.fits_surely]
     return firm[0] if firm else None
 
 
-def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
+def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
     """A plan of one layout on the nodes of a hardware, with its full estimate. Raises BadInput when
     it is illegal."""
-    layout = on_fabric(layout, hardware.fabric.domain_size)
+    layout = with_fabric_nodes(layout, hardware.fabric.domain_size)
     return Plan(
         model=model,
         workload=workload,
@@ -128,20 +128,22 @@ def plan_of(model: ModelSpec, workload: Workload, hardware: Hardware, layout: La
     )
 
 
-def _departures(plan: Plan, best: Best, space: Space) -> Iterator[str]:
+def _departures(plan: Plan, best: CandidatePool, space: SearchSpace) -> Iterator[str]:
     """What keeping to the habits that the plan departs from would take, a sentence for each layout
     that does."""
-    usual = [(habit.said, best.usual.get(habit)) for habit in departed(plan.layout, space)]
-    if 0 < best.least < parallelism(plan.layout):
-        said = f"{LEAST}: tp x cp x pp of {best.least}, not {parallelism(plan.layout)}"
+    usual = [(habit.text, best.usual.get(habit)) for habit in find_departures(plan.layout, space)]
+    if 0 < best.least < model_parallel_size(plan.layout):
+        said = f"{LEAST_PARALLELISM}: tp x cp x pp of {best.least}, not {model_parallel_size(plan.layout)}"
         usual.insert(0, (said, best.least_parallel.get(best.least)))
     together: dict[Layout | None, list[str]] = {}
     for said, candidate in usual:
         if candidate is not None or np.isfinite(best.below_s):
             together.setdefault(candidate.layout if candidate else None, []).append(said)
     for layout, habits in together.items():
-        yield departure(plan, "; ".join(habits), layout, more_than_s=best.below_s)
+        yield explain_departure(plan, "; ".join(habits), layout, more_than_s=best.below_s)
 
 
 def _order(plan: Plan) -> float:
-    return plan.estimate.step_s * (RESOLVED if plan.estimate.verdict is Verdict.UNCERTAIN else 1.0)
+    return plan.estimate.step_s * (
+        RESOLUTION if plan.estimate.verdict is Verdict.UNCERTAIN else 1.0
+    )

@@ -8,18 +8,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from moewright.codec import given_fields, parse_layout
-from moewright.rules.compatibility import exclusion_reasons
-from moewright.rules.legality import divisors, illegal
-from moewright.rules.schedule import schedule_reasons
-from moewright.rules.stages import Split, layout_string, parse_stages, vpp_choices
+from moewright.codec import explicit_fields, parse_layout
+from moewright.rules.compatibility import check_compatibility
+from moewright.rules.legality import check_legality, divisors
+from moewright.rules.schedule import check_schedule
+from moewright.rules.stages import EvenSplit, even_layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
-from moewright.spec.layout import CpComm, Dispatcher, Graphs, Layout, Offload, Recompute, Schedule
+from moewright.spec.layout import (
+    CpComm,
+    CudaGraphScope,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 # Beyond these no published run has been, and the prices leave out what would decide: the many small
 # kernels of a ring
 # over short parts, the launches of every transfer between ever shorter chunks. A user may still ask
@@ -33,16 +41,16 @@ _EXPERTS_AWAY = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _ATTENTION_AWAY = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
 _ACTIVATIONS = ((Offload.MOE_ACT,), _EXPERTS_AWAY, _ATTENTION_AWAY)
 
-Allowed = Callable[[Layout], tuple[Reason, ...]]
+Objections = Callable[[Layout], tuple[Reason, ...]]
 
 
-def everything(_: Layout) -> tuple[Reason, ...]:
+def no_objections(_: Layout) -> tuple[Reason, ...]:
     """The predicate that allows every layout."""
     return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipe:
+class PipelineShape:
     """A pipeline shape: stages, virtual stages, and the layout string when there is one."""
 
     pp: int
@@ -51,47 +59,47 @@ class Pipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pipes:
+class PipelineShapes:
     """Pipelines that go together; one object for each such set, which stands for it in tables."""
 
-    each: tuple[Pipe, ...]
+    shapes: tuple[PipelineShape, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class DegreeGroup:
     """Candidates that cut a layer alike and take the same micro-batch. `layout` has no pipeline and
     no choices."""
 
     layout: Layout
-    pipes: Pipes
+    pipelines: PipelineShapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ActivationPolicy:
     """What one micro-batch of a layer keeps, sends to the host and replays."""
 
     recompute: tuple[Recompute, ...]
     offload: tuple[Offload, ...]
-    graphs: tuple[Graphs, ...]
+    graphs: tuple[CudaGraphScope, ...]
 
-    def on(self, layout: Layout) -> Layout:
+    def apply_to(self, layout: Layout) -> Layout:
         return replace(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keep:
+class StatePolicy:
     """How the states are held."""
 
     zero: int
     offload: tuple[Offload, ...]
 
-    def suits(self, pipe: Pipe, space: Space) -> bool:
+    def is_searched_on(self, pipe: PipelineShape, space: SearchSpace) -> bool:
         """Whether it is searched on that pipeline."""
         return self.zero < 3 or pipe.pp == 1 or "zero" in space.fixed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Space:
+class SearchSpace:
     """What is searched: `base` holds what the user fixed and the defaults of the rest; `fixed`
     names the former; `allowed` gives the reasons against a layout that is legal but cannot be run.
     """
@@ -101,50 +109,50 @@ class Space:
     hardware: Hardware
     base: Layout
     fixed: frozenset[str]
-    allowed: Allowed = everything
+    allowed: Objections = no_objections
 
     def permits(self, **fields: Any) -> bool:
         """Whether nothing speaks against these values of themselves, whatever else a layout
         holds."""
-        if self.allowed is everything:
+        if self.allowed is no_objections:
             return True
         reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
         names = {"layout" if name == "stages" else name for name in fields}
         return not any(reason.field.removeprefix("layout.") in names for reason in reasons)
 
 
-def space_of(
+def build_search_space(
     model: ModelSpec,
     workload: Workload,
     hardware: Hardware,
     fixed: str,
     *,
-    allowed: Allowed = everything,
-) -> Space:
+    allowed: Objections = no_objections,
+) -> SearchSpace:
     """The space around `fixed`, layout text whose keys are pinned. Raises BadInput when the text is
     wrong."""
-    return Space(
+    return SearchSpace(
         allowed=allowed,
         model=model,
         workload=workload,
         hardware=hardware,
         base=parse_layout(fixed, world_size=hardware.count),
-        fixed=given_fields(fixed),
+        fixed=explicit_fields(fixed),
     )
 
 
-def groups(space: Space) -> Iterator[Group]:
+def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     """Every group with a legal pipeline. The last word on a layout is rules.legality's."""
     world, batch = space.hardware.count, space.workload.global_batch
     pipes = tuple(_pipes(space))
-    known: dict[tuple[Pipe, ...], Pipes] = {}
+    known: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
     for tp in _axis(space, "tp", _tensor(space)):
         sp = space.base.sp if "sp" in space.fixed else tp > 1
         for cp in _axis(space, "cp", _context(space, tp)):
             for etp in _axis(space, "etp", _expert_tensor(space)):
                 for ep in _axis(space, "ep", _experts(space)):
                     fitting = [p for p in pipes if _fits(world, p.pp, tp * cp, etp * ep)]
-                    for mbs in _axis(space, "mbs", MICRO_BATCHES):
+                    for mbs in _axis(space, "mbs", MICRO_BATCH_SIZES):
                         cut = replace(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep, mbs=mbs)
                         kept = tuple(
                             p
@@ -152,10 +160,13 @@ def groups(space: Space) -> Iterator[Group]:
                             if _schedules(space, p, batch, mbs * world // (tp * cp * p.pp))
                         )
                         if kept:
-                            yield Group(layout=cut, pipes=known.setdefault(kept, Pipes(each=kept)))
+                            yield DegreeGroup(
+                                layout=cut,
+                                pipelines=known.setdefault(kept, PipelineShapes(shapes=kept)),
+                            )
 
 
-def works(space: Space) -> tuple[Work, ...]:
+def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
     """What a layer may keep, send to the host and replay, none first. Each takes the widest graphs
     that its recompute leaves legal.
     """
@@ -167,13 +178,15 @@ def works(space: Space) -> tuple[Work, ...]:
     for recompute in recomputes:
         graphs = base.graphs if "graphs" in space.fixed else _widest_graphs(space, recompute)
         found += [
-            Work(recompute=recompute, offload=away, graphs=graphs)
+            ActivationPolicy(recompute=recompute, offload=away, graphs=graphs)
             for away in _sent_away(space, recompute)
         ]
     return tuple(found)
 
 
-def _sent_away(space: Space, recompute: tuple[Recompute, ...]) -> Iterator[tuple[Offload, ...]]:
+def _sent_away(
+    space: SearchSpace, recompute: tuple[Recompute, ...]
+) -> Iterator[tuple[Offload, ...]]:
     """Activations on the host: none, or of the largest that the recompute leaves, of experts or of
     attention."""
     if "offload" in space.fixed:
@@ -184,22 +197,24 @@ def _sent_away(space: Space, recompute: tuple[Recompute, ...]) -> Iterator[tuple
         return
     for away in _ACTIVATIONS:
         one = Layout(world_size=1, recompute=recompute, offload=away)
-        reasons = exclusion_reasons(space.model, space.workload, one)
+        reasons = check_compatibility(space.model, space.workload, one)
         if space.permits(offload=away) and not any(
             reason.field == "layout.offload" for reason in reasons
         ):
             yield away
 
 
-def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Graphs, ...]:
+def _widest_graphs(
+    space: SearchSpace, recompute: tuple[Recompute, ...]
+) -> tuple[CudaGraphScope, ...]:
     """Graphs take host time away and cost nothing that is priced. Those of a whole iteration need a
     fixed number of rows an expert, which changes what is trained: only when asked for.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
-    for graphs in ((Graphs.ATTN, Graphs.MOE_ROUTER), (Graphs.ATTN,)):
+    for graphs in ((CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER), (CudaGraphScope.ATTN,)):
         one = Layout(world_size=1, recompute=recompute, graphs=graphs)
-        reasons = exclusion_reasons(space.model, space.workload, one)
+        reasons = check_compatibility(space.model, space.workload, one)
         if space.permits(graphs=graphs) and not any(
             reason.field == "layout.graphs" for reason in reasons
         ):
@@ -207,7 +222,7 @@ def _widest_graphs(space: Space, recompute: tuple[Recompute, ...]) -> tuple[Grap
     return ()
 
 
-def keeps(space: Space) -> tuple[Keep, ...]:
+def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     """Ways to hold the states, the usual one first. zero=0 is never smaller nor faster than zero=1
     (it reduces the same bytes in two rounds and updates every parameter on every rank), so it is
     taken only when asked for; so is zero=3 in a pipeline, which gathers every stage anew for every
@@ -222,7 +237,8 @@ def keeps(space: Space) -> tuple[Keep, ...]:
     if space.base.shard:  # goes with zero=3 alone
         levels = [zero for zero in levels if zero == 3]
     found = [
-        Keep(zero=zero, offload=away if away[0] in space.base.offload else ()) for zero in levels
+        StatePolicy(zero=zero, offload=away if away[0] in space.base.offload else ())
+        for zero in levels
     ]
     if (
         not pinned
@@ -230,26 +246,26 @@ def keeps(space: Space) -> tuple[Keep, ...]:
         and space.hardware.device.kind is DeviceKind.CUDA
         and space.permits(offload=away)
     ):
-        found.append(Keep(zero=1, offload=away))
+        found.append(StatePolicy(zero=1, offload=away))
     return tuple(found)
 
 
-def dispatchers(space: Space, cut: Layout) -> tuple[Dispatcher, ...]:
+def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind, ...]:
     """The plain all-to-all, and the fastest that removes duplicates. An all-gather holds the tokens
     of the whole group, which memory does not price: only when asked for.
     """
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
     if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
-        return (Dispatcher.ALL_TO_ALL,)
+        return (DispatcherKind.ALL_TO_ALL,)
     return tuple(
         each
-        for each in (Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP)
+        for each in (DispatcherKind.ALL_TO_ALL, DispatcherKind.DEEPEP)
         if space.permits(dispatcher=each)
     )
 
 
-def context_exchanges(space: Space, cut: Layout) -> tuple[CpComm, ...]:
+def cp_comm_choices(space: SearchSpace, cut: Layout) -> tuple[CpComm, ...]:
     """The legal ways to exchange keys and values."""
     if "cp_comm" in space.fixed or cut.cp == 1:
         return (space.base.cp_comm,)
@@ -259,13 +275,15 @@ def context_exchanges(space: Space, cut: Layout) -> tuple[CpComm, ...]:
         if space.permits(cp_comm=way)
         and not any(
             reason.field == "layout.cp_comm"
-            for reason in exclusion_reasons(space.model, space.workload, replace(cut, cp_comm=way))
+            for reason in check_compatibility(
+                space.model, space.workload, replace(cut, cp_comm=way)
+            )
         )
     ]
     return tuple(legal)
 
 
-def with_pipe(layout: Layout, pipe: Pipe, space: Space) -> Layout:
+def with_pipeline(layout: Layout, pipe: PipelineShape, space: SearchSpace) -> Layout:
     """The layout on a pipeline, with the schedule that goes with it unless one is fixed."""
     schedule = Schedule.INTERLEAVED if pipe.vpp > 1 else Schedule.ONE_F_ONE_B
     if "schedule" in space.fixed:
@@ -273,22 +291,22 @@ def with_pipe(layout: Layout, pipe: Pipe, space: Space) -> Layout:
     return replace(layout, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages, schedule=schedule)
 
 
-def _axis(space: Space, field: str, found: Iterable[int]) -> tuple[int, ...]:
+def _axis(space: SearchSpace, field: str, found: Iterable[int]) -> tuple[int, ...]:
     return (getattr(space.base, field),) if field in space.fixed else tuple(found)
 
 
-def _tensor(space: Space) -> Iterator[int]:
+def _tensor(space: SearchSpace) -> Iterator[int]:
     """Tensor parallelism stays inside the fast domain, and cuts every dim of the model."""
     world = space.hardware.count
     for tp in divisors(world):
         if tp <= space.hardware.fabric.domain_size:
             alone = replace(Layout(world_size=world), tp=tp, sp=tp > 1)
-            reasons = illegal(space.model, space.workload, alone)
+            reasons = check_legality(space.model, space.workload, alone)
             if not any(reason.field == "layout.tp" for reason in reasons):
                 yield tp
 
 
-def _context(space: Space, tp: int) -> Iterator[int]:
+def _context(space: SearchSpace, tp: int) -> Iterator[int]:
     seq_len = space.workload.seq_len
     for cp in divisors(space.hardware.count):
         if cp == 1 or (
@@ -297,17 +315,17 @@ def _context(space: Space, tp: int) -> Iterator[int]:
             yield cp
 
 
-def _experts(space: Space) -> tuple[int, ...]:
+def _experts(space: SearchSpace) -> tuple[int, ...]:
     moe, world = space.model.moe, space.hardware.count
     return (1,) if moe is None else tuple(ep for ep in divisors(moe.experts) if world % ep == 0)
 
 
-def _expert_tensor(space: Space) -> tuple[int, ...]:
+def _expert_tensor(space: SearchSpace) -> tuple[int, ...]:
     moe, most = space.model.moe, min(MAX_EXPERT_TP, space.hardware.fabric.domain_size)
     return (1,) if moe is None else tuple(etp for etp in divisors(moe.ffn_size) if etp <= most)
 
 
-def _pipes(space: Space) -> Iterator[Pipe]:
+def _pipes(space: SearchSpace) -> Iterator[PipelineShape]:
     """Every split that comes out even, and layout strings whose ends hold more or fewer layers than
     the middle."""
     world, model, base = space.hardware.count, space.model, space.base
@@ -316,17 +334,19 @@ def _pipes(space: Space) -> Iterator[Pipe]:
         if string_stages:
             found = {(string_stages // pp, base.stages)} if string_stages % pp == 0 else set()
         else:
-            found = {(v, "") for split in Split for v in vpp_choices(model.layers, pp, split=split)}
+            found = {
+                (v, "") for split in EvenSplit for v in vpp_choices(model.layers, pp, split=split)
+            }
             found = {(v, text) for v, text in found if v <= MAX_VPP or "vpp" in space.fixed}
             found |= set() if "stages" in space.fixed else set(_uneven(model, pp))
         for vpp, text in sorted(found):
-            pipe = Pipe(pp=pp, vpp=vpp, stages=text)
+            pipe = PipelineShape(pp=pp, vpp=vpp, stages=text)
             if ("vpp" not in space.fixed or vpp == base.vpp) and _permitted(space, pipe):
                 yield pipe
 
 
-def _permitted(space: Space, pipe: Pipe) -> bool:
-    layout = with_pipe(space.base, pipe, space)
+def _permitted(space: SearchSpace, pipe: PipelineShape) -> bool:
+    layout = with_pipeline(space.base, pipe, space)
     return space.permits(pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages, schedule=layout.schedule)
 
 
@@ -347,7 +367,7 @@ def _uneven(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
         for embedding, (loss, apart) in product(first, ends):
             counted = model.layers + embedding + loss
             if model.mtp_layers or counted % stages or (embedding, loss) != (1, 1):
-                text = layout_string(
+                text = even_layout_string(
                     model.layers,
                     mtp=model.mtp_layers,
                     stages=stages,
@@ -362,12 +382,12 @@ def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
     return world % (pp * dense) == 0 and world % (pp * expert) == 0
 
 
-def _schedules(space: Space, pipe: Pipe, batch: int, of_pass: int) -> bool:
+def _schedules(space: SearchSpace, pipe: PipelineShape, batch: int, of_pass: int) -> bool:
     """Whether the batch divides into whole micro-batches, and there is a timetable for so many."""
     if not of_pass or batch % of_pass:
         return False
     if not space.fixed.isdisjoint(("schedule", "vpp_group")):
-        return not schedule_reasons(with_pipe(space.base, pipe, space), batch // of_pass)
+        return not check_schedule(with_pipeline(space.base, pipe, space), batch // of_pass)
     # An interleaved table in groups of pp, the default.
     return pipe.vpp == 1 or batch // of_pass % pipe.pp == 0
 

@@ -7,51 +7,53 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moewright.search.candidates import Candidate
-from moewright.search.search import Ranked, fastest_near
-from moewright.search.space import Allowed, everything
+from moewright.search.search import SearchResult, search_near
+from moewright.search.space import Objections, no_objections
 from moewright.spec.layout import Overlap
-from moewright.spec.plan import Gain
-from moewright.spec.units import show_bytes
+from moewright.spec.plan import WhatIf
+from moewright.spec.units import format_bytes
 
-NETWORK_TIMES = 2.0
+NETWORK_SPEEDUP = 2.0
 _WORTH_SAYING = 0.002  # of the step
 
 
-def gains(ranked: Ranked, *, fixed: str = "", allowed: Allowed = everything) -> tuple[Gain, ...]:
+def find_gains(
+    result: SearchResult, *, fixed: str = "", allowed: Objections = no_objections
+) -> tuple[WhatIf, ...]:
     """Of the first plan of a search of `fixed` and `allowed`: the fastest layout under each change,
     where it is another or takes another time. Memory and overlap are read off the search; for the
     network everything near the best is searched again.
     """
-    if not ranked.plans:
+    if not result.plans:
         return ()
-    best = ranked.plans[0]
-    found = [*_memory(ranked), *_network(ranked, fixed, allowed), *_overlap(ranked)]
+    best = result.plans[0]
+    found = [*_memory(result), *_network(result, fixed, allowed), *_overlap(result)]
     return tuple(
         gain for gain in found if abs(gain.step_s / best.estimate.step_s - 1) > _WORTH_SAYING
     )
 
 
-def _memory(ranked: Ranked) -> Iterator[Gain]:
-    for extra_bytes, candidate in ranked.with_more:
-        yield _gain(f"{show_bytes(extra_bytes)} more memory a device", candidate)
+def _memory(ranked: SearchResult) -> Iterator[WhatIf]:
+    for extra_bytes, candidate in ranked.best_with_memory:
+        yield _gain(f"{format_bytes(extra_bytes)} more memory a device", candidate)
 
 
-def _network(ranked: Ranked, fixed: str, allowed: Allowed) -> Iterator[Gain]:
+def _network(ranked: SearchResult, fixed: str, allowed: Objections) -> Iterator[WhatIf]:
     have = ranked.plans[0].hardware
     fabric = have.fabric
     if fabric.domain_size >= have.count:
         return
-    Bps = replace(fabric.network_Bps, value=NETWORK_TIMES * fabric.network_Bps.value)
+    Bps = replace(fabric.network_Bps, value=NETWORK_SPEEDUP * fabric.network_Bps.value)
     hardware = replace(have, fabric=replace(fabric, network_Bps=Bps))
-    found = fastest_near(ranked, hardware, fixed=fixed, allowed=allowed)
+    found = search_near(ranked, hardware, fixed=fixed, allowed=allowed)
     if found is not None:
-        yield _gain(f"a network {NETWORK_TIMES:g} x as fast", found)
+        yield _gain(f"a network {NETWORK_SPEEDUP:g} x as fast", found)
 
 
-def _overlap(ranked: Ranked) -> Iterator[Gain]:
+def _overlap(ranked: SearchResult) -> Iterator[WhatIf]:
     """The best on the other side of the choice."""
     has = Overlap.EP in ranked.plans[0].layout.overlap
-    for overlapped, candidate in ranked.by_overlap:
+    for overlapped, candidate in ranked.best_by_overlap:
         if overlapped != has:
             yield _gain(
                 f"expert communication {'overlapped' if overlapped else 'not overlapped'}",
@@ -59,5 +61,5 @@ def _overlap(ranked: Ranked) -> Iterator[Gain]:
             )
 
 
-def _gain(change: str, candidate: Candidate) -> Gain:
-    return Gain(change=change, layout=candidate.layout, step_s=candidate.step_s)
+def _gain(change: str, candidate: Candidate) -> WhatIf:
+    return WhatIf(change=change, layout=candidate.layout, step_s=candidate.step_s)

@@ -26,14 +26,14 @@ class Cause(StrEnum):
     DP = "gradients and weights"
     STRAGGLER = "late rank"
     DATA = "data loading"
-    COLLECTING = "garbage collection"
+    GARBAGE_COLLECTION = "garbage collection"
     SYNC = "synchronisation"
     LAUNCH = "launches"
     HOST_OTHER = "host work"
     RECOMPUTE = "recompute"
     IMBALANCE = "expert load"
     FEW_ROWS = "few rows an expert"
-    RATES = "rates of kernels"
+    KERNEL_RATES = "rates of kernels"
 
 
 class Basis(StrEnum):
@@ -44,7 +44,7 @@ class Basis(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Price:
+class PredictedChange:
     """What the planner expects of a fix. `layout` is how we say it; negative seconds and bytes are
     savings."""
 
@@ -64,7 +64,7 @@ class Fix:
     megatron: str = ""  # flags
     excludes: str = ""  # what cannot stand beside it
     excluded: str = ""
-    price: Price | None = None
+    price: PredictedChange | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drop:
+class WaterfallDrop:
     """Seconds a step loses to one thing."""
 
     name: str
@@ -97,5 +97,5 @@ class Waterfall:
 
     ideal_s: float
     ideal_note: str
-    drops: tuple[Drop, ...]
+    drops: tuple[WaterfallDrop, ...]
     measured_s: float

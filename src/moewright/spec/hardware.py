@@ -77,7 +77,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
+class DtypePeak:
     """Dense peak of a dtype, FLOP/s: the denominator of MFU."""
 
     dtype: Dtype
@@ -92,7 +92,7 @@ class Device:
     kind: DeviceKind
     memory_bytes: Sourced  # what one rank may use
     memory_Bps: Sourced
-    peaks: tuple[Peak, ...]
+    peaks: tuple[DtypePeak, ...]
     rates: tuple[OpRate, ...]
 
 

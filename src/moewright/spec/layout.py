@@ -14,7 +14,7 @@ class Schedule(StrEnum):
     DUALPIPEV = "dualpipev"
 
     @property
-    def v_shaped(self) -> bool:
+    def is_v_shaped(self) -> bool:
         """Whether the second of two chunks a rank lies on the way back, so that the first rank
         holds both ends."""
         return self in (Schedule.ZBV, Schedule.DUALPIPEV)
@@ -32,7 +32,7 @@ class CpComm(StrEnum):
     A2A_P2P = "a2a+p2p"
 
 
-class Dispatcher(StrEnum):
+class DispatcherKind(StrEnum):
     ALL_GATHER = "allgather"
     ALL_TO_ALL = "alltoall"
     DEDUP = "dedup"
@@ -93,7 +93,7 @@ class Overlap(StrEnum):
     SHARED = "shared"  # shared experts run while dispatch and combine move rows
 
 
-class Graphs(StrEnum):
+class CudaGraphScope(StrEnum):
     """Parts of a layer captured in CUDA graphs; FULL stands alone."""
 
     FULL = "full"
@@ -126,7 +126,7 @@ class Layout:
     recompute_span: int = 1  # layers that one checkpoint of full recompute covers
     offload: tuple[Offload, ...] = ()
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
-    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    dispatcher: DispatcherKind = DispatcherKind.ALL_TO_ALL
     # ranks of ep in one node, for dispatchers that cross to a node before they cross to a rank; 0:
     # all
     ep_node: int = 0
@@ -136,7 +136,7 @@ class Layout:
     capacity: float = 0.0  # 0: dropless
     capacity_fill: CapacityFill = CapacityFill.USED
     overlap: tuple[Overlap, ...] = ()
-    graphs: tuple[Graphs, ...] = ()
+    graphs: tuple[CudaGraphScope, ...] = ()
     stages: str = ""  # pipeline layout string, e.g. "Et*3|(tt|)*29,m|L"; "": even split
 
     @property

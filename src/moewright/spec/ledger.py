@@ -42,7 +42,7 @@ class FlopOp(StrEnum):
     ATTENTION = "attention"
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """Where the wall time of a training step goes; the parts do not overlap and sum to the step."""
 
     DATA = "data"
@@ -81,7 +81,7 @@ class FlopRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeRow:
-    phase: Phase
+    phase: StepPhase
     seconds: float
 
 
@@ -104,13 +104,13 @@ class Ledger:
     notes: tuple[str, ...] = ()  # differences of this device that the other side cannot know
 
     @property
-    def on_device(self) -> tuple[MemoryRow, ...]:
+    def device_rows(self) -> tuple[MemoryRow, ...]:
         """What is held of the device's memory."""
         return tuple(row for row in self.memory if row.component is not Component.HOST)
 
     @property
     def device_bytes(self) -> int:
-        return sum(row.bytes for row in self.on_device)
+        return sum(row.bytes for row in self.device_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,7 +108,7 @@ class RouterSpec:
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
 
     @property
-    def counted_in_group(self) -> int:
+    def scores_per_group(self) -> int:
         """How many of a group's highest scores add up to the group's own."""
         return self.group_scores or max(1, self.top_k // self.top_groups)
 
@@ -166,11 +166,11 @@ class ModelSpec:
         return (*(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe), *depths)
 
     @property
-    def window(self) -> int:
+    def max_window(self) -> int:
         """That of the layers which have one; 0 where none has."""
         return self.attention.sliding_window if self.attention.window_every else 0
 
-    def window_of(self, layer: int) -> int:
+    def layer_window(self, layer: int) -> int:
         """The latest tokens that a query of the layer attends, itself included; 0: all. MTP depths
         attend all."""
         spec = self.attention

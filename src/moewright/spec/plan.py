@@ -89,7 +89,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gain:
+class WhatIf:
     """The best layout if something were different, and its step by closed forms."""
 
     change: str
@@ -108,5 +108,5 @@ class Plan:
     layout: Layout
     estimate: Estimate
     fingerprint: str
-    gains: tuple[Gain, ...] = ()
+    gains: tuple[WhatIf, ...] = ()
     schema: int = 1

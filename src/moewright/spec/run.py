@@ -9,8 +9,8 @@ from moewright.spec.plan import Plan
 from moewright.spec.workload import RouterForce
 
 # begins the name of a range in a trace, the group's follows: this rank waits for a collective
-WAIT_RANGE = "wait:"
-WARM_STEPS = (
+WAIT_RANGE_PREFIX = "wait:"
+SESSION_WARMUP_STEPS = (
     2  # first steps of a session, which are not settled: allocations, thread pools, autotuning
 )
 
@@ -74,7 +74,7 @@ class DeviceSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankPace:
+class RankTiming:
     """Medians over the steps of a session on one rank, warm-up and the counted step left out;
     seconds a step.
 
@@ -154,5 +154,5 @@ class RunRecord:
     evals: tuple[EvalRecord, ...]
     ledgers: tuple[Ledger, ...]
     selection: Selection | None
-    paces: tuple[RankPace, ...] = ()  # of the last session that ended by itself, one a rank
+    paces: tuple[RankTiming, ...] = ()  # of the last session that ended by itself, one a rank
     notes: tuple[str, ...] = ()  # what had to be left out when reading

@@ -9,7 +9,7 @@ GB = 10**9
 TERA = 10**12
 
 
-def show_bytes(value_bytes: float) -> str:
+def format_bytes(value_bytes: float) -> str:
     """Bytes as B, KiB, MiB or GiB with three significant figures."""
     size = abs(value_bytes)
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
@@ -22,7 +22,7 @@ def show_bytes(value_bytes: float) -> str:
     return f"{value_bytes:.0f} B"
 
 
-def show_seconds(value_s: float) -> str:
+def format_seconds(value_s: float) -> str:
     """Seconds as s, ms or us with three significant figures."""
     size = abs(value_s)
     if size >= 1 or size == 0:
@@ -30,7 +30,7 @@ def show_seconds(value_s: float) -> str:
     return f"{value_s * 1e3:.3g} ms" if size >= 1e-3 else f"{value_s * 1e6:.3g} us"
 
 
-def show_count(value: float) -> str:
+def format_count(value: float) -> str:
     """A count with k, M, B or T: 235093634560 -> 235.1B."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:

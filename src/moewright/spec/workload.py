@@ -21,7 +21,7 @@ class Dtype(StrEnum):
         return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 1}[self.value]
 
     @property
-    def narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         """Whether products take operands of less than 16 bits, converted before; all else stays in
         16 bits."""
         return self in (Dtype.FP8, Dtype.MXFP8, Dtype.NVFP4)
@@ -80,7 +80,7 @@ class RouterForce(StrEnum):
     SKEWED = "skewed"  # a fixed random preference for experts, of `force_std`
 
 
-class Assignment(StrEnum):
+class RouterAssignment(StrEnum):
     """How training chooses experts by their scores; evaluation always takes each token's best."""
 
     TOP_K = "topk"
@@ -110,7 +110,7 @@ class RouterTraining:
     """What training does to the router besides its losses."""
 
     router_dtype: RouterDtype = RouterDtype.FP32  # of its logits, scores and losses
-    assignment: Assignment = Assignment.TOP_K
+    assignment: RouterAssignment = RouterAssignment.TOP_K
     sinkhorn_iterations: int = 0  # 0: until it converges
     jitter_eps: float = (
         0.0  # the router's input times noise in 1 - eps .. 1 + eps (Switch Transformer); 0: none
@@ -123,7 +123,7 @@ class RouterTraining:
     drop_policy: DropPolicy = DropPolicy.PROBS  # where the layout gives a capacity
 
 
-class Documents(StrEnum):
+class DocumentMasking(StrEnum):
     """What the end of a document inside a sequence means: nothing; that neither attention nor a
     target crosses it (Megatron-LM's reset_attention_mask and eod_mask_loss); or that positions
     start again too (reset_position_ids).
@@ -145,7 +145,7 @@ class FusedKernels(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingSpec:
+class LossScalingSpec:
     """Dynamic loss scaling, in fp16 alone: the loss is multiplied so that small gradients do not
     vanish.
 
@@ -159,7 +159,7 @@ class ScalingSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RampSpec:
+class BatchRampSpec:
     """Global batches that grow: from `ramp_start` in steps of `ramp_increment` up to the
     workload's, over the first `ramp_samples` sequences, as Megatron-LM's --rampup-batch-size does.
     ramp_start 0: none.
@@ -181,7 +181,7 @@ class DataSpec:
     train: str = ""
     heldout: str = ""
     tokenizer: str = ""
-    documents: Documents = Documents.JOINED
+    documents: DocumentMasking = DocumentMasking.JOINED
     attended_share: float = 1.0
 
 
@@ -244,8 +244,8 @@ class Workload:
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     router: RouterTraining = RouterTraining()
-    scaling: ScalingSpec = ScalingSpec()
-    ramp: RampSpec = RampSpec()
+    scaling: LossScalingSpec = LossScalingSpec()
+    ramp: BatchRampSpec = BatchRampSpec()
     data: DataSpec = DataSpec()
     # a folder, of checkpoints or of Hugging Face, whose weights the first step starts from; "":
     # fresh

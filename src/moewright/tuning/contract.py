@@ -8,13 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from moewright.codec import fingerprint, read_json, write_json
-from moewright.spec.axis import Axis
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
+from moewright.spec.tuning_axis import TuningAxis
 from moewright.spec.workload import RouterForce, Workload
-from moewright.tuning.space import Point
-from moewright.tuning.trials import SCREEN_STEPS, UNSETTLED, VALIDATE_STEPS, WINDOW
+from moewright.tuning.space import TuningPoint
+from moewright.tuning.trials import SCREEN_STEPS, VALIDATE_STEPS, VALIDATION_WINDOW, WARM_UP_STEPS
 
 CONTRACT_FILE = "contract.json"
 
@@ -47,17 +47,17 @@ class Contract:
     global_batch: int
     workload: str
     window: str
-    start: Point
-    axes: tuple[Axis, ...]
+    start: TuningPoint
+    axes: tuple[TuningAxis, ...]
 
 
-def contract_of(
+def build_contract(
     model: ModelSpec,
     workload: Workload,
     hardware: Hardware,
     *,
-    start: Point,
-    axes: tuple[Axis, ...],
+    start: TuningPoint,
+    axes: tuple[TuningAxis, ...],
     label: Label,
     versions: tuple[str, str],
     data: str,
@@ -68,9 +68,9 @@ def contract_of(
     places = replace(
         workload.data, train="", heldout="", tokenizer=""
     )  # `data` tells what lies there
-    plain = replace(Point(layout=start.layout).on(workload), data=places)
+    plain = replace(TuningPoint(layout=start.layout).apply_to(workload), data=places)
     window = (
-        f"median of {SCREEN_STEPS} steps after {UNSETTLED}; to accept, the last {WINDOW} of {VALIDATE_STEPS}"
+        f"median of {SCREEN_STEPS} steps after {WARM_UP_STEPS}; to accept, the last {VALIDATION_WINDOW} of {VALIDATE_STEPS}"
         if label is not Label.PREDICTED
         else "none"
     )
@@ -95,11 +95,11 @@ def contract_of(
     )
 
 
-def label_of(workload: Workload) -> Label:
+def choose_label(workload: Workload) -> Label:
     return Label.TRAINING if workload.router.force is RouterForce.NONE else Label.BENCHMARK
 
 
-def freeze(contract: Contract, folder: Path) -> None:
+def freeze_contract(contract: Contract, folder: Path) -> None:
     """Write the contract into the folder of a tuning, or hold it against the one that lies there.
 
     Raises BadInput that names what has changed: figures under two contracts do not compare.

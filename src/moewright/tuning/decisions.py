@@ -8,11 +8,11 @@ from enum import StrEnum
 
 from moewright.spec.finding import Basis
 from moewright.tuning.paired_test import Interval, Noise
-from moewright.tuning.space import Point
-from moewright.tuning.trials import Outcome
+from moewright.tuning.space import TuningPoint
+from moewright.tuning.trials import TrialOutcome
 
 
-class Phase(StrEnum):
+class TuningPhase(StrEnum):
     FIT = "fit"
     SCALE = "scale"
     RETUNE = "retune"
@@ -32,7 +32,7 @@ class Ruling(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class AcceptanceRules:
     """How gain is told from noise, and when to stop.
 
     A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain`
@@ -48,14 +48,14 @@ class Rules:
     prior_sd: float = (
         0.07  # of the log ratio of two runs: each differs by 5 %, as repeats do (tune.fit.NOISE)
     )
-    prior_freedom: int = 2
+    prior_degrees_of_freedom: int = 2
     # of the planner's error: how much slower than the incumbent a candidate may be predicted
     margin: float = 1.0
     basis: Basis = Basis.MEASURED
 
 
 # Predictions repeat exactly, and are all there is to go by.
-PREDICTED = Rules(
+PREDICTION_RULES = AcceptanceRules(
     repeats=1, max_pairs=1, min_gain=0.005, prior_sd=0.0, margin=0.0, basis=Basis.PREDICTED
 )
 
@@ -65,44 +65,44 @@ class Decision:
     """What became of a point. `predicted_s` and `predicted_ratio` (to the incumbent) are by the
     constants of then; the interval is of the log ratio of measured seconds."""
 
-    phase: Phase
-    point: Point
+    phase: TuningPhase
+    point: TuningPoint
     why: str
     predicted_s: float
     predicted_ratio: float
     predicted_peak_bytes: int
     ruling: Ruling
-    said: str = ""
+    reason: str = ""
     step_s: float = 0.0  # geometric mean of its runs
     interval: Interval | None = None
-    runs: int = 0
-    error: float = 0.0  # of the planner then: root mean square of log ratios of layouts
+    run_count: int = 0
+    predictor_error: float = 0.0  # of the planner then: root mean square of log ratios of layouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+class IncumbentProfile:
     """The walls of an incumbent, as its last run showed them."""
 
-    point: Point
-    outcome: Outcome
+    point: TuningPoint
+    outcome: TrialOutcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class TuningResult:
     """A tuning so far; `stops` says why each phase ended, `total` is the winner against the
     start."""
 
     decisions: tuple[Decision, ...]
-    profiles: tuple[Profile, ...]
-    stops: tuple[tuple[Phase, str], ...]
-    start: Point
-    winner: Point | None
-    validated: Outcome | None
-    total: Interval | None
+    profiles: tuple[IncumbentProfile, ...]
+    stops: tuple[tuple[TuningPhase, str], ...]
+    start: TuningPoint
+    winner: TuningPoint | None
+    validated: TrialOutcome | None
+    total_interval: Interval | None
     noise: Noise
-    runs: int
+    run_count: int
     spent_s: float
-    points: int  # that were run
+    point_count: int  # that were run
 
 
-Watch = Callable[[Result], None]
+ResultCallback = Callable[[TuningResult], None]

@@ -8,10 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from moewright.codec import Numbers, append_line, from_data, parse_json, to_data, whole_lines
+from moewright.codec import (
+    FloatPolicy,
+    append_line,
+    from_data,
+    parse_json,
+    read_complete_lines,
+    to_data,
+)
 from moewright.spec.errors import BadInput, Reason
-from moewright.tuning.space import Point
-from moewright.tuning.trials import Ask, Length, Outcome, RunOne, Trial
+from moewright.tuning.space import TuningPoint
+from moewright.tuning.trials import RunTrial, Trial, TrialLength, TrialOutcome, TrialRequest
 
 JOURNAL_FILE = "journal.jsonl"
 
@@ -21,14 +28,14 @@ class Journal:
     same runs in the same order every time, so that is all there is to going on.
     """
 
-    def __init__(self, folder: Path, run_one: RunOne, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, run_one: RunTrial, clock: Callable[[], float]) -> None:
         self._path, self._run_one, self._clock = folder / JOURNAL_FILE, run_one, clock
         self._known = {
             _key(trial.point, trial.length, trial.repeat): trial for trial in read_journal(folder)
         }
         self._since = clock()
 
-    def __call__(self, ask: Ask) -> Outcome:
+    def __call__(self, ask: TrialRequest) -> TrialOutcome:
         """The outcome of the run. One that is made now is on disk before it is returned."""
         key = _key(ask.point, ask.length, ask.repeat)
         if key not in self._known:
@@ -47,7 +54,9 @@ class Journal:
         return self._known[key].outcome
 
 
-def _key(point: Point, length: Length, repeat: int) -> tuple[Point, Length, int]:
+def _key(
+    point: TuningPoint, length: TrialLength, repeat: int
+) -> tuple[TuningPoint, TrialLength, int]:
     return point, length, repeat
 
 
@@ -56,11 +65,11 @@ def read_journal(folder: Path) -> tuple[Trial, ...]:
     line."""
     path = folder / JOURNAL_FILE
     found = []
-    for number, line in enumerate(whole_lines(path), 1):
+    for number, line in enumerate(read_complete_lines(path), 1):
         where = f"{path}:{number}"
         try:
-            data = parse_json(line, where=where, numbers=Numbers.MEASURED)
-            found.append(from_data(Trial, data, where=where, numbers=Numbers.MEASURED))
+            data = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
+            found.append(from_data(Trial, data, where=where, floats=FloatPolicy.NON_FINITE))
         except BadInput as error:
             rule = f"is no line of a tuning's journal ({error.reasons[0].rule})"
             raise BadInput(Reason(field=where, rule=rule, nearest="another --out")) from None

@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import atan, cos, exp, pi, sin, sqrt
 from statistics import fmean
 
-LEVEL = 0.95  # of the interval after the last pair, together with all looks before it
+CONFIDENCE = 0.95  # of the interval after the last pair, together with all looks before it
 _SHARED = 2 / 3  # consecutive differences share a run: so much of a degree of freedom each
 
 
@@ -25,7 +25,7 @@ class Noise:
     known."""
 
     sd: float
-    freedom: int
+    degrees_of_freedom: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,39 +43,49 @@ class Interval:
         return 1 - exp(self.mean)
 
     @property
-    def least(self) -> float:
+    def least_gain(self) -> float:
         return 1 - exp(self.high)
 
     @property
-    def most(self) -> float:
+    def most_gain(self) -> float:
         return 1 - exp(self.low)
 
 
-def noise_of(sequences: Iterable[Sequence[float]], *, prior_sd: float, prior_freedom: int) -> Noise:
+def estimate_noise(
+    sequences: Iterable[Sequence[float]], *, prior_sd: float, prior_degrees_of_freedom: int
+) -> Noise:
     """From the log seconds of each point's runs in the order they ran; the prior counts as
     `prior_freedom` pairs."""
     squares = [(after - before) ** 2 for one in sequences for before, after in pairwise(one)]
-    freedom = prior_freedom + int(_SHARED * len(squares))
+    freedom = prior_degrees_of_freedom + int(_SHARED * len(squares))
     seen = _SHARED * len(squares)
-    total = prior_freedom * prior_sd**2 + _SHARED * sum(squares)
-    return Noise(sd=sqrt(total / (prior_freedom + seen)), freedom=freedom)
+    total = prior_degrees_of_freedom * prior_sd**2 + _SHARED * sum(squares)
+    return Noise(sd=sqrt(total / (prior_degrees_of_freedom + seen)), degrees_of_freedom=freedom)
 
 
-def interval(ratios: Sequence[float], noise: Noise, *, looks: int) -> Interval:
+def log_ratio_interval(ratios: Sequence[float], noise: Noise, *, looks: int) -> Interval:
     """Of the mean of log ratios. `looks` is how often at most it is looked at: each look is taken
     at a level that holds LEVEL for all of them together (Bonferroni).
     """
     mean = fmean(ratios)
-    half = t_quantile(1 - (1 - LEVEL) / looks / 2, noise.freedom) * noise.sd / sqrt(len(ratios))
+    half = (
+        t_quantile(1 - (1 - CONFIDENCE) / looks / 2, noise.degrees_of_freedom)
+        * noise.sd
+        / sqrt(len(ratios))
+    )
     return Interval(mean=mean, low=mean - half, high=mean + half, pairs=len(ratios))
 
 
-def t_quantile(share: float, freedom: int) -> float:
+def t_quantile(probability: float, degrees_of_freedom: int) -> float:
     """Student's t that `share` (above a half) of the distribution does not exceed."""
     low, high = 0.0, 1e4
     while high - low > 1e-9 * (1 + high):
         middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 + _inside(middle, freedom) / 2 < share else (low, middle)
+        low, high = (
+            (middle, high)
+            if 0.5 + _inside(middle, degrees_of_freedom) / 2 < probability
+            else (low, middle)
+        )
     return (low + high) / 2
 
 

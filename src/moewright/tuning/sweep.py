@@ -19,9 +19,9 @@ from moewright.codec import (
     from_data,
     parse_json,
     parse_layout,
+    read_complete_lines,
+    read_toml_data,
     to_data,
-    toml_data,
-    whole_lines,
 )
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput, Reason
@@ -35,7 +35,7 @@ TRIALS_FILE = "trials.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowSpec:
+class SweepRowSpec:
     """One row as the file has it; zeros: nothing was published."""
 
     name: str
@@ -50,14 +50,14 @@ class RowSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableSpec:
+class SweepTableSpec:
     title: str
-    row: tuple[RowSpec, ...]
+    row: tuple[SweepRowSpec, ...]
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobSpec:
+class SweepJobSpec:
     """What all rows share. `file` is a job to run, beside the sweep file; else the rest says what
     to estimate."""
 
@@ -71,14 +71,14 @@ class JobSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepSpec:
     title: str
-    job: JobSpec
-    table: tuple[TableSpec, ...]
+    job: SweepJobSpec
+    table: tuple[SweepTableSpec, ...]
     source: str = ""
     memory: tuple[str, ...] = ()  # layouts whose memory is drawn by component and by module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class StepFigures:
     """Of one step; zeros: not known."""
 
     time_s: float
@@ -87,7 +87,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class SweepTrial:
     """A line of trials.jsonl: a row that was run here. `failed` says why there are no figures."""
 
     layout: str
@@ -100,19 +100,19 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:
-    spec: RowSpec
+    spec: SweepRowSpec
     seq_len: int
     global_batch: int
     devices: int
     predicted: Estimate | None
-    refused: str  # why there is no prediction
-    measured: Figures | None  # published, or run here
-    trial: Trial | None
+    refusal: str  # why there is no prediction
+    measured: StepFigures | None  # published, or run here
+    trial: SweepTrial | None
 
 
 def read_sweep(path: Path) -> SweepSpec:
     """Raises BadInput that names file and key."""
-    spec = from_data(SweepSpec, toml_data(path), where=path.name)
+    spec = from_data(SweepSpec, read_toml_data(path), where=path.name)
     if not spec.job.file and not (
         spec.job.model and spec.job.on and spec.job.seq_len and spec.job.global_batch
     ):
@@ -162,7 +162,7 @@ def _wrong_loads(spec: SweepSpec, where: str) -> Iterator[Reason]:
             )
 
 
-def workload_of(spec: RowSpec, workload: Workload) -> Workload:
+def row_workload(spec: SweepRowSpec, workload: Workload) -> Workload:
     """The job's workload with the row's own batch, and the load that the row says its experts
     had."""
     batch = spec.global_batch or workload.global_batch
@@ -177,39 +177,43 @@ def workload_of(spec: RowSpec, workload: Workload) -> Workload:
     )
 
 
-def read_trials(folder: Path) -> tuple[Trial, ...]:
+def read_trials(folder: Path) -> tuple[SweepTrial, ...]:
     """What has been run so far; a torn last line is left out, and run again."""
     path = folder / TRIALS_FILE
-    lines = whole_lines(path)
+    lines = read_complete_lines(path)
     return tuple(
-        from_data(Trial, parse_json(line, where=str(path)), where=str(path)) for line in lines
+        from_data(SweepTrial, parse_json(line, where=str(path)), where=str(path)) for line in lines
     )
 
 
-def write_trial(folder: Path, trial: Trial) -> None:
+def write_trial(folder: Path, trial: SweepTrial) -> None:
     """Add a finished trial."""
     append_line(folder / TRIALS_FILE, json.dumps(to_data(trial)))
 
 
-def row_of(
-    spec: RowSpec,
+def build_row(
+    spec: SweepRowSpec,
     model: ModelSpec,
     workload: Workload,
     hardware: Hardware,
-    trials: tuple[Trial, ...],
+    trials: tuple[SweepTrial, ...],
 ) -> SweepRow:
     """The row with its prediction and what was measured: here, else as published."""
     predicted, refused = None, ""
     try:
-        predicted = estimate(model, workload, hardware, layout_of(spec, hardware))
+        predicted = estimate(model, workload, hardware, row_layout(spec, hardware))
     except BadInput as error:
         refused = str(error)
     trial = next(
-        (each for each in trials if (each.layout, each.global_batch) == key_of(spec, workload)),
+        (each for each in trials if (each.layout, each.global_batch) == trial_key(spec, workload)),
         None,
     )
-    published = Figures(time_s=spec.time_s, tokens=spec.tokens, tflops=spec.tflops)
-    ran = Figures(time_s=trial.time_s, tokens=trial.tokens, tflops=trial.tflops) if trial else None
+    published = StepFigures(time_s=spec.time_s, tokens=spec.tokens, tflops=spec.tflops)
+    ran = (
+        StepFigures(time_s=trial.time_s, tokens=trial.tokens, tflops=trial.tflops)
+        if trial
+        else None
+    )
     measured = (
         ran
         if ran and ran.time_s
@@ -223,30 +227,30 @@ def row_of(
         global_batch=workload.global_batch,
         devices=hardware.count,
         predicted=predicted,
-        refused=refused,
+        refusal=refused,
         measured=measured,
         trial=trial,
     )
 
 
-def layout_of(spec: RowSpec, hardware: Hardware) -> Layout:
+def row_layout(spec: SweepRowSpec, hardware: Hardware) -> Layout:
     return parse_layout(spec.layout, world_size=hardware.count)
 
 
-def key_of(spec: RowSpec, workload: Workload) -> tuple[str, int]:
+def trial_key(spec: SweepRowSpec, workload: Workload) -> tuple[str, int]:
     """What tells one trial of a sweep from another."""
     return spec.layout, workload.global_batch
 
 
-def figures_of(found: Estimate) -> Figures:
-    return Figures(
+def step_figures(found: Estimate) -> StepFigures:
+    return StepFigures(
         time_s=found.step_s, tokens=found.tokens_per_s_per_device, tflops=found.tflops_per_device
     )
 
 
-def memory_of(found: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:
+def peak_memory_by_part(found: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Bytes of the fullest pipeline rank by component, then by module."""
-    rows = found.ledgers[found.peak_rank].on_device
+    rows = found.ledgers[found.peak_rank].device_rows
     for name in ("component", "module"):
         held: dict[str, int] = {}
         for row in rows:

@@ -8,35 +8,35 @@ from enum import StrEnum
 from math import isfinite
 from statistics import median
 
-from moewright.diagnosis.compare_ledgers import comparisons
-from moewright.diagnosis.own_run import diagnose, pace_of, waterfall_of
-from moewright.diagnosis.priced_fixes import Known
-from moewright.diagnosis.thresholds import ordered
-from moewright.diagnosis.traces.log_verdict import expected
-from moewright.diagnosis.waterfall import ideal_note, ideal_s, predicted_drops
+from moewright.diagnosis.compare_ledgers import compare_ranks
+from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
+from moewright.diagnosis.priced_fixes import PricedJob
+from moewright.diagnosis.thresholds import order_findings
+from moewright.diagnosis.traces.log_findings import predict_findings
+from moewright.diagnosis.waterfall import describe_ideal_step, ideal_step_s, predict_drops
 from moewright.rules.expert_placement import rank_load_factor
-from moewright.rules.settled_steps import settled
+from moewright.rules.steady_steps import steady_steps
 from moewright.spec.finding import Cause, Wall, Waterfall
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
-from moewright.tuning.space import Point
+from moewright.tuning.space import TuningPoint
 
 SCREEN_STEPS = 8  # settled steps of a trial
 VALIDATE_STEPS = 50
-WINDOW = 10  # the last so many of them make the figure of a validation
-UNSETTLED = 3  # two to warm up, and the one on which every op is counted
+VALIDATION_WINDOW = 10  # the last so many of them make the figure of a validation
+WARM_UP_STEPS = 3  # two to warm up, and the one on which every op is counted
 
 
-class Length(StrEnum):
+class TrialLength(StrEnum):
     SCREEN = "screen"
     VALIDATE = "validate"
 
     @property
     def steps(self) -> int:
-        return UNSETTLED + (SCREEN_STEPS if self is Length.SCREEN else VALIDATE_STEPS)
+        return WARM_UP_STEPS + (SCREEN_STEPS if self is TrialLength.SCREEN else VALIDATE_STEPS)
 
 
-class Failure(StrEnum):
+class TrialFailure(StrEnum):
     NONE = "none"
     MEMORY = "memory"  # what needs more would fail too
     REFUSED = "refused"
@@ -44,7 +44,7 @@ class Failure(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class ValidationCheck:
     """One thing that a winner has to show."""
 
     name: str
@@ -53,7 +53,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class TrialFinding:
     """A finding without its fixes, which follow from its cause."""
 
     wall: Wall
@@ -63,7 +63,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What a run showed. `step_s` is the median seconds of a settled step as they would be with a
     core for every rank; `wall_step_s` those of the last WINDOW steps by the clock, other programs
     of the machine included. Zeros where the run failed.
@@ -75,20 +75,20 @@ class Outcome:
     loss: float = 0.0  # of the last step
     peak_bytes: int = 0  # held by the fullest rank, as counted
     load_factor: float = 0.0
-    failure: Failure = Failure.NONE
+    failure: TrialFailure = TrialFailure.NONE
     said: str = ""  # of a failure
     spent_s: float = 0.0  # since the run before had ended, planning included
-    findings: tuple[Found, ...] = ()
+    findings: tuple[TrialFinding, ...] = ()
     waterfall: Waterfall | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ValidationCheck, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class TrialRequest:
     """A run to make: the `repeat`-th of this point and length, from 1."""
 
-    point: Point
-    length: Length
+    point: TuningPoint
+    length: TrialLength
     repeat: int
     plan: Plan
 
@@ -97,21 +97,21 @@ class Ask:
 class Trial:
     """A line of the journal."""
 
-    point: Point
-    length: Length
+    point: TuningPoint
+    length: TrialLength
     repeat: int
     predicted_s: float
-    outcome: Outcome
+    outcome: TrialOutcome
 
 
-RunOne = Callable[[Ask], Outcome]
+RunTrial = Callable[[TrialRequest], TrialOutcome]
 
 
-def outcome_of(record: RunRecord, length: Length) -> Outcome:
+def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
     """What a finished run showed; with the checks of a winner where it was long enough for them."""
-    steps, pace = settled(record), pace_of(record)
+    steps, pace = steady_steps(record), find_critical_rank(record)
     plan = record.plan
-    known = Known(
+    known = PricedJob(
         model=plan.model,
         workload=plan.workload,
         hardware=plan.hardware,
@@ -124,40 +124,40 @@ def outcome_of(record: RunRecord, length: Length) -> Outcome:
         for load in step.loads
     ]
     found = tuple(
-        Found(wall=one.wall, cause=one.cause, title=one.title, share=one.share)
-        for one in diagnose(record)
+        TrialFinding(wall=one.wall, cause=one.cause, title=one.title, share=one.share)
+        for one in diagnose_run(record)
     )
-    return Outcome(
+    return TrialOutcome(
         step_s=pace.step_s,
-        wall_step_s=median(step.step_s for step in steps[-WINDOW:]),
+        wall_step_s=median(step.step_s for step in steps[-VALIDATION_WINDOW:]),
         steps=len(steps),
         loss=record.steps[-1].loss,
-        peak_bytes=peak_of(record),
+        peak_bytes=fullest_rank_bytes(record),
         load_factor=median(factors) if factors else 0.0,
         findings=found,
-        waterfall=waterfall_of(record, pace, known),
-        checks=checks_of(record) if length is Length.VALIDATE else (),
+        waterfall=build_run_waterfall(record, pace, known),
+        checks=check_winner(record) if length is TrialLength.VALIDATE else (),
     )
 
 
-def peak_of(record: RunRecord) -> int:
+def fullest_rank_bytes(record: RunRecord) -> int:
     """Bytes of the fullest rank: the driver's word where there is a device, else what was
     counted."""
     samples = [step.device.peak_allocated_bytes for step in record.steps if step.device]
     return max([*samples, *(ledger.device_bytes for ledger in record.ledgers)], default=0)
 
 
-def checks_of(record: RunRecord) -> tuple[Check, ...]:
+def check_winner(record: RunRecord) -> tuple[ValidationCheck, ...]:
     """Long enough, healthy, inside its memory, and the layout that was asked for: what each rank
     counted is what is predicted of that layout."""
-    plan, steps = record.plan, settled(record)
+    plan, steps = record.plan, steady_steps(record)
     broken = [step.step for step in record.steps if not isfinite(step.loss)]
     skipped = [step.step for step in record.steps if step.skipped]
-    peak, capacity = peak_of(record), plan.estimate.capacity_bytes
-    pairs = comparisons(record)
+    peak, capacity = fullest_rank_bytes(record), plan.estimate.capacity_bytes
+    pairs = compare_ranks(record)
     lines = [line for pair in pairs for line in pair.lines]
-    bad = [f"{line.section} {line.label}" for line in lines if not line.kept]
-    kept = sum(line.kept and line.rule != "listed" for line in lines)
+    bad = [f"{line.section} {line.label}" for line in lines if not line.keeps_rule]
+    kept = sum(line.keeps_rule and line.rule != "listed" for line in lines)
     books = (
         f"{kept} rows of {len(pairs)} ranks as predicted"
         if not bad
@@ -165,48 +165,51 @@ def checks_of(record: RunRecord) -> tuple[Check, ...]:
     )
     world = plan.layout.world_size
     return (
-        Check(
+        ValidationCheck(
             name="length", passed=len(steps) >= VALIDATE_STEPS, said=f"{len(steps)} settled steps"
         ),
-        Check(
+        ValidationCheck(
             name="loss",
             passed=not broken,
             said=f"{record.steps[0].loss:.4f} to {record.steps[-1].loss:.4f}"
             if not broken
             else f"no number at step {broken[0]}",
         ),
-        Check(name="skipped steps", passed=not skipped, said=str(len(skipped))),
-        Check(
+        ValidationCheck(name="skipped steps", passed=not skipped, said=str(len(skipped))),
+        ValidationCheck(
             name="memory",
             passed=0 < peak <= capacity,
             said=f"{peak} of {capacity} bytes held by the fullest rank",
         ),
-        Check(name="what ran", passed=not bad and len(pairs) == world and kept > 0, said=books),
+        ValidationCheck(
+            name="what ran", passed=not bad and len(pairs) == world and kept > 0, said=books
+        ),
     )
 
 
-def predicted_outcome(ask: Ask) -> Outcome:
+def predict_outcome(ask: TrialRequest) -> TrialOutcome:
     """The plan's estimate in the place of a run, with the walls that it expects."""
     plan, found = ask.plan, ask.plan.estimate
-    known = Known(
+    known = PricedJob(
         model=plan.model,
         workload=plan.workload,
         hardware=plan.hardware,
         layout=plan.layout,
         estimate=found,
     )
-    walls = ordered(expected(known))
+    walls = order_findings(predict_findings(known))
     fall = Waterfall(
-        ideal_s=ideal_s(known),
-        ideal_note=ideal_note(plan.workload, found.model_flops_per_step),
-        drops=tuple(predicted_drops(known)),
+        ideal_s=ideal_step_s(known),
+        ideal_note=describe_ideal_step(plan.workload, found.model_flops_per_step),
+        drops=tuple(predict_drops(known)),
         measured_s=found.step_s,
     )
-    return Outcome(
+    return TrialOutcome(
         step_s=found.step_s,
         peak_bytes=found.peak_bytes,
         findings=tuple(
-            Found(wall=one.wall, cause=one.cause, title=one.title, share=one.share) for one in walls
+            TrialFinding(wall=one.wall, cause=one.cause, title=one.title, share=one.share)
+            for one in walls
         ),
         waterfall=fall,
     )

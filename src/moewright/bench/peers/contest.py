@@ -45,7 +45,7 @@ MODEL = ModelSpec(
     moe=MoeSpec(experts=32, ffn_size=256, router=RouterSpec(top_k=4)),
     moe_layers=(True,) * 4,
 )
-WORK = Workload(
+WORKLOAD = Workload(
     seq_len=512,
     global_batch=4,
     optimizer=OptimizerSpec(
@@ -57,7 +57,7 @@ _BATCHES = 8
 Turn = Callable[[int], Callable[[], float]]  # of its number, what is timed: inputs are made before
 
 
-class Part(StrEnum):
+class ContestPart(StrEnum):
     """What is timed: the whole training step, or forward and backward of one MoE layer."""
 
     STEP = "step"
@@ -65,11 +65,11 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ContestRequest:
     """What a contestant is started for; `dtype` is of the compute, states of the optimizer are fp32
     in any case."""
 
-    part: Part
+    part: ContestPart
     dtype: Dtype
     threads: int
 
@@ -78,34 +78,36 @@ class Asked:
         return torch.bfloat16 if self.dtype is Dtype.BF16 else torch.float32
 
 
-def model_flops(part: Part) -> int:
+def model_flops(part: ContestPart) -> int:
     """Model FLOPs of one turn, forward and backward."""
     moe = MODEL.moe
-    if part is Part.STEP or moe is None:
-        return model_flops_per_token(MODEL, WORK.seq_len) * WORK.tokens_per_step
+    if part is ContestPart.STEP or moe is None:
+        return model_flops_per_token(MODEL, WORKLOAD.seq_len) * WORKLOAD.tokens_per_step
     weights = MODEL.hidden_size * (moe.router.top_k * 3 * moe.ffn_size + moe.experts)
-    return 6 * weights * WORK.tokens_per_step
+    return 6 * weights * WORKLOAD.tokens_per_step
 
 
-def asked() -> Asked:
+def parse_request() -> ContestRequest:
     """From the command line: part, dtype, threads. Sets the threads."""
     part, dtype, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    return Asked(part=Part(part), dtype=Dtype(dtype), threads=int(threads))
+    return ContestRequest(part=ContestPart(part), dtype=Dtype(dtype), threads=int(threads))
 
 
-def tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets [4,512] of a step; every contestant has the same."""
     dice = torch.Generator().manual_seed(step % _BATCHES)
-    rows = torch.randint(0, MODEL.vocab_size, (WORK.global_batch, WORK.seq_len + 1), generator=dice)
+    rows = torch.randint(
+        0, MODEL.vocab_size, (WORKLOAD.global_batch, WORKLOAD.seq_len + 1), generator=dice
+    )
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def hidden(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_hidden(number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Input of a layer [2048,512] and the gradient of its output; new ones, and so another routing,
     in every turn."""
     dice = torch.Generator().manual_seed(number)
-    shape = (WORK.tokens_per_step, MODEL.hidden_size)
+    shape = (WORKLOAD.tokens_per_step, MODEL.hidden_size)
     x, grad = (torch.randn(shape, generator=dice).to(dtype) for _ in range(2))
     return x, grad
 

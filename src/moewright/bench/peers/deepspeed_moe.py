@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 
 from moewright.bench.peers import transformers_moe
-from moewright.bench.peers.contest import MODEL, asked, take_turns
+from moewright.bench.peers.contest import MODEL, parse_request, take_turns
 
 
 class _Expert(torch.nn.Module):
@@ -48,10 +48,10 @@ class _Layer(torch.nn.Module):
 
 
 if __name__ == "__main__":
-    how = asked()
+    how = parse_request()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    made = transformers_moe.model(how)
+    made = transformers_moe.build_model(how)
     for layer in made.model.layers:
         layer.mlp = _Layer().to(how.torch_dtype)
-    take_turns(transformers_moe.turn(how, made))
+    take_turns(transformers_moe.build_turn(how, made))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from moewright.bench.peers.contest import asked, take_turns
+from moewright.bench.peers.contest import parse_request, take_turns
 
 _SIDE = 2048
 _FLOPS = 2 * _SIDE**3
@@ -30,6 +30,6 @@ def best_rate(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    how = asked()
+    how = parse_request()
     a, b = (torch.randn(_SIDE, _SIDE).to(how.torch_dtype) for _ in range(2))
     take_turns(lambda _: lambda: best_rate(a, b))

@@ -11,20 +11,20 @@ import torch
 
 from moewright.bench.peers.contest import (
     MODEL,
-    WORK,
-    Asked,
-    Part,
+    WORKLOAD,
+    ContestPart,
+    ContestRequest,
     Turn,
-    asked,
-    hidden,
+    draw_hidden,
+    draw_tokens,
+    parse_request,
     take_turns,
-    tokens,
 )
-from moewright.engine.data.batch import Batch, batch_here
+from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.memory.allocator import keep_freed_memory
-from moewright.engine.model.transformer import initial_value
-from moewright.engine.run.build import trainee
-from moewright.engine.run.step import Trainee, train_step
+from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.run.build_state import build_train_state
+from moewright.engine.run.step import TrainState, train_step
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Layout
 
@@ -34,33 +34,45 @@ _KINDS = {
     "optimizer": ("adamw", "_norm"),
 }
 _REST = "element by element"
-_LAYOUT = Layout(world_size=1, mbs=WORK.global_batch)
+_LAYOUT = Layout(world_size=1, mbs=WORKLOAD.global_batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tokens:
+class ContestTokens:
     """The contest's tokens as the engine asks for them."""
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        return batch_here(run, *tokens(step - 1), None)
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        return build_micro_batch(run, *draw_tokens(step - 1), None)
 
 
-def job(how: Asked) -> Trainee:
+def build_contest_state(how: ContestRequest) -> TrainState:
     """Model and optimizer for the asked precision."""
-    work = replace(WORK, precision=how.dtype)
+    work = replace(WORKLOAD, precision=how.dtype)
     device = torch.device("cpu")
-    return trainee(MODEL, work, _LAYOUT, _Tokens(), rank=0, device=device, initial=initial_value)
+    return build_train_state(
+        MODEL,
+        work,
+        _LAYOUT,
+        ContestTokens(),
+        rank=0,
+        device=device,
+        initial_value=draw_initial_value,
+    )
 
 
-def turn(how: Asked) -> Turn:
+def build_turn(how: ContestRequest) -> Turn:
     """One training step, or one pass of the first MoE layer."""
-    made = job(how)
-    if how.part is Part.STEP:
+    made = build_contest_state(how)
+    if how.part is ContestPart.STEP:
 
         def step(number: int) -> Callable[[], float]:
             return lambda: (
                 train_step(
-                    made, step=number + 1, lr=WORK.optimizer.lr, stop_asked=False, counted=False
+                    made,
+                    step=number + 1,
+                    lr=WORKLOAD.optimizer.lr,
+                    stop_requested=False,
+                    count_ledger=False,
                 ).loss
             )
 
@@ -68,9 +80,9 @@ def turn(how: Asked) -> Turn:
     layer: Any = made.model.layers["0"].moe
 
     def once(number: int) -> Callable[[], float]:
-        x, grad = hidden(number, how.torch_dtype)
+        x, grad = draw_hidden(number, how.torch_dtype)
         leaf: Any = x.requires_grad_()
-        made.optimizer.begin(1)  # gradients are the first of their step
+        made.optimizer.begin_step(1)  # gradients are the first of their step
 
         def run() -> float:
             out, _, _ = layer(leaf, None, None)
@@ -82,7 +94,7 @@ def turn(how: Asked) -> Turn:
     return once
 
 
-def split(run: Callable[[], float]) -> Mapping[str, float]:
+def profile_turn(run: Callable[[], float]) -> Mapping[str, float]:
     """Seconds of a turn by kind of torch operation, and the host's outside of them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         started = time.perf_counter()
@@ -101,4 +113,4 @@ def split(run: Callable[[], float]) -> Mapping[str, float]:
 
 if __name__ == "__main__":
     keep_freed_memory()  # as every rank does
-    take_turns(turn(asked()), split)
+    take_turns(build_turn(parse_request()), profile_turn)

@@ -12,21 +12,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moewright.bench.peers.contest import (
     MODEL,
-    WORK,
-    Asked,
-    Part,
+    WORKLOAD,
+    ContestPart,
+    ContestRequest,
     Turn,
-    asked,
-    hidden,
+    draw_hidden,
+    draw_tokens,
+    parse_request,
     take_turns,
-    tokens,
 )
-from moewright.intake.hf_write import config_of
+from moewright.intake.hf_write import build_config
 
 
-def model(how: Asked) -> Any:
+def build_model(how: ContestRequest) -> Any:
     """Random weights of the scale that the engine draws."""
-    entries = config_of(MODEL)
+    entries = build_config(MODEL)
     config = AutoConfig.for_model(entries.pop("model_type"), **entries, use_cache=False)
     return (
         AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
@@ -35,14 +35,14 @@ def model(how: Asked) -> Any:
     )
 
 
-def turn(how: Asked, made: Any) -> Turn:
+def build_turn(how: ContestRequest, made: Any) -> Turn:
     """One training step of a model of transformers, or one pass of its first MoE layer."""
-    if how.part is Part.STEP:
+    if how.part is ContestPart.STEP:
         return _step(made)
     layer = made.model.layers[0].mlp
 
     def once(number: int) -> Callable[[], float]:
-        x, grad = hidden(number, how.torch_dtype)
+        x, grad = draw_hidden(number, how.torch_dtype)
         leaf: Any = x[None].detach().requires_grad_()
 
         def run() -> float:
@@ -65,7 +65,7 @@ def _step(made: Any) -> Turn:
     master: list[Any] = (
         [p.detach().float().requires_grad_() for p in weights] if narrow else weights
     )
-    spec = WORK.optimizer
+    spec = WORKLOAD.optimizer
     groups = [
         {"params": [p for p in master if p.dim() > 1], "weight_decay": spec.weight_decay},
         {"params": [p for p in master if p.dim() == 1], "weight_decay": 0.0},
@@ -87,9 +87,9 @@ def _step(made: Any) -> Turn:
                 torch._foreach_copy_(weights, master)
         return float(loss.detach())
 
-    return lambda number: partial(step, *tokens(number))
+    return lambda number: partial(step, *draw_tokens(number))
 
 
 if __name__ == "__main__":
-    how = asked()
-    take_turns(turn(how, model(how)))
+    how = parse_request()
+    take_turns(build_turn(how, build_model(how)))

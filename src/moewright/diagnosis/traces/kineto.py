@@ -18,35 +18,35 @@ from typing import Any
 
 from moewright.diagnosis.traces.capture import (
     Capture,
-    Channel,
-    Columns,
-    Routed,
-    Work,
-    library_of,
-    op_of,
+    CommChannel,
+    GroupedRows,
+    KernelKind,
+    KernelTableBuilder,
+    collective_in_name,
+    comm_library,
 )
-from moewright.diagnosis.traces.host_events import (
-    RUNTIME,
-    Host,
-    between,
-    host_of,
-    inside,
-    payload_of,
-    rank_of,
-    ranks_of,
-    spans_of,
-    timed,
-    whole,
+from moewright.diagnosis.traces.cpu_traces import read_cpu_captures
+from moewright.diagnosis.traces.kineto_events import (
+    RUNTIME_CATEGORIES,
+    HostEvents,
+    collect_host_events,
+    covers,
+    find_rank,
+    parse_event,
+    parse_ranks,
+    read_payload_bytes,
+    steps_between,
+    to_int,
+    to_intervals,
 )
-from moewright.diagnosis.traces.host_only import host_captures
 from moewright.spec.errors import BadInput, Reason
 
 _DEVICE = {
     "kernel": None,
-    "gpu_memcpy": Work.COPY,
-    "gpu_memset": Work.COPY,
-    "memcpy": Work.COPY,
-    "memset": Work.COPY,
+    "gpu_memcpy": KernelKind.COPY,
+    "gpu_memset": KernelKind.COPY,
+    "memcpy": KernelKind.COPY,
+    "memset": KernelKind.COPY,
 }
 
 
@@ -61,7 +61,7 @@ def read_traces(path: Path) -> tuple[Capture, ...]:
     return tuple(
         capture
         for place, file in enumerate(files)
-        for capture in captures_of(read_events(file), file, place)
+        for capture in build_captures(load_trace(file), file, place)
     )
 
 
@@ -69,7 +69,7 @@ def _named_as_trace(path: Path) -> bool:
     return path.is_file() and path.name.endswith((".json", ".json.gz"))
 
 
-def read_events(path: Path) -> Any:
+def load_trace(path: Path) -> Any:
     """Plain data of a trace file; what a killed or faulty writer left is mended where it can be."""
     try:
         raw = path.read_bytes()
@@ -113,7 +113,7 @@ def _closed(text: str) -> str:
     return text[: text.rfind("},") + 1] + "]" + ("}" if text.lstrip().startswith("{") else "")
 
 
-def captures_of(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
+def build_captures(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
     """One Capture for each device that ran kernels; for each process where all was computed on the
     CPU. Raises BadInput when the host's side of a device is all there is.
     """
@@ -127,15 +127,15 @@ def captures_of(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
     if not isinstance(events, list):
         rule = "is not a trace: it has no traceEvents"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="the .json of torch.profiler"))
-    whole_ones = [event for event in map(timed, events) if event is not None]
-    host = host_of(whole_ones)
+    whole_ones = [event for event in map(parse_event, events) if event is not None]
+    host = collect_host_events(whole_ones)
     devices: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in whole_ones:
         if event["cat"] in _DEVICE:
             devices[str(event["args"].get("device", event.get("pid", 0)))].append(event)
     about = data if isinstance(data, dict) else {}
     if not devices and not _beside_device(whole_ones, about):
-        yield from host_captures(whole_ones, events, about, path, place)
+        yield from read_cpu_captures(whole_ones, events, about, path, place)
         return
     if not devices:
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
@@ -153,7 +153,9 @@ def captures_of(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
 def _beside_device(events: list[dict[str, Any]], about: Mapping[str, Any]) -> bool:
     """Whether the trace is of a program that used a device, recorded or not; or of none that
     computed at all."""
-    launched = any(event["cat"] in RUNTIME or event["name"].startswith("nccl:") for event in events)
+    launched = any(
+        event["cat"] in RUNTIME_CATEGORIES or event["name"].startswith("nccl:") for event in events
+    )
     return (
         launched
         or bool(about.get("deviceProperties"))
@@ -176,7 +178,7 @@ def _memory(events: list[Any], number: str) -> tuple[int, int]:
         if args.get("Device Type") == 1 and str(args.get("Device Id", number)) == number
     ]
     allocated, reserved = (
-        max((whole(args.get(key)) for args in ours), default=0)
+        max((to_int(args.get(key)) for args in ours), default=0)
         for key in ("Total Allocated", "Total Reserved")
     )
     return allocated, reserved
@@ -184,26 +186,33 @@ def _memory(events: list[Any], number: str) -> tuple[int, int]:
 
 def _capture(
     events: list[dict[str, Any]],
-    host: Host,
+    host: HostEvents,
     about: Mapping[str, Any],
     path: Path,
     place: int,
     number: str,
     memory: tuple[int, int],
 ) -> Capture:
-    columns = Columns()
-    replays = host.replayed
+    columns = KernelTableBuilder()
+    replays = host.recomputed
     used: set[Any] = set()
     for event in events:
         name, args = event["name"], event["args"]
-        work = _DEVICE[event["cat"]] or columns.work(name)
+        work = _DEVICE[event["cat"]] or columns.kind(name)
         stream = str(args.get("stream", event.get("tid", 0)))
         channel, payload = -1, 0.0
-        if work is Work.COMMUNICATION:
-            channel, payload = columns.channel(_channel(name, args, stream)), payload_of(args)
+        if work is KernelKind.COMMUNICATION:
+            channel, payload = (
+                columns.channel_index(_channel(name, args, stream)),
+                read_payload_bytes(args),
+            )
         launched = host.launches.get(args.get("correlation"), float("nan"))
         key = args.get("External id", args.get("external id"))
-        counts = work in (Work.GEMM, Work.GROUPED_GEMM) and key in host.products and key not in used
+        counts = (
+            work in (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
+            and key in host.matrix_flops
+            and key not in used
+        )
         if counts:
             used.add(key)
         columns.add(
@@ -212,46 +221,47 @@ def _capture(
             end_s=event["end"],
             stream=stream,
             launched_s=launched,
-            work=work,
-            channel=channel,
-            payload=payload,
-            flops=host.products[key] if counts else 0.0,
-            replayed=inside(replays, launched),
+            kind=work,
+            channel_index=channel,
+            payload_bytes=payload,
+            flops=host.matrix_flops[key] if counts else 0.0,
+            is_recompute=covers(replays, launched),
         )
     device = _device(about, number)
-    steps = host.steps or between(host.optimizer)
+    steps = host.steps or steps_between(host.optimizer_steps)
     routed = None
-    if host.grouped:
-        rows, experts = zip(*host.grouped, strict=True)
-        routed = Routed(rows=fmean(rows), experts=round(fmean(experts)))
+    if host.grouped_rows:
+        rows, experts = zip(*host.grouped_rows, strict=True)
+        routed = GroupedRows(rows=fmean(rows), experts=round(fmean(experts)))
     return Capture(
         source=path.name,
-        rank=rank_of(about, path, place),
+        rank=find_rank(about, path, place),
         device=str(device.get("name", "")),
-        memory_bytes=whole(device.get("totalGlobalMem")),
+        memory_bytes=to_int(device.get("totalGlobalMem")),
         allocated_bytes=memory[0],
         reserved_bytes=memory[1],
-        kernels=columns.kernels(),
+        kernels=columns.build(),
         streams=columns.streams,
         channels=columns.channels,
         steps=tuple(sorted(steps)),
-        syncs=spans_of(host.syncs),
-        loading=spans_of(host.loading),
-        collecting=spans_of(host.collecting),
-        routed=routed,
+        syncs=to_intervals(host.syncs),
+        data_waits=to_intervals(host.data_waits),
+        gc_pauses=to_intervals(host.gc_pauses),
+        grouped_rows=routed,
     )
 
 
-def _channel(name: str, args: Mapping[str, Any], stream: str) -> Channel:
+def _channel(name: str, args: Mapping[str, Any], stream: str) -> CommChannel:
     said = str(args.get("Collective name") or "")
-    return Channel(
-        op=(op_of(said) if said and said != "coalesced" else None) or op_of(name),
+    return CommChannel(
+        op=(collective_in_name(said) if said and said != "coalesced" else None)
+        or collective_in_name(name),
         group=str(args.get("Process Group Name") or ""),
         description=str(args.get("Process Group Description") or ""),
-        ranks=ranks_of(args.get("Process Group Ranks")),
-        size=whole(args.get("Group size")),
+        ranks=parse_ranks(args.get("Process Group Ranks")),
+        size=to_int(args.get("Group size")),
         stream=stream,
-        library=library_of(name),
+        library=comm_library(name),
         kernel=name,
     )
 

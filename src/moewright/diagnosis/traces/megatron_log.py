@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from moewright.diagnosis.traces.timers import Timer, read_timers
+from moewright.diagnosis.traces.megatron_timers import Timer, read_timers
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GB, GIB, MIB, TERA
 
-WARM = 0.2  # of the iterations seen, at most ten: autotuning, communicators, caches
+WARM_UP_SHARE = 0.2  # of the iterations seen, at most ten: autotuning, communicators, caches
 _ITERATION = re.compile(r"iteration[ =]+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _PAIR = re.compile(r"\s*([^|:=]+?)\s*[:=]\s*([-+]?[\d.,]+(?:[eE][-+]?\d+)?|nan|inf|-inf)\b")
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
@@ -49,7 +49,7 @@ class Iteration:
     loss: float
     grad_norm: float
     skipped: int
-    nan: int
+    nan_losses: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class OutOfMemory:
     """A failed allocation. `capacity_bytes` is the device's; 0: not said."""
 
     line: int
-    wanted_bytes: int
+    requested_bytes: int
     capacity_bytes: int
 
 
@@ -78,16 +78,16 @@ class MegatronLog:
     arguments: tuple[
         tuple[str, str], ...
     ]  # as dumped: name with underscores, value as Python prints it
-    memory: tuple[MemoryReport, ...]
+    memory_reports: tuple[MemoryReport, ...]
     failures: tuple[OutOfMemory, ...]
     timers: Mapping[str, Timer]  # by Megatron's names; empty: none printed
 
-    def argument(self, name: str) -> str:
+    def find_argument(self, name: str) -> str:
         """The value of one argument; "" when it was not dumped."""
         return next((value for have, value in self.arguments if have == name), "")
 
     @property
-    def settled(self) -> tuple[Iteration, ...]:
+    def steady_iterations(self) -> tuple[Iteration, ...]:
         """Iterations after warm-up that were not skipped."""
         timed = [each for each in self.iterations if each.step_s > 0]
         first = _warm(len(timed))
@@ -96,19 +96,24 @@ class MegatronLog:
     @property
     def step_s(self) -> float:
         """Median seconds of a settled iteration; 0: none was timed."""
-        return median([each.step_s for each in self.settled] or [0.0])
+        return median([each.step_s for each in self.steady_iterations] or [0.0])
 
     @property
     def tflops_per_device(self) -> float:
         """Median of what the trainer printed, model FLOPs by its own count; 0: not printed."""
         return median(
-            [each.tflops_per_device for each in self.settled if each.tflops_per_device > 0] or [0.0]
+            [
+                each.tflops_per_device
+                for each in self.steady_iterations
+                if each.tflops_per_device > 0
+            ]
+            or [0.0]
         )
 
 
 def _warm(count: int) -> int:
     """How many of `count` iterations are warm-up."""
-    return min(10, max(1 if count > 1 else 0, int(WARM * count)))
+    return min(10, max(1 if count > 1 else 0, int(WARM_UP_SHARE * count)))
 
 
 def read_log(path: Path) -> MegatronLog:
@@ -149,7 +154,7 @@ def parse_log(text: str) -> MegatronLog:
     return MegatronLog(
         iterations=tuple(iterations[number] for number in sorted(iterations)),
         arguments=tuple(arguments.items()),
-        memory=tuple(memory[rank] for rank in sorted(memory)),
+        memory_reports=tuple(memory[rank] for rank in sorted(memory)),
         failures=tuple(failures),
         timers=read_timers(lines, _warm(len(iterations))),
     )
@@ -169,7 +174,7 @@ def _iteration(number: int, rest: str) -> Iteration:
         loss=next((said[key] for key in _LOSS_KEYS if key in said), float("nan")),
         grad_norm=said.get("grad norm", float("nan")),
         skipped=int(said.get("number of skipped iterations", 0)),
-        nan=int(said.get("number of nan iterations", 0)),
+        nan_losses=int(said.get("number of nan iterations", 0)),
     )
 
 
@@ -195,13 +200,13 @@ def _failure(number: int, line: str) -> OutOfMemory:
     wanted, held = _OUT_SIZE.search(line), _OUT_HELD.search(line)
     return OutOfMemory(
         line=number,
-        wanted_bytes=round(float(wanted[1]) * scales[wanted[2]]) if wanted else 0,
+        requested_bytes=round(float(wanted[1]) * scales[wanted[2]]) if wanted else 0,
         capacity_bytes=round(float(held[1] or held[2]) * GIB) if held else 0,
     )
 
 
 def printed_flops_per_token(log: MegatronLog, *, seq_len: int, devices: int) -> float:
     """What the trainer takes a token to cost, from its own rate; 0: it did not print one."""
-    batch = next((each.global_batch for each in log.settled if each.global_batch), 0)
+    batch = next((each.global_batch for each in log.steady_iterations if each.global_batch), 0)
     tokens_per_s = batch * seq_len / log.step_s if log.step_s else 0.0
     return log.tflops_per_device * TERA * devices / tokens_per_s if tokens_per_s else 0.0

@@ -16,13 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from moewright.diagnosis.traces.capture import Capture, Channel, Columns, Work, library_of, op_of
-from moewright.diagnosis.traces.spans import Spans, union
+from moewright.diagnosis.traces.capture import (
+    Capture,
+    CommChannel,
+    KernelKind,
+    KernelTableBuilder,
+    collective_in_name,
+    comm_library,
+)
+from moewright.diagnosis.traces.intervals import Intervals, merge
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Collective
 
 NS = 1e-9
-KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 _NAMES = ("demangledName", "shortName", "mangledName")
 _PROCESS = 1 << 24
 _STEP = re.compile(
@@ -54,8 +61,8 @@ def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
             "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
         )
     }
-    if KERNELS not in tables:
-        rule = f"holds no kernels (no table {KERNELS})"
+    if KERNEL_TABLE not in tables:
+        rule = f"holds no kernels (no table {KERNEL_TABLE})"
         raise BadInput(
             Reason(field=str(path), rule=rule, nearest="a profile recorded with --trace=cuda,nvtx")
         )
@@ -72,9 +79,9 @@ def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
     launches = {
         (_process(tid), corr): start * NS for start, _, corr, tid, _ in runtime if corr is not None
     }
-    found: dict[tuple[int, int], Columns] = {}
+    found: dict[tuple[int, int], KernelTableBuilder] = {}
     for table, name in (
-        (KERNELS, ""),
+        (KERNEL_TABLE, ""),
         ("CUPTI_ACTIVITY_KIND_MEMCPY", "memcpy"),
         ("CUPTI_ACTIVITY_KIND_MEMSET", "memset"),
     ):
@@ -103,7 +110,7 @@ def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
                 memory_bytes=memory,
                 allocated_bytes=0,
                 reserved_bytes=0,
-                kernels=columns.kernels(),
+                kernels=columns.build(),
                 streams=columns.streams,
                 channels=columns.channels,
                 steps=_steps(here),
@@ -114,8 +121,8 @@ def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
                         if e and "ynchronize" in str(texts.get(n, ""))
                     ]
                 ),
-                loading=_spans([span for span, text in here if _LOADING.search(text)]),
-                collecting=_spans([span for span, text in here if _COLLECTING.search(text)]),
+                data_waits=_spans([span for span, text in here if _LOADING.search(text)]),
+                gc_pauses=_spans([span for span, text in here if _COLLECTING.search(text)]),
                 notes=("Nsight Systems records no shapes: rates of matrix products are not known",),
             )
         )
@@ -134,12 +141,12 @@ def _collect(
     texts: Mapping[int, str],
     launches: Mapping[tuple[int, Any], float],
     ranges: Sequence[_Range],
-    found: dict[tuple[int, int], Columns],
+    found: dict[tuple[int, int], KernelTableBuilder],
 ) -> None:
     """Rows of one table of device activities; `name` for those that have none of their own."""
     wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", *_NAMES)
     exchanges = [
-        (span, op_of(text))
+        (span, collective_in_name(text))
         for _, span, text in ranges
         if text.startswith(("nccl", "c10d", "record_param"))
     ]
@@ -150,14 +157,14 @@ def _collect(
             continue
         said = name or next((_text(texts, value) for value in named if value is not None), "")
         process = _process(pid)
-        columns = found.setdefault((process, int(device or 0)), Columns())
+        columns = found.setdefault((process, int(device or 0)), KernelTableBuilder())
         launched = launches.get((process, corr), float("nan"))
-        work = Work.COPY if name.startswith("mem") else columns.work(said)
+        work = KernelKind.COPY if name.startswith("mem") else columns.kind(said)
         channel = -1
-        if work is Work.COMMUNICATION:
-            op = op_of(said) or _around(exchanges, starts, launched)
-            channel = columns.channel(
-                Channel(op=op, stream=str(stream), library=library_of(said), kernel=said)
+        if work is KernelKind.COMMUNICATION:
+            op = collective_in_name(said) or _around(exchanges, starts, launched)
+            channel = columns.channel_index(
+                CommChannel(op=op, stream=str(stream), library=comm_library(said), kernel=said)
             )
         columns.add(
             name=said,
@@ -165,8 +172,8 @@ def _collect(
             end_s=end * NS,
             stream=str(stream),
             launched_s=launched,
-            work=work,
-            channel=channel,
+            kind=work,
+            channel_index=channel,
         )
 
 
@@ -241,5 +248,5 @@ def _process(value: Any) -> int:
     return int(value) // _PROCESS if value is not None else 0
 
 
-def _spans(found: Sequence[_Span]) -> Spans:
-    return union(np.array(found, dtype=np.float64).reshape(-1, 2))
+def _spans(found: Sequence[_Span]) -> Intervals:
+    return merge(np.array(found, dtype=np.float64).reshape(-1, 2))

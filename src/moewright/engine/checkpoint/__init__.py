@@ -2,64 +2,74 @@
 pickle either way."""
 
 from moewright.engine.checkpoint.commit import (
-    Order,
-    checkpoint_at,
+    SaveRequest,
     checkpoint_path,
-    committed,
-    latest,
-    resume_from,
-    write_alone,
+    find_checkpoint,
+    find_latest,
+    find_resume_point,
+    list_checkpoints,
+    write_single_process,
 )
-from moewright.engine.checkpoint.coordinator import Coordinator, agree, alone
+from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks, single_process
 from moewright.engine.checkpoint.files import (
     PayloadReader,
-    Row,
-    flush_directory,
+    TensorHeader,
+    fsync_directory,
     require_space,
     verify_file,
-    write_fault,
+    write_error,
     write_tensors,
     write_text,
 )
-from moewright.engine.checkpoint.geometry import boxes
-from moewright.engine.checkpoint.index import Index, Shard, TensorEntry, payload_name, read_index
-from moewright.engine.checkpoint.load import load, read_box, refuse_mismatch
-from moewright.engine.checkpoint.lock import run_lock
-from moewright.engine.checkpoint.piece import DTYPES, Piece, flat_pieces
-from moewright.engine.checkpoint.saver import Saver, save
+from moewright.engine.checkpoint.geometry import flat_range_boxes
+from moewright.engine.checkpoint.index import (
+    CheckpointIndex,
+    StoredShard,
+    TensorEntry,
+    payload_file_name,
+    read_index,
+)
+from moewright.engine.checkpoint.loader import load_checkpoint, read_tensor_box, refuse_mismatch
+from moewright.engine.checkpoint.local_shard import (
+    SAFETENSORS_DTYPES,
+    LocalShard,
+    flat_range_shards,
+)
+from moewright.engine.checkpoint.lock import lock_run_dir
+from moewright.engine.checkpoint.saver import CheckpointSaver, save_checkpoint
 
 __all__ = [
-    "DTYPES",
+    "SAFETENSORS_DTYPES",
+    "CheckpointIndex",
+    "CheckpointSaver",
     "Coordinator",
-    "Index",
-    "Order",
+    "LocalShard",
     "PayloadReader",
-    "Piece",
-    "Row",
-    "Saver",
-    "Shard",
+    "SaveRequest",
+    "StoredShard",
     "TensorEntry",
-    "agree",
-    "alone",
-    "boxes",
-    "checkpoint_at",
+    "TensorHeader",
     "checkpoint_path",
-    "committed",
-    "flat_pieces",
-    "flush_directory",
-    "latest",
-    "load",
-    "payload_name",
-    "read_box",
+    "find_checkpoint",
+    "find_latest",
+    "find_resume_point",
+    "flat_range_boxes",
+    "flat_range_shards",
+    "fsync_directory",
+    "list_checkpoints",
+    "load_checkpoint",
+    "lock_run_dir",
+    "payload_file_name",
     "read_index",
+    "read_tensor_box",
     "refuse_mismatch",
     "require_space",
-    "resume_from",
-    "run_lock",
-    "save",
+    "run_on_all_ranks",
+    "save_checkpoint",
+    "single_process",
     "verify_file",
-    "write_alone",
-    "write_fault",
+    "write_error",
+    "write_single_process",
     "write_tensors",
     "write_text",
 ]

@@ -13,29 +13,29 @@ from typing import Any
 
 import torch
 
-from moewright.engine.checkpoint.coordinator import Coordinator, agree
+from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks
 from moewright.engine.checkpoint.files import (
-    Row,
-    flush_directory,
+    TensorHeader,
+    fsync_directory,
     require_space,
-    write_fault,
+    write_error,
     write_payload,
     write_tensors,
     write_text,
 )
-from moewright.engine.checkpoint.geometry import tiling_fault
+from moewright.engine.checkpoint.geometry import find_tiling_fault
 from moewright.engine.checkpoint.index import (
-    INDEX,
+    INDEX_FILE,
+    CheckpointIndex,
     FileEntry,
-    Index,
-    Shard,
+    StoredShard,
     TensorEntry,
     box_key,
-    index_text,
-    payload_name,
+    payload_file_name,
     read_index,
+    serialize_index,
 )
-from moewright.engine.checkpoint.piece import DTYPES, Piece
+from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
 
@@ -47,42 +47,45 @@ _SAVING, _PURGED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class SaveRequest:
     """A checkpoint to be written: `pieces` are those of this rank that the plan gives to its
     file."""
 
-    final: Path
+    path: Path
     step: int
     extra: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
-    pieces: tuple[Piece, ...]
-    keep: CheckpointSpec
+    pieces: tuple[LocalShard, ...]
+    retention: CheckpointSpec
 
     @property
-    def working(self) -> Path:
-        return self.final.with_name(_SAVING + self.final.name)
+    def working_path(self) -> Path:
+        return self.path.with_name(_SAVING + self.path.name)
 
     @property
-    def need_bytes(self) -> int:
-        return sum(DTYPES[tensor.dtype].itemsize * prod(tensor.shape) for tensor in self.tensors)
+    def required_bytes(self) -> int:
+        return sum(
+            SAFETENSORS_DTYPES[tensor.dtype].itemsize * prod(tensor.shape)
+            for tensor in self.tensors
+        )
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def check_extra(step: int, extra: Mapping[str, Any]) -> None:
+def validate_extra(step: int, extra: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError, on every rank, for what no index can hold."""
     if not 0 <= step < 10**8:
         raise ValueError(f"step {step} is not of 8 digits")
-    index_text(Index(step=step, extra=extra, files=(), tensors=()))
+    serialize_index(CheckpointIndex(step=step, extra=extra, files=(), tensors=()))
 
 
-def assigned(
-    pieces: Sequence[Piece], tensors: Sequence[TensorEntry], rank: int
-) -> tuple[Piece, ...]:
+def select_assigned(
+    pieces: Sequence[LocalShard], tensors: Sequence[TensorEntry], rank: int
+) -> tuple[LocalShard, ...]:
     """The pieces that the plan gives to this rank's file."""
-    name = payload_name(rank)
+    name = payload_file_name(rank)
     mine = {
         (tensor.name, shard.box)
         for tensor in tensors
@@ -92,17 +95,17 @@ def assigned(
     return tuple(piece for piece in pieces if (piece.name, piece.box) in mine)
 
 
-def prepare(order: Order, comm: Coordinator) -> bool:
+def prepare_save(request: SaveRequest, comm: Coordinator) -> bool:
     """Make the working directory; False when the step is committed already. The pieces may still
     change.
 
     Raises BadInput on every rank for an unwritable directory, a full disk, or the same step of
     another job.
     """
-    return bool(agree(comm, lambda: comm.rank == 0 and _prepare(order))[0])
+    return bool(run_on_all_ranks(comm, lambda: comm.rank == 0 and _prepare(request))[0])
 
 
-def complete(order: Order, comm: Coordinator) -> None:
+def commit_save(request: SaveRequest, comm: Coordinator) -> None:
     """Write the pieces as they are now, commit, and purge older checkpoints.
 
     Either the whole checkpoint is committed, on disk and checksummed, or nothing changes: then
@@ -110,55 +113,61 @@ def complete(order: Order, comm: Coordinator) -> None:
     """
     leads = comm.rank == 0
     try:
-        entries = agree(comm, partial(_write, order, comm.rank))
+        entries = run_on_all_ranks(comm, partial(_write, request, comm.rank))
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
-        index = Index(step=order.step, extra=order.extra, files=files, tensors=order.tensors)
-        agree(comm, partial(_commit, order, index) if leads else lambda: None)
+        index = CheckpointIndex(
+            step=request.step, extra=request.extra, files=files, tensors=request.tensors
+        )
+        run_on_all_ranks(comm, partial(_commit, request, index) if leads else lambda: None)
     except BadInput:
         if leads:
-            shutil.rmtree(order.working, ignore_errors=True)
+            shutil.rmtree(request.working_path, ignore_errors=True)
         raise
     if leads:
-        _purge(order)
+        _purge(request)
 
 
-def write_alone(order: Order, made: Callable[[TensorEntry, Shard], torch.Tensor]) -> Path:
+def write_single_process(
+    request: SaveRequest, read_box: Callable[[TensorEntry, StoredShard], torch.Tensor]
+) -> Path:
     """One process writes all files of a checkpoint, each box made when its turn comes; all of it,
     or nothing."""
-    by_file: dict[str, list[tuple[TensorEntry, Shard]]] = {}
-    for tensor in order.tensors:
-        if fault := tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
+    by_file: dict[str, list[tuple[TensorEntry, StoredShard]]] = {}
+    for tensor in request.tensors:
+        if fault := find_tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
             raise ValueError(f"{tensor.name}: {fault}")
         for shard in tensor.shards:
             by_file.setdefault(shard.file, []).append((tensor, shard))
-    existing = _existing(order.final.parent)
+    existing = _existing(request.path.parent)
     try:
-        if not _prepare(order):
-            return order.final
+        if not _prepare(request):
+            return request.path
         files = [
             write_tensors(
-                order.working / file,
+                request.working_path / file,
                 [
-                    Row(name=box_key(t.name, s.box[0]), dtype=t.dtype, shape=s.box[1])
+                    TensorHeader(name=box_key(t.name, s.box[0]), dtype=t.dtype, shape=s.box[1])
                     for t, s in held
                 ],
-                (made(tensor, shard) for tensor, shard in held),
+                (read_box(tensor, shard) for tensor, shard in held),
             )
             for file, held in by_file.items()
         ]
         _commit(
-            order,
-            Index(step=order.step, extra=order.extra, files=tuple(files), tensors=order.tensors),
+            request,
+            CheckpointIndex(
+                step=request.step, extra=request.extra, files=tuple(files), tensors=request.tensors
+            ),
         )
     except OSError as error:
-        raise write_fault(order.final.parent, error, order.need_bytes) from error
+        raise write_error(request.path.parent, error, request.required_bytes) from error
     finally:
-        shutil.rmtree(order.working, ignore_errors=True)
-        _remove_empty(order.final.parent, below=existing)
-    return order.final
+        shutil.rmtree(request.working_path, ignore_errors=True)
+        _remove_empty(request.path.parent, below=existing)
+    return request.path
 
 
-def committed(directory: Path) -> tuple[Path, ...]:
+def list_checkpoints(directory: Path) -> tuple[Path, ...]:
     """The committed checkpoints below `directory`, oldest first. Half-written and stray entries are
     passed over."""
     if not directory.is_dir():
@@ -166,34 +175,34 @@ def committed(directory: Path) -> tuple[Path, ...]:
     found = [
         path
         for path in directory.iterdir()
-        if _COMMITTED.fullmatch(path.name) and (path / INDEX).is_file()
+        if _COMMITTED.fullmatch(path.name) and (path / INDEX_FILE).is_file()
     ]
     return tuple(sorted(found))
 
 
-def latest(directory: Path) -> Path | None:
+def find_latest(directory: Path) -> Path | None:
     """The newest committed checkpoint, or None. Damage inside it is not skipped in silence: `load`
     refuses it."""
-    found = committed(directory)
+    found = list_checkpoints(directory)
     return found[-1] if found else None
 
 
-def checkpoint_at(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` is, or the newest in it or, where it is a run's folder, in its
     `checkpoints`.
 
     Raises BadInput when there is none.
     """
-    if (path / INDEX).is_file():
+    if (path / INDEX_FILE).is_file():
         return path
     for folder in (path, path / "checkpoints"):
-        if (newest := latest(folder)) is not None:
+        if (newest := find_latest(folder)) is not None:
             return newest
     what = "holds no checkpoint of moewright" if path.is_dir() else "no such folder"
     raise BadInput(Reason(field=str(path), rule=what, nearest="a folder with step-*"))
 
 
-def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
+def find_resume_point(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
     """The newest committed checkpoint, and what lies there under a newer step's name without being
     one.
 
@@ -208,7 +217,7 @@ def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
         else []
     )
     named = sorted(path for path in entries if _COMMITTED.fullmatch(path.name))
-    newest = latest(directory)
+    newest = find_latest(directory)
     if newest is None:
         if named:
             read_index(named[-1])  # raises: it has no index
@@ -225,10 +234,10 @@ def resume_from(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
     return newest, tuple(path for path in named if path > newest)
 
 
-def _prepare(order: Order) -> bool:
-    final, directory = order.final, order.final.parent
-    if (final / INDEX).is_file():
-        if read_index(final).extra == order.extra:
+def _prepare(request: SaveRequest) -> bool:
+    final, directory = request.path, request.path.parent
+    if (final / INDEX_FILE).is_file():
+        if read_index(final).extra == request.extra:
             return False
         raise BadInput(
             Reason(
@@ -242,46 +251,46 @@ def _prepare(order: Order) -> bool:
         for stale in directory.iterdir():
             if stale.name.startswith((_SAVING, _PURGED)):
                 shutil.rmtree(stale)
-        require_space(directory, order.need_bytes)
-        order.working.mkdir()
+        require_space(directory, request.required_bytes)
+        request.working_path.mkdir()
     except FileExistsError as error:
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory")) from error
     except OSError as error:
-        raise write_fault(_existing(directory), error, order.need_bytes) from error
+        raise write_error(_existing(directory), error, request.required_bytes) from error
     return True
 
 
-def _write(order: Order, rank: int) -> dict[str, Any] | None:
+def _write(request: SaveRequest, rank: int) -> dict[str, Any] | None:
     """Write this rank's file; its entry as JSON, None when the plan gives nothing to it."""
-    if not order.pieces:
+    if not request.pieces:
         return None
     try:
-        entry = write_payload(order.working / payload_name(rank), order.pieces)
+        entry = write_payload(request.working_path / payload_file_name(rank), request.pieces)
     except OSError as error:
-        raise write_fault(order.final.parent, error, order.need_bytes) from error
+        raise write_error(request.path.parent, error, request.required_bytes) from error
     return {"name": entry.name, "nbytes": entry.nbytes, "sha256": entry.sha256}
 
 
-def _commit(order: Order, index: Index) -> None:
-    final, working = order.final, order.working
+def _commit(request: SaveRequest, index: CheckpointIndex) -> None:
+    final, working = request.path, request.working_path
     try:
-        write_text(working / INDEX, index_text(index))
-        flush_directory(working)
+        write_text(working / INDEX_FILE, serialize_index(index))
+        fsync_directory(working)
         if final.is_dir():  # without an index: half-written by something else
             shutil.rmtree(final)
         working.rename(final)
-        flush_directory(final.parent)
+        fsync_directory(final.parent)
     except OSError as error:
-        raise write_fault(final.parent, error, order.need_bytes) from error
+        raise write_error(final.parent, error, request.required_bytes) from error
 
 
-def _purge(order: Order) -> None:
+def _purge(request: SaveRequest) -> None:
     """Drop all but the newest checkpoints and those to be kept for good, never the one just
     written. A rename makes each vanish at once.
     """
     older, keep = (
-        [path for path in committed(order.final.parent) if path != order.final],
-        order.keep,
+        [path for path in list_checkpoints(request.path.parent) if path != request.path],
+        request.retention,
     )
     for path in older[: max(0, len(older) - (keep.keep - 1))]:
         if (

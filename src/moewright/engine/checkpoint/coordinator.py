@@ -15,16 +15,16 @@ class Coordinator:
     """`gather(value)` returns on EVERY rank the JSON-able values of all ranks, in rank order."""
 
     rank: int
-    world: int
+    world_size: int
     gather: Callable[[Any], list[Any]]
 
 
-def alone() -> Coordinator:
+def single_process() -> Coordinator:
     """The coordinator of a single process; needs no process group."""
-    return Coordinator(rank=0, world=1, gather=lambda value: [value])
+    return Coordinator(rank=0, world_size=1, gather=lambda value: [value])
 
 
-def agree(comm: Coordinator, phase: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(comm: Coordinator, action: Callable[[], Any]) -> list[Any]:
     """Run `phase` on every rank; every rank gets all results, or every rank raises the same first
     BadInput.
 
@@ -32,7 +32,7 @@ def agree(comm: Coordinator, phase: Callable[[], Any]) -> list[Any]:
     """
     reply: dict[str, Any] = {"value": None, "reason": None}
     try:
-        reply["value"] = phase()
+        reply["value"] = action()
     except BadInput as bad:
         reply["reason"] = asdict(bad.reasons[0])
     replies = comm.gather(reply)

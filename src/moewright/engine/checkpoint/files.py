@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moewright.engine.checkpoint.index import FileEntry, Shard, TensorEntry, box_key
-from moewright.engine.checkpoint.piece import DTYPES, Piece
+from moewright.engine.checkpoint.index import FileEntry, StoredShard, TensorEntry, box_key
+from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import show_bytes
+from moewright.spec.units import format_bytes
 
 _CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TensorHeader:
     """A tensor in the header of a safetensors file; `dtype` is the safetensors name."""
 
     name: str
@@ -37,17 +37,17 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].itemsize * prod(self.shape)
+        return SAFETENSORS_DTYPES[self.dtype].itemsize * prod(self.shape)
 
 
-def write_payload(path: Path, pieces: Sequence[Piece]) -> FileEntry:
+def write_payload(path: Path, pieces: Sequence[LocalShard]) -> FileEntry:
     """Write `pieces` as one safetensors file, one tensor on the host at a time, and flush it to
     disk."""
     ordered = sorted(
         pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.offsets)
     )  # aligned
     rows = [
-        Row(
+        TensorHeader(
             name=box_key(piece.name, piece.offsets),
             dtype=piece.dtype,
             shape=tuple(piece.tensor.shape),
@@ -59,7 +59,7 @@ def write_payload(path: Path, pieces: Sequence[Piece]) -> FileEntry:
 
 def write_tensors(
     path: Path,
-    rows: Sequence[Row],
+    headers: Sequence[TensorHeader],
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
@@ -67,7 +67,7 @@ def write_tensors(
     flush it to disk."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for row in rows:
+    for row in headers:
         begin, end = end, end + row.nbytes
         header[row.name] = {
             "dtype": row.dtype,
@@ -81,7 +81,7 @@ def write_tensors(
         for block in (len(text).to_bytes(8, "little"), text):
             digest.update(block)
             file.write(block)
-        for row, tensor in zip(rows, tensors, strict=True):
+        for row, tensor in zip(headers, tensors, strict=True):
             host = tensor.detach().to("cpu").contiguous()
             data = host.reshape(-1).view(torch.uint8).numpy().data
             if data.nbytes != row.nbytes:
@@ -101,7 +101,7 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def flush_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -153,8 +153,8 @@ class PayloadReader:
         self._open.clear()
         self._stack.close()
 
-    def region(
-        self, tensor: TensorEntry, shard: Shard, offsets: Sequence[int], sizes: Sequence[int]
+    def read_region(
+        self, tensor: TensorEntry, shard: StoredShard, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
         """The box of `sizes` at `offsets` of a shard, on the host. Raises BadInput when the file
         disagrees."""
@@ -184,21 +184,21 @@ class PayloadReader:
         )
 
 
-def require_space(directory: Path, need_bytes: int) -> None:
+def require_space(directory: Path, required_bytes: int) -> None:
     """Raise BadInput when the file system of `directory`, which may yet be made, has less than
     `need_bytes` free."""
     there = next(
         (path for path in (directory, *directory.absolute().parents) if path.is_dir()), Path("/")
     )
     free_bytes = shutil.disk_usage(there).free
-    if free_bytes < need_bytes:
-        raise _full(directory, need_bytes, free_bytes)
+    if free_bytes < required_bytes:
+        raise _full(directory, required_bytes, free_bytes)
 
 
-def write_fault(directory: Path, error: OSError, need_bytes: int) -> BadInput:
+def write_error(directory: Path, error: OSError, required_bytes: int) -> BadInput:
     """The one line for an operating system error while writing below `directory`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return _full(directory, need_bytes, shutil.disk_usage(directory).free)
+        return _full(directory, required_bytes, shutil.disk_usage(directory).free)
     what = f"cannot be written ({error.strerror})"
     return BadInput(
         Reason(field=str(directory), rule=what, nearest="a directory that you may write to")
@@ -206,7 +206,7 @@ def write_fault(directory: Path, error: OSError, need_bytes: int) -> BadInput:
 
 
 def _full(directory: Path, need_bytes: int, free_bytes: int) -> BadInput:
-    sizes = f"a checkpoint needs {show_bytes(need_bytes)} ({need_bytes} bytes), {free_bytes} bytes are free"
+    sizes = f"a checkpoint needs {format_bytes(need_bytes)} ({need_bytes} bytes), {free_bytes} bytes are free"
     return BadInput(
         Reason(field=str(directory), rule=f"no room: {sizes}", nearest="free some, or lower keep")
     )

@@ -10,7 +10,7 @@ from math import prod
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes; one entry a dim
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """The rectangular boxes that elements [start, stop) of a row-major tensor cover, in flat order.
 
     Each box is one contiguous run of the range, so the k-th box is the next prod(sizes) elements.
@@ -43,7 +43,7 @@ def _inside(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box
     return [((row, *offsets), (1, *sizes)) for offsets, sizes in _boxes(shape[1:], start, stop)]
 
 
-def inside_fault(shape: Sequence[int], box: Box) -> str:
+def find_box_fault(shape: Sequence[int], box: Box) -> str:
     """Why `box` is not a non-empty box of a tensor of `shape`; "" when it is."""
     offsets, sizes = box
     if not len(shape) == len(offsets) == len(sizes):
@@ -54,10 +54,10 @@ def inside_fault(shape: Sequence[int], box: Box) -> str:
     return ""
 
 
-def tiling_fault(shape: Sequence[int], parts: Sequence[Box]) -> str:
+def find_tiling_fault(shape: Sequence[int], parts: Sequence[Box]) -> str:
     """Why `parts` do not cover a tensor of `shape` exactly once; "" when they do."""
     for part in parts:
-        if fault := inside_fault(shape, part):
+        if fault := find_box_fault(shape, part):
             return fault
     active: list[Box] = []
     for part in sorted(parts):

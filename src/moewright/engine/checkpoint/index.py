@@ -17,11 +17,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NoReturn
 
-from moewright.engine.checkpoint.geometry import Box, tiling_fault
-from moewright.engine.checkpoint.piece import DTYPES, name_is_legal
+from moewright.engine.checkpoint.geometry import Box, find_tiling_fault
+from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, is_legal_name
 from moewright.spec.errors import BadInput, Reason
 
-INDEX = "index.json"
+INDEX_FILE = "index.json"
 _FORMAT, _VERSION = "moewright-checkpoint", 1
 _PAYLOAD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -35,7 +35,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
+class StoredShard:
     """One box of a tensor, in one file."""
 
     box: Box
@@ -49,18 +49,18 @@ class TensorEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredShard, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
+class CheckpointIndex:
     step: int
     extra: Mapping[str, Any]  # plain JSON, the caller's
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
 
 
-def payload_name(rank: int) -> str:
+def payload_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -69,7 +69,7 @@ def box_key(name: str, offsets: tuple[int, ...]) -> str:
     return f"{name}@{','.join(map(str, offsets))}"
 
 
-def index_text(index: Index) -> str:
+def serialize_index(index: CheckpointIndex) -> str:
     """The text of index.json. Raises ValueError or TypeError when `extra` is not plain finite
     JSON."""
     number = {entry.name: n for n, entry in enumerate(index.files)}
@@ -95,10 +95,10 @@ def index_text(index: Index) -> str:
     return f'{{"sha256":"{_digest(text)}","body":{text}}}\n'
 
 
-def read_index(checkpoint: Path) -> Index:
+def read_index(checkpoint: Path) -> CheckpointIndex:
     """The index of a committed checkpoint. Raises BadInput, naming the file, for anything that is
     not one."""
-    path = checkpoint / INDEX
+    path = checkpoint / INDEX_FILE
     if not checkpoint.is_dir():
         what = "is a file" if checkpoint.exists() else "does not exist"
         raise BadInput(
@@ -111,7 +111,7 @@ def read_index(checkpoint: Path) -> Index:
         raise BadInput(
             Reason(
                 field=str(checkpoint),
-                rule=f"is not a checkpoint: it has no {INDEX} but {found}",
+                rule=f"is not a checkpoint: it has no {INDEX_FILE} but {found}",
                 nearest="step-*",
             )
         )
@@ -119,12 +119,14 @@ def read_index(checkpoint: Path) -> Index:
         if not S_ISREG(path.lstat().st_mode):
             _refuse(path, "is not a regular file")
         text = path.read_text("utf-8")
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_not_finite)
+        data = json.loads(
+            text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant
+        )
     except (OSError, ValueError, RecursionError) as error:
         _refuse(path, f"cannot be read ({type(error).__name__}: {error})")
     try:
-        return _index(data)
-    except _Malformed as fault:
+        return _parse_index(data)
+    except _MalformedIndex as fault:
         _refuse(path, str(fault))
 
 
@@ -132,17 +134,17 @@ def _refuse(path: Path, rule: str) -> NoReturn:
     raise BadInput(Reason(field=str(path), rule=rule, nearest="an older checkpoint"))
 
 
-class _Malformed(Exception):
+class _MalformedIndex(Exception):
     """What is wrong with the index."""
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise _Malformed(what)
+        raise _MalformedIndex(what)
 
 
-def _index(data: Any) -> Index:
-    outer = _record(data, "index", {"sha256": str, "body": dict})
+def _parse_index(data: Any) -> CheckpointIndex:
+    outer = _check_keys(data, "index", {"sha256": str, "body": dict})
     text = _canonical(outer["body"])
     _require(outer["sha256"] == _digest(text), "is damaged: its checksum does not hold")
     keys = {
@@ -153,22 +155,22 @@ def _index(data: Any) -> Index:
         "files": list,
         "tensors": list,
     }
-    body = _record(outer["body"], "body", keys)
+    body = _check_keys(outer["body"], "body", keys)
     _require(body["format"] == _FORMAT, f"format is {body['format']!r}, not {_FORMAT!r}")
     _require(
         body["version"] == _VERSION,
         f"version is {body['version']}, and this program reads {_VERSION}",
     )
     _require(body["step"] >= 0, "step is negative")
-    files = tuple(_file(entry) for entry in body["files"])
+    files = tuple(_parse_file(entry) for entry in body["files"])
     _require(len({file.name for file in files}) == len(files), "names a file twice")
-    tensors = tuple(_tensor(entry, files) for entry in body["tensors"])
+    tensors = tuple(_parse_tensor(entry, files) for entry in body["tensors"])
     _require(len({tensor.name for tensor in tensors}) == len(tensors), "names a tensor twice")
-    return Index(step=body["step"], extra=body["extra"], files=files, tensors=tensors)
+    return CheckpointIndex(step=body["step"], extra=body["extra"], files=files, tensors=tensors)
 
 
-def _file(data: Any) -> FileEntry:
-    entry = _record(data, "file", {"name": str, "bytes": int, "sha256": str})
+def _parse_file(data: Any) -> FileEntry:
+    entry = _check_keys(data, "file", {"name": str, "bytes": int, "sha256": str})
     _require(
         _PAYLOAD.fullmatch(entry["name"]) is not None,
         f"file name {entry['name']!r} is not rank-N.safetensors",
@@ -178,28 +180,31 @@ def _file(data: Any) -> FileEntry:
     return FileEntry(name=entry["name"], nbytes=entry["bytes"], sha256=entry["sha256"])
 
 
-def _tensor(data: Any, files: tuple[FileEntry, ...]) -> TensorEntry:
-    entry = _record(data, "tensor", {"name": str, "dtype": str, "shape": list, "boxes": list})
+def _parse_tensor(data: Any, files: tuple[FileEntry, ...]) -> TensorEntry:
+    entry = _check_keys(data, "tensor", {"name": str, "dtype": str, "shape": list, "boxes": list})
     name = entry["name"]
-    _require(name_is_legal(name), f"tensor name {name!r} is not legal")
-    _require(entry["dtype"] in DTYPES, f"{name}: dtype {entry['dtype']!r} is unknown")
-    shape = _whole(entry["shape"], name)
+    _require(is_legal_name(name), f"tensor name {name!r} is not legal")
+    _require(entry["dtype"] in SAFETENSORS_DTYPES, f"{name}: dtype {entry['dtype']!r} is unknown")
+    shape = _parse_sizes(entry["shape"], name)
     shards = []
     for box in entry["boxes"]:
         _require(
             isinstance(box, list) and len(box) == 3, f"{name}: a box is [file, offsets, sizes]"
         )
-        (number,) = _whole([box[0]], name)
+        (number,) = _parse_sizes([box[0]], name)
         _require(number < len(files), f"{name}: file {number} of {len(files)}")
         shards.append(
-            Shard(box=(_whole(box[1], name), _whole(box[2], name)), file=files[number].name)
+            StoredShard(
+                box=(_parse_sizes(box[1], name), _parse_sizes(box[2], name)),
+                file=files[number].name,
+            )
         )
-    fault = tiling_fault(shape, [shard.box for shard in shards])
+    fault = find_tiling_fault(shape, [shard.box for shard in shards])
     _require(not fault, f"{name}: {fault}")
     return TensorEntry(name=name, dtype=entry["dtype"], shape=shape, shards=tuple(shards))
 
 
-def _record(data: Any, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
+def _check_keys(data: Any, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
     _require(
         isinstance(data, dict) and set(data) == set(keys),
         f"{what} does not have the keys {', '.join(keys)}",
@@ -209,20 +214,20 @@ def _record(data: Any, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
     return dict(data)
 
 
-def _whole(data: Any, name: str) -> tuple[int, ...]:
+def _parse_sizes(data: Any, name: str) -> tuple[int, ...]:
     whole = isinstance(data, list) and all(type(value) is int and value >= 0 for value in data)
     _require(whole, f"{name}: {str(data)[:40]} is not a list of whole numbers")
     return tuple(data)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is given twice")
     return found
 
 
-def _not_finite(text: str) -> NoReturn:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 

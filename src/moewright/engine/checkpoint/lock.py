@@ -17,7 +17,7 @@ _PATIENCE_S = (
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Hold `run_dir`/lock, making the directory if need be. Raises BadInput when another job holds
     it.
 

@@ -27,16 +27,16 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from moewright.engine.checkpoint.geometry import Box, tiling_fault
-from moewright.engine.checkpoint.index import Shard, TensorEntry, payload_name
-from moewright.engine.checkpoint.piece import DTYPES, Piece
+from moewright.engine.checkpoint.geometry import Box, find_tiling_fault
+from moewright.engine.checkpoint.index import StoredShard, TensorEntry, payload_file_name
+from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
 
-Spec = list[
+ShardSpec = list[
     Any
 ]  # [name, dtype, shape, offsets, sizes]: a piece without its data, as ranks send it to each other
 
 
-def specs(pieces: Sequence[Piece]) -> list[Spec]:
+def describe_shards(pieces: Sequence[LocalShard]) -> list[ShardSpec]:
     return [
         [p.name, p.dtype, list(p.global_shape), *map(list, p.box)]
         for p in pieces
@@ -44,7 +44,7 @@ def specs(pieces: Sequence[Piece]) -> list[Spec]:
     ]
 
 
-def plan_save(specs_by_rank: Sequence[Sequence[Spec]]) -> tuple[TensorEntry, ...]:
+def plan_save(specs_by_rank: Sequence[Sequence[ShardSpec]]) -> tuple[TensorEntry, ...]:
     """Assign every box to one file; a box that several ranks hold goes to the one with the least to
     write so far.
 
@@ -65,16 +65,18 @@ def plan_save(specs_by_rank: Sequence[Sequence[Spec]]) -> tuple[TensorEntry, ...
             seen.add((name, box))
             parts.setdefault(name, set()).add(box)
     for name, tensor_parts in parts.items():
-        if fault := tiling_fault(kinds[name][1], list(tensor_parts)):
+        if fault := find_tiling_fault(kinds[name][1], list(tensor_parts)):
             raise ValueError(f"{name}: {fault}")
     plans = [SavePlan([_write_item(spec) for spec in rank_specs]) for rank_specs in specs_by_rank]
     plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-    shards: dict[str, list[Shard]] = {}
+    shards: dict[str, list[StoredShard]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             assert item.tensor_data is not None
             chunk = item.tensor_data.chunk
-            shard = Shard(box=(tuple(chunk.offsets), tuple(chunk.sizes)), file=payload_name(rank))
+            shard = StoredShard(
+                box=(tuple(chunk.offsets), tuple(chunk.sizes)), file=payload_file_name(rank)
+            )
             shards.setdefault(item.index.fqn, []).append(shard)
     return tuple(
         TensorEntry(
@@ -84,39 +86,39 @@ def plan_save(specs_by_rank: Sequence[Sequence[Spec]]) -> tuple[TensorEntry, ...
     )
 
 
-def _write_item(spec: Spec) -> WriteItem:
+def _write_item(spec: ShardSpec) -> WriteItem:
     name, dtype, shape, offsets, sizes = spec
     return WriteItem(
         index=MetadataIndex(name, offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-            properties=TensorProperties(dtype=DTYPES[dtype]),
+            properties=TensorProperties(dtype=SAFETENSORS_DTYPES[dtype]),
             size=torch.Size(shape),
         ),
     )
 
 
 def plan_load(
-    tensor: TensorEntry, wanted: Sequence[Piece]
-) -> Iterator[tuple[Piece, Shard, ReadItem]]:
+    tensor: TensorEntry, shards: Sequence[LocalShard]
+) -> Iterator[tuple[LocalShard, StoredShard, ReadItem]]:
     """For each region to copy: the piece, the shard, and offsets within both.
 
     `wanted` are pieces of this tensor, checked to be of its shape; its shards tile it, so every
     element is reached.
     """
     stored = TensorStorageMetadata(
-        properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+        properties=TensorProperties(dtype=SAFETENSORS_DTYPES[tensor.dtype]),
         size=torch.Size(tensor.shape),
         chunks=[_chunk(shard.box) for shard in tensor.shards],
     )
     for item in create_read_items_for_chunk_list(
-        tensor.name, stored, [_chunk(piece.box) for piece in wanted]
+        tensor.name, stored, [_chunk(piece.box) for piece in shards]
     ):
         target, source = item.dest_index.index, item.storage_index.index
         assert target is not None
         assert source is not None
-        yield wanted[target], tensor.shards[source], item
+        yield shards[target], tensor.shards[source], item
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -11,25 +11,25 @@ from typing import Any
 import torch
 
 from moewright.engine.checkpoint.commit import (
-    Order,
-    assigned,
-    check_extra,
+    SaveRequest,
     checkpoint_path,
-    complete,
-    prepare,
+    commit_save,
+    prepare_save,
+    select_assigned,
+    validate_extra,
 )
-from moewright.engine.checkpoint.coordinator import Coordinator, agree
+from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks
 from moewright.engine.checkpoint.index import TensorEntry
-from moewright.engine.checkpoint.piece import Piece
-from moewright.engine.checkpoint.planning import plan_save, specs
+from moewright.engine.checkpoint.local_shard import LocalShard
+from moewright.engine.checkpoint.planning import describe_shards, plan_save
 from moewright.spec.workload import CheckpointSpec, SaveMode
 
 
-def save(
+def save_checkpoint(
     directory: Path,
     *,
     step: int,
-    pieces: Sequence[Piece],
+    shards: Sequence[LocalShard],
     extra: Mapping[str, Any],
     keep: int,
     comm: Coordinator,
@@ -37,12 +37,12 @@ def save(
     """Write and return one checkpoint, `directory`/step-NNNNNNNN, as a Saver does; all ranks wait
     for it."""
     spec = CheckpointSpec(keep=keep)
-    return Saver(directory, spec=spec, extra=extra, comm=comm, aside=lambda: comm).save(
-        step, pieces
-    )
+    return CheckpointSaver(
+        directory, spec=spec, extra=extra, comm=comm, build_background_comm=lambda: comm
+    ).save(step, shards)
 
 
-class Saver:
+class CheckpointSaver:
     """Saves into `directory`, then purges older checkpoints; every rank makes one and calls it
     alike.
 
@@ -65,46 +65,46 @@ class Saver:
         spec: CheckpointSpec,
         extra: Mapping[str, Any],
         comm: Coordinator,
-        aside: Callable[[], Coordinator],
+        build_background_comm: Callable[[], Coordinator],
     ) -> None:
         self._directory, self._spec, self._extra, self._comm = directory, spec, extra, comm
-        self._aside = aside() if spec.mode is SaveMode.ASYNC else comm
+        self._background_comm = build_background_comm() if spec.mode is SaveMode.ASYNC else comm
         self._tensors: tuple[TensorEntry, ...] | None = None
         self._copies: tuple[torch.Tensor, ...] = ()
         self._thread: Thread | None = None
         self._failures: list[Exception] = []
 
-    def save(self, step: int, pieces: Sequence[Piece]) -> Path:
+    def save(self, step: int, shards: Sequence[LocalShard]) -> Path:
         """Save `pieces` as they are now: the path. They are of the same boxes in every call,
         planned once."""
-        self.finish()
-        check_extra(step, self._extra)
+        self.wait()
+        validate_extra(step, self._extra)
         if self._tensors is None:
-            self._tensors = plan_save(agree(self._comm, lambda: specs(pieces)))
-        order = Order(
-            final=checkpoint_path(self._directory, step),
+            self._tensors = plan_save(run_on_all_ranks(self._comm, lambda: describe_shards(shards)))
+        order = SaveRequest(
+            path=checkpoint_path(self._directory, step),
             step=step,
             extra=self._extra,
             tensors=self._tensors,
-            pieces=assigned(pieces, self._tensors, self._comm.rank),
-            keep=self._spec,
+            pieces=select_assigned(shards, self._tensors, self._comm.rank),
+            retention=self._spec,
         )
-        if not prepare(order, self._comm):
-            return order.final
+        if not prepare_save(order, self._comm):
+            return order.path
         if self._spec.mode is SaveMode.SYNC:
-            complete(order, self._comm)
-            return order.final
-        order = replace(order, pieces=self._copied(order.pieces))
+            commit_save(order, self._comm)
+            return order.path
+        order = replace(order, pieces=self._copy_to_host(order.pieces))
         self._thread = Thread(target=self._complete, args=(order,), name="checkpoint", daemon=True)
         self._thread.start()
-        return order.final
+        return order.path
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what a save under way has failed with by now."""
         if self._thread is not None and not self._thread.is_alive():
-            self.finish()
+            self.wait()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until the save under way is committed. Raises what it failed with."""
         if self._thread is not None:
             self._thread.join()
@@ -112,17 +112,17 @@ class Saver:
         if self._failures:
             raise self._failures.pop()
 
-    def _complete(self, order: Order) -> None:
+    def _complete(self, order: SaveRequest) -> None:
         try:
-            complete(order, self._aside)
+            commit_save(order, self._background_comm)
         except Exception as error:  # any, to be raised where it is seen
             self._failures.append(error)
 
-    def _copied(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def _copy_to_host(self, pieces: Sequence[LocalShard]) -> tuple[LocalShard, ...]:
         """The pieces with their data in host memory that stays allocated, page-locked where it
         comes from a GPU."""
         if not self._copies:
-            self._copies = tuple(_room(piece.tensor) for piece in pieces)
+            self._copies = tuple(_allocate_host_copy(piece.tensor) for piece in pieces)
         for copy, piece in zip(self._copies, pieces, strict=True):
             copy.copy_(piece.tensor.detach(), non_blocking=True)
         if any(piece.tensor.is_cuda for piece in pieces):
@@ -132,5 +132,5 @@ class Saver:
         )
 
 
-def _room(tensor: torch.Tensor) -> torch.Tensor:
+def _allocate_host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

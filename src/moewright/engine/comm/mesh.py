@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from moewright.engine.comm.collectives import Group, TensorParallel, new_handles
-from moewright.engine.observe.counters import Books
+from moewright.engine.comm.collectives import Group, TensorParallel, create_process_groups
+from moewright.engine.observe.counters import Counters
 from moewright.rules.grid import GROUPS, all_groups, coordinate, group_ranks
 from moewright.spec.layout import Layout
 
@@ -27,21 +27,21 @@ class Mesh:
     rank: int
     groups: tuple[Group, ...]
     upstream: Group
-    shared: Mapping[tuple[int, ...], Group]
+    shared_table_groups: Mapping[tuple[int, ...], Group]
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
 
     @property
-    def tensor(self) -> TensorParallel:
-        return TensorParallel(group=self.group("tp"), sequence=self.layout.sp)
+    def tensor_parallel(self) -> TensorParallel:
+        return TensorParallel(group=self.group("tp"), sequence_parallel=self.layout.sp)
 
     def coordinate(self, axis: str) -> int:
         return coordinate(self.layout, self.rank, axis)
 
 
 def build_mesh(
-    layout: Layout, rank: int, books: Books, tables: Collection[tuple[int, ...]] = ()
+    layout: Layout, rank: int, books: Counters, tables: Collection[tuple[int, ...]] = ()
 ) -> Mesh:
     """Make every group of more than one rank; names over the same ranks share one process group.
     `tables`: pipeline ranks that hold some table in common (rules.shards).
@@ -50,9 +50,13 @@ def build_mesh(
 
     def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
         if max(map(len, partition)) > 1 and partition not in made:
-            made[partition] = new_handles(partition, rank)
+            made[partition] = create_process_groups(partition, rank)
         return Group(
-            name=name, ranks=ranks, index=ranks.index(rank), handle=made.get(partition), books=books
+            name=name,
+            ranks=ranks,
+            index=ranks.index(rank),
+            handle=made.get(partition),
+            counters=books,
         )
 
     groups = [
@@ -64,12 +68,18 @@ def build_mesh(
         name="pp",
         ranks=pipeline,
         index=pipeline.index(rank),
-        handle=new_handles(pipelines, rank) if layout.pp > 1 else None,
-        books=books,
+        handle=create_process_groups(pipelines, rank) if layout.pp > 1 else None,
+        counters=books,
     )
     shared = {}
     for holders in sorted(set(tables)):
         among = tuple(tuple(ranks[holder] for holder in holders) for ranks in pipelines)
         mine = next((ranks for ranks in among if rank in ranks), (rank,))
         shared[holders] = group("pp", mine, among)  # made by all ranks, also those that are in none
-    return Mesh(layout=layout, rank=rank, groups=tuple(groups), upstream=upstream, shared=shared)
+    return Mesh(
+        layout=layout,
+        rank=rank,
+        groups=tuple(groups),
+        upstream=upstream,
+        shared_table_groups=shared,
+    )

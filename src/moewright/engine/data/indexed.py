@@ -46,7 +46,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seal:
+class PairSeal:
     """What `<prefix>.seal.json` says of its pair."""
 
     fingerprint: str
@@ -76,7 +76,7 @@ class IndexedDataset:
 
     @property
     def bin_path(self) -> Path:
-        return _beside(self.prefix, ".bin")
+        return _with_suffix(self.prefix, ".bin")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -91,7 +91,7 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
     code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
     if code is None:
         raise ValueError(f"no Megatron dtype code for {dtype}")
-    paths = tuple(_beside(prefix, suffix) for suffix in (".bin", ".seal.json", ".idx"))
+    paths = tuple(_with_suffix(prefix, suffix) for suffix in (".bin", ".seal.json", ".idx"))
     temps = tuple(path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths)
     lengths: list[int] = []
     try:
@@ -102,7 +102,7 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
         _write_index(temps[2], code, dtype.itemsize, np.asarray(lengths, dtype=np.int32))
         fingerprint = fingerprint_files(temps[0], temps[2])
         write_json(
-            temps[1], Seal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths))
+            temps[1], PairSeal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths))
         )
         paths[2].unlink(missing_ok=True)  # an older index must not meet the new tokens
         for temp, path in zip(temps, paths, strict=True):
@@ -116,22 +116,22 @@ def open_indexed(prefix: Path) -> IndexedDataset:
     """Map a pair after checking it. Raises BadInput that names the file which is missing, damaged
     or swapped."""
     idx_path, bin_path, seal_path = (
-        _beside(prefix, suffix) for suffix in (".idx", ".bin", ".seal.json")
+        _with_suffix(prefix, suffix) for suffix in (".idx", ".bin", ".seal.json")
     )
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise _bad(path, "does not exist" if not path.exists() else "is not a file")
+            raise _file_error(path, "does not exist" if not path.exists() else "is not a file")
     lengths, document_marks, dtype = _read_index(idx_path)
     wanted = int(lengths.sum()) * dtype.itemsize
     found = bin_path.stat().st_size
     if found != wanted:
         rule = f"has {found} bytes but {idx_path.name} describes {wanted}: truncated, or of another pair"
-        raise _bad(bin_path, rule)
+        raise _file_error(bin_path, rule)
     if wanted == 0:
-        raise _bad(bin_path, "holds no tokens")
+        raise _file_error(bin_path, "holds no tokens")
     fingerprint = fingerprint_files(bin_path, idx_path)
-    if seal_path.is_file() and read_json(Seal, seal_path).fingerprint != fingerprint:
-        raise _bad(
+    if seal_path.is_file() and read_json(PairSeal, seal_path).fingerprint != fingerprint:
+        raise _file_error(
             bin_path,
             f"it or {idx_path.name} is not what {seal_path.name} was written for: damaged or swapped",
         )
@@ -145,16 +145,16 @@ def open_indexed(prefix: Path) -> IndexedDataset:
     )
 
 
-def refuse_shrunk(dataset: IndexedDataset) -> None:
+def refuse_if_shrunk(dataset: IndexedDataset) -> None:
     """Raise BadInput when the mapped file was cut while in use: reading past its end would kill the
     process."""
     wanted = dataset.token_count * dataset.tokens.dtype.itemsize
     try:
         found = dataset.bin_path.stat().st_size
     except OSError as error:
-        raise _bad(dataset.bin_path, f"went away while in use ({error.strerror})") from error
+        raise _file_error(dataset.bin_path, f"went away while in use ({error.strerror})") from error
     if found != wanted:
-        raise _bad(
+        raise _file_error(
             dataset.bin_path, f"changed while in use: {wanted} bytes when opened, {found} now"
         )
 
@@ -176,11 +176,11 @@ def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _beside(prefix: Path, suffix: str) -> Path:
+def _with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _bad(path: Path, rule: str) -> BadInput:
+def _file_error(path: Path, rule: str) -> BadInput:
     return BadInput(Reason(field=str(path), rule=rule))
 
 
@@ -197,24 +197,26 @@ def _write_index(path: Path, code: int, itemsize: int, lengths: npt.NDArray[np.i
 def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
     data = path.read_bytes()
     if not data.startswith(MAGIC):
-        raise _bad(
+        raise _file_error(
             path, f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}"
         )
     if len(data) < HEADER.size:
-        raise _bad(path, f"is truncated: {len(data)} bytes, the header alone has {HEADER.size}")
+        raise _file_error(
+            path, f"is truncated: {len(data)} bytes, the header alone has {HEADER.size}"
+        )
     _, version, code, sequences, marks = HEADER.unpack_from(data)
     if version != VERSION:
-        raise _bad(path, f"has version {version}; only {VERSION} is known")
+        raise _file_error(path, f"has version {version}; only {VERSION} is known")
     name = next((name for known, name in DTYPES if known == code), None)
     if name is None:
-        raise _bad(
+        raise _file_error(
             path,
             f"has dtype code {code}; integer codes are {', '.join(str(known) for known, _ in DTYPES)}",
         )
     wanted = HEADER.size + 12 * sequences + 8 * marks
     if len(data) != wanted:
         rule = f"has {len(data)} bytes, its header promises {wanted}: truncated, damaged, or with multimodal modes"
-        raise _bad(path, rule)
+        raise _file_error(path, rule)
     dtype = np.dtype(name)
     lengths = np.frombuffer(data, "<i4", sequences, HEADER.size).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", sequences, HEADER.size + 4 * sequences)
@@ -223,14 +225,16 @@ def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
     )
     ends = np.cumsum(lengths) * dtype.itemsize
     if sequences and (lengths.min() < 0 or pointers[0] != 0 or np.any(pointers[1:] != ends[:-1])):
-        raise _bad(path, "is damaged: sequence pointers do not follow from the sequence lengths")
+        raise _file_error(
+            path, "is damaged: sequence pointers do not follow from the sequence lengths"
+        )
     if (
         marks == 0
         or document_marks[0] != 0
         or document_marks[-1] != sequences
         or np.any(document_marks[1:] < document_marks[:-1])
     ):
-        raise _bad(
+        raise _file_error(
             path, f"is damaged: document marks do not rise from 0 to its {sequences} sequences"
         )
     return lengths, document_marks, dtype

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.engine.data.build import CORPUS_FILE, read_corpus
+from moewright.engine.data.build_corpus import CORPUS_FILE, read_corpus
 from moewright.engine.data.indexed import open_indexed
-from moewright.engine.data.sampler import Order, sampler_of
+from moewright.engine.data.sampler import SampleOrder, build_sampler
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
@@ -31,8 +31,10 @@ def check_data(model: ModelSpec, workload: Workload) -> str:
                 )
             )
     datasets = [open_indexed(Path(prefix)) for prefix in (data.train, data.heldout)]
-    for dataset, order in zip(datasets, (Order.SHUFFLED, Order.SEQUENTIAL), strict=True):
-        sampler_of(
+    for dataset, order in zip(
+        datasets, (SampleOrder.SHUFFLED, SampleOrder.SEQUENTIAL), strict=True
+    ):
+        build_sampler(
             dataset,
             seq_len=workload.seq_len,
             global_batch=workload.global_batch,

@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from moewright.engine.data.indexed import IndexedDataset, refuse_shrunk
+from moewright.engine.data.indexed import IndexedDataset, refuse_if_shrunk
 from moewright.spec.errors import BadInput, Reason
 
 FEISTEL_ROUNDS = 6
@@ -24,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 
-class Order(StrEnum):
+class SampleOrder(StrEnum):
     SHUFFLED = "shuffled"  # another permutation each epoch
     SEQUENTIAL = "sequential"  # as they lie, for held-out data
 
@@ -35,9 +35,9 @@ class Sampler:
 
     samples: int
     seed: int
-    order: Order = Order.SHUFFLED
+    order: SampleOrder = SampleOrder.SHUFFLED
 
-    def ids(self, first: int, count: int) -> Int64s:
+    def sample_ids(self, first: int, count: int) -> Int64s:
         """Ids at places [first, first + count) of the endless sequence, which may run over the edge
         of an epoch."""
         if first < 0 or count < 1:
@@ -50,7 +50,7 @@ class Sampler:
             index = np.arange(within, within + take, dtype=np.int64)
             parts.append(
                 index
-                if self.order is Order.SEQUENTIAL
+                if self.order is SampleOrder.SEQUENTIAL
                 else permute(index, self.samples, self.seed, epoch)
             )
             place, left = place + take, left - take
@@ -99,13 +99,13 @@ def sample_count(dataset: IndexedDataset, seq_len: int) -> int:
     return (dataset.token_count - 1) // seq_len
 
 
-def sampler_of(
+def build_sampler(
     dataset: IndexedDataset,
     *,
     seq_len: int,
     global_batch: int,
     seed: int,
-    order: Order = Order.SHUFFLED,
+    order: SampleOrder = SampleOrder.SHUFFLED,
 ) -> Sampler:
     """The sampler of a dataset; BadInput when it does not fill one global batch."""
     samples = sample_count(dataset, seq_len)
@@ -118,13 +118,15 @@ def sampler_of(
     return Sampler(samples=samples, seed=seed, order=order)
 
 
-def whole_batches(sampler: Sampler, *, global_batch: int, wanted: int) -> int:
+def count_whole_batches(sampler: Sampler, *, global_batch: int, limit: int) -> int:
     """How many of the wanted held-out batches there are without using a sample twice; the tail is
     dropped."""
-    return min(wanted, sampler.samples // global_batch)
+    return min(limit, sampler.samples // global_batch)
 
 
-def rows_of(*, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: int) -> range:
+def micro_batch_rows(
+    *, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: int
+) -> range:
     """Rows of the global batch in one micro-batch of one data-parallel rank.
 
     Rank d owns the contiguous block [d, d + 1) * global_batch / dp; its micro-batches follow each
@@ -143,7 +145,7 @@ def rows_of(*, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: 
     return range(start, start + mbs)
 
 
-def documents_end(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tuple[int, ...]:
+def document_ends(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tuple[int, ...]:
     """Places 1 to seq_len of a sample before which a document ends: the token there is the first of
     another one."""
     starts, first = dataset.document_starts, sample * seq_len
@@ -165,12 +167,12 @@ def attended_share(dataset: IndexedDataset, *, seq_len: int) -> float:
     return float(np.square(np.diff(edges).astype(np.float64)).sum() / (stop * seq_len))
 
 
-def fetch(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int) -> Int64s:
+def read_samples(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int) -> Int64s:
     """Tokens int64 [len(ids), seq_len + 1]: inputs are [:, :-1], targets [:, 1:].
 
     Raises BadInput, naming the file and the position, when a token is outside [0, vocab_size).
     """
-    refuse_shrunk(dataset)
+    refuse_if_shrunk(dataset)
     positions = ids[:, None] * seq_len + np.arange(seq_len + 1, dtype=np.int64)
     rows = np.asarray(dataset.tokens[positions], dtype=np.int64)
     wrong = (rows < 0) | (rows >= vocab_size)

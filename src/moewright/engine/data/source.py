@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
-STDLIB_LEFT_OUT = frozenset(
+STDLIB_EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 )
 DOCUMENT_CHARS = 1 << 16
@@ -22,7 +22,7 @@ LONE_FILE_CHARS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class TextSource:
     """Files in a fixed pseudo-random order (by hash of the relative path), so that a limit takes a
     fair sample."""
 
@@ -33,7 +33,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Texts:
+class SourceDocuments:
     """Documents read, and files left out because they were not UTF-8 text or could not be read."""
 
     documents: tuple[str, ...]
@@ -42,14 +42,14 @@ class Texts:
     skipped_files: int
 
 
-def find_source(path: Path | None, out: Path) -> Source:
+def find_source(path: Path | None, out: Path) -> TextSource:
     """None: the .py files of the running interpreter's standard library without its tests.
 
     Names that begin with a dot and the folder `out` are left out of a folder. Raises BadInput.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in _walk(root, STDLIB_LEFT_OUT) if file.suffix == ".py"]
+        files = [file for file in _walk(root, STDLIB_EXCLUDED) if file.suffix == ".py"]
         description = f"standard library of {platform.python_implementation()} {platform.python_version()}, tests left out"
     else:
         root, description = path, f"text of {path.name or path}"
@@ -80,12 +80,12 @@ def find_source(path: Path | None, out: Path) -> Source:
         digest.update(
             f"{file}\0{info.st_size}\0{info.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
         )
-    return Source(
+    return TextSource(
         description=description, root=root, files=tuple(ordered), stamp=digest.hexdigest()[:16]
     )
 
 
-def read_texts(source: Source, *, limit_bytes: int) -> Texts:
+def read_documents(source: TextSource, *, limit_bytes: int) -> SourceDocuments:
     """Read at most `limit_bytes` of text. A document is a file, or a piece of a longer one cut at a
     line end.
 
@@ -106,17 +106,17 @@ def read_texts(source: Source, *, limit_bytes: int) -> Texts:
         size = DOCUMENT_CHARS
         if len(source.files) == 1:
             size = min(size, max(len(text) // LONE_FILE_DOCUMENTS, LONE_FILE_CHARS))
-        documents += [piece for piece in _pieces(text, size) if piece.strip()]
+        documents += [piece for piece in _split_text(text, size) if piece.strip()]
     text_bytes = sum(len(document.encode()) for document in documents)
-    return Texts(
+    return SourceDocuments(
         documents=tuple(documents), text_bytes=text_bytes, files=files, skipped_files=skipped
     )
 
 
-def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
+def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
         names[:] = sorted(
-            name for name in names if name not in left_out and not name.startswith(".")
+            name for name in names if name not in excluded and not name.startswith(".")
         )
         yield from (
             Path(folder, name)
@@ -145,7 +145,7 @@ def _read(path: Path, limit_bytes: int) -> str | None:
         return None
 
 
-def _pieces(text: str, size: int) -> Iterator[str]:
+def _split_text(text: str, size: int) -> Iterator[str]:
     start = 0
     while len(text) - start > size:
         cut = text.rfind("\n", start, start + size) + 1 or start + size

@@ -68,7 +68,7 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
         raise BadInput(
             Reason(field="vocab_size", rule=rule, value=str(vocab_size), nearest=str(nearest))
         )
-    inner = _byte_level(models.BPE())
+    inner = _build_byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
@@ -76,16 +76,16 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer, length=len(texts))
-    return _wrap(inner, END_OF_DOCUMENT)
+    return _build_tokenizer(inner, END_OF_DOCUMENT)
 
 
-def byte_tokenizer() -> Tokenizer:
+def build_byte_tokenizer() -> Tokenizer:
     """The tokenizer that needs no training: 256 bytes and the end of a document."""
-    inner = _byte_level(
-        models.BPE(vocab={letter: byte for byte, letter in enumerate(_letters())}, merges=[])
+    inner = _build_byte_level(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[])
     )
     inner.add_special_tokens([END_OF_DOCUMENT])
-    return _wrap(inner, END_OF_DOCUMENT)
+    return _build_tokenizer(inner, END_OF_DOCUMENT)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -101,24 +101,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise BadInput(
             Reason(field=str(path), rule=f"has no {END_OF_DOCUMENT} token to end documents with")
         )
-    return _wrap(inner, END_OF_DOCUMENT)
+    return _build_tokenizer(inner, END_OF_DOCUMENT)
 
 
-def _wrap(inner: Any, marker: str) -> Tokenizer:
+def _build_tokenizer(inner: Any, marker: str) -> Tokenizer:
     inner.encode_special_tokens = True  # a corpus must not be able to spell the marker
     return Tokenizer(
         inner=inner, vocab_size=inner.get_vocab_size(), end_of_document=inner.token_to_id(marker)
     )
 
 
-def _byte_level(model: models.BPE) -> Any:
+def _build_byte_level(model: models.BPE) -> Any:
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return inner
 
 
-def _letters() -> list[str]:
+def _byte_letters() -> list[str]:
     """The letter that stands for each byte in byte-level vocabularies (Radford et al. 2019):
     printable Latin-1 letters stand for themselves, the 68 other bytes are numbered from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

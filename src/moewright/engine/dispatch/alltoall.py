@@ -8,28 +8,28 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.comm.collectives import (
-    Gather,
+    AllGatherRows,
     Group,
-    ScatterSum,
+    ReduceScatterRows,
+    all_gather_rows,
     all_to_all,
-    all_to_all_beside,
-    gather,
+    all_to_all_overlapped,
 )
 from moewright.engine.dispatch.interface import (
-    Known,
-    Meanwhile,
-    Routed,
-    Rows,
-    on_host,
-    padded,
-    sorted_rows,
+    ForcedCounts,
+    OverlappedWork,
+    RoutedRows,
+    RowMap,
+    build_row_map,
+    copy_to_host,
+    pad_rows,
 )
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.model.autograd import Place, Reorder, Select, count_rows
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.model.autograd import ReorderRows, ScatterRows, SelectRows, count_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
+class AllToAllRoute:
     """`slots` are the rows sent; `send` and `receive` count rows a rank of the expert group;
     `regroup` sorts received rows by local expert, None when they already are; `ends` and `sent` as
     in the seam.
@@ -39,18 +39,18 @@ class Route:
     expert.
     """
 
-    slots: Rows
+    row_map: RowMap
     send: tuple[int, ...]
     receive: tuple[int, ...]
-    regroup: torch.Tensor | None
-    ungroup: torch.Tensor | None
-    ends: torch.Tensor
-    sent: torch.Tensor
-    places: torch.Tensor | None
-    widest: int
+    expert_order: torch.Tensor | None
+    source_order: torch.Tensor | None
+    expert_ends: torch.Tensor
+    sent_counts: torch.Tensor
+    unpadded_rows: torch.Tensor | None
+    padded_length: int
 
 
-class AllToAll:
+class AllToAllDispatcher:
     """Dispatch over an expert-parallel group; alone in its group it only sorts. Dropless, uneven
     splits.
 
@@ -61,38 +61,38 @@ class AllToAll:
     def __init__(
         self,
         group: Group,
-        slices: Group,
+        etp_group: Group,
         experts: int,
-        kernels: Kernels,
+        kernels: KernelSet,
         *,
-        known: Known | None,
-        drops: bool,
+        forced_counts: ForcedCounts | None,
+        may_drop: bool,
     ) -> None:
         """`drops`: slots may have been dropped."""
         self._group = group
-        self._slices = slices
+        self._slices = etp_group
         self._experts = experts
         self._kernels = kernels
-        self._known = known
-        self._drops = drops
+        self._known = forced_counts
+        self._drops = may_drop
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[Routed, Route]:
+    ) -> tuple[RoutedRows, AllToAllRoute]:
         """Sort (token, slot) pairs by expert and agree with the groups on how many rows go
         where."""
-        counts = count_rows(experts_Tk, self._experts + 1)[:-1]
+        counts = count_ids(experts_Tk, self._experts + 1)[:-1]
         size, local = self._group.size, self._experts // self._group.size
         received = all_to_all(
             counts, self._group, send=[local] * size, receive=[local] * size
         ).view(size, local)
-        held = gather(received, self._slices).view(-1, size, local)
+        held = all_gather_rows(received, self._slices).view(-1, size, local)
         send, receive, parts = (
-            self._known_sizes(self._known(*experts_Tk.shape).rows)
+            self._forced_sizes(self._known(*experts_Tk.shape).rows)
             if self._known
-            else on_host(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
+            else copy_to_host(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
         )
-        slots = sorted_rows(experts_Tk, sum(send), self._kernels)
+        slots = build_row_map(experts_Tk, sum(send), self._kernels)
         widest, rows_here = max(parts), sum(parts)
         regroup = ungroup = places = None
         if self._slices.size > 1:
@@ -103,76 +103,87 @@ class AllToAll:
             regroup = torch.argsort(expert_of_row, stable=True)
             ungroup = torch.empty_like(regroup)
             ungroup[regroup] = torch.arange(regroup.numel(), device=held.device)
-        route = Route(
-            slots=slots,
+        route = AllToAllRoute(
+            row_map=slots,
             send=send,
             receive=receive,
-            regroup=regroup,
-            ungroup=ungroup,
-            ends=held.sum((0, 1)).cumsum(0).to(torch.int32),
-            sent=counts,
-            places=places,
-            widest=widest,
+            expert_order=regroup,
+            source_order=ungroup,
+            expert_ends=held.sum((0, 1)).cumsum(0).to(torch.int32),
+            sent_counts=counts,
+            unpadded_rows=places,
+            padded_length=widest,
         )
-        rows = slots.spread(x_TH)
+        rows = slots.permute(x_TH)
         if self._drops:
-            weights = Select.apply(weights_Tk.flatten(), slots.places)
+            weights = SelectRows.apply(weights_Tk.flatten(), slots.slot_of_row)
         else:
-            weights = Reorder.apply(weights_Tk.flatten(), slots.places, slots.rows.flatten())
-        return Routed(rows=rows, weights=weights), route
+            weights = ReorderRows.apply(
+                weights_Tk.flatten(), slots.slot_of_row, slots.row_of_slot.flatten()
+            )
+        return RoutedRows(rows=rows, weights=weights), route
 
-    def _known_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    def _forced_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         size, local = self._group.size, self._experts // self._group.size
         to = tuple(sum(rows[rank * local : (rank + 1) * local]) for rank in range(size))
         here = to[self._group.index]
         return to, (here,) * size, (here * size,) * self._slices.size
 
-    def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
+    def dispatch(
+        self, routed: RoutedRows, route: AllToAllRoute, meanwhile: OverlappedWork | None
+    ) -> RoutedRows:
         """Rows and weights to the ranks of their experts."""
         both = routed.rows, routed.weights
-        rows, weights = all_to_all_beside(
-            both, self._group, send=route.send, receive=route.receive, meanwhile=meanwhile
+        rows, weights = all_to_all_overlapped(
+            both, self._group, send=route.send, receive=route.receive, overlapped_work=meanwhile
         )
-        if route.places is not None:
+        if route.unpadded_rows is not None:
             rows, weights = (
-                Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights)
+                AllGatherRows.apply(pad_rows(x, route.padded_length), self._slices)
+                for x in (rows, weights)
             )
-        return Routed(rows=rows, weights=weights)
+        return RoutedRows(rows=rows, weights=weights)
 
-    def postprocess(self, routed: Routed, route: Route) -> Routed:
+    def postprocess(self, routed: RoutedRows, route: AllToAllRoute) -> RoutedRows:
         """Received rows come by source rank; order them by local expert."""
-        if route.places is not None:
-            return Routed(
-                rows=Select.apply(routed.rows, route.places),
-                weights=Select.apply(routed.weights, route.places),
+        if route.unpadded_rows is not None:
+            return RoutedRows(
+                rows=SelectRows.apply(routed.rows, route.unpadded_rows),
+                weights=SelectRows.apply(routed.weights, route.unpadded_rows),
             )
-        if route.regroup is None:
+        if route.expert_order is None:
             return routed
-        return Routed(
-            rows=Reorder.apply(routed.rows, route.regroup, route.ungroup),
-            weights=Reorder.apply(routed.weights, route.regroup, route.ungroup),
+        return RoutedRows(
+            rows=ReorderRows.apply(routed.rows, route.expert_order, route.source_order),
+            weights=ReorderRows.apply(routed.weights, route.expert_order, route.source_order),
         )
 
-    def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine_preprocess(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
         """Back to the order of the source ranks."""
-        if route.places is not None:
-            return Place.apply(rows, route.places, route.widest * self._slices.size)
-        return rows if route.regroup is None else Reorder.apply(rows, route.ungroup, route.regroup)
+        if route.unpadded_rows is not None:
+            return ScatterRows.apply(
+                rows, route.unpadded_rows, route.padded_length * self._slices.size
+            )
+        return (
+            rows
+            if route.expert_order is None
+            else ReorderRows.apply(rows, route.source_order, route.expert_order)
+        )
 
     def combine(
-        self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None
+        self, rows: torch.Tensor, route: AllToAllRoute, meanwhile: OverlappedWork | None
     ) -> torch.Tensor:
         """Rows back to the ranks of their tokens, the parts of cut experts summed."""
-        if route.places is not None:
-            rows = ScatterSum.apply(rows, self._slices)[: sum(route.receive)]
-        (back,) = all_to_all_beside(
-            (rows,), self._group, send=route.receive, receive=route.send, meanwhile=meanwhile
+        if route.unpadded_rows is not None:
+            rows = ReduceScatterRows.apply(rows, self._slices)[: sum(route.receive)]
+        (back,) = all_to_all_overlapped(
+            (rows,), self._group, send=route.receive, receive=route.send, overlapped_work=meanwhile
         )
         return back
 
-    def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine_postprocess(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
         """Sum the rows of each token: [T*k,H] -> [T,H]."""
-        return route.slots.summed(rows)
+        return route.row_map.unpermute(rows)
 
 
 def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:

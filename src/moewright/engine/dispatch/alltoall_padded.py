@@ -8,28 +8,28 @@ from __future__ import annotations
 import torch
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.dispatch.alltoall import AllToAll, Route
-from moewright.engine.dispatch.interface import Routed, Rows
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.model.autograd import Select, count_rows
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute
+from moewright.engine.dispatch.interface import RoutedRows, RowMap
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.model.autograd import SelectRows, count_ids
 
 
-class PaddedAllToAll(AllToAll):
+class PaddedAllToAllDispatcher(AllToAllDispatcher):
     """Dispatch of `room` rows from each source to each expert."""
 
     def __init__(
-        self, group: Group, slices: Group, experts: int, kernels: Kernels, *, room: int
+        self, group: Group, etp_group: Group, experts: int, kernels: KernelSet, *, capacity: int
     ) -> None:
-        super().__init__(group, slices, experts, kernels, known=None, drops=True)
-        self._room = room
+        super().__init__(group, etp_group, experts, kernels, forced_counts=None, may_drop=True)
+        self._room = capacity
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[Routed, Route]:
+    ) -> tuple[RoutedRows, AllToAllRoute]:
         """Lay slots out by expert, in `room` rows each; no more than that may be of one expert."""
         size, room, device = self._group.size, self._room, experts_Tk.device
         local, parts = self._experts // size, self._slices.size
-        counts = count_rows(experts_Tk, self._experts + 1)
+        counts = count_ids(experts_Tk, self._experts + 1)
         slots = self._laid_out(experts_Tk, counts)
         each, here = local * room, size * local * room
         places = regroup = ungroup = None
@@ -38,24 +38,24 @@ class PaddedAllToAll(AllToAll):
         elif size > 1 and local > 1:
             regroup = _by_expert(size, local, room, device)
             ungroup = _by_expert(local, size, room, device)
-        route = Route(
-            slots=slots,
+        route = AllToAllRoute(
+            row_map=slots,
             send=(each,) * size,
             receive=(each,) * size,
-            regroup=regroup,
-            ungroup=ungroup,
-            ends=(torch.arange(1, local + 1, device=device) * (parts * size * room)).to(
+            expert_order=regroup,
+            source_order=ungroup,
+            expert_ends=(torch.arange(1, local + 1, device=device) * (parts * size * room)).to(
                 torch.int32
             ),
-            sent=counts[:-1],
-            places=places,
-            widest=here,
+            sent_counts=counts[:-1],
+            unpadded_rows=places,
+            padded_length=here,
         )
-        rows = slots.spread(x_TH)
+        rows = slots.permute(x_TH)
         weights = torch.cat((weights_Tk.flatten(), weights_Tk.new_zeros(1)))
-        return Routed(rows=rows, weights=Select.apply(weights, slots.places)), route
+        return RoutedRows(rows=rows, weights=SelectRows.apply(weights, slots.slot_of_row)), route
 
-    def _laid_out(self, experts_Tk: torch.Tensor, counts: torch.Tensor) -> Rows:
+    def _laid_out(self, experts_Tk: torch.Tensor, counts: torch.Tensor) -> RowMap:
         """A row without a slot takes the place after the last one, and holds the first token."""
         flat, experts, room = experts_Tk.flatten(), self._experts, self._room
         slots, rows = flat.numel(), experts * room
@@ -71,11 +71,11 @@ class PaddedAllToAll(AllToAll):
         )
         places = places[:-1].clone()
         tokens = (places // experts_Tk.shape[1]).masked_fill_(places == slots, 0)
-        return Rows(
-            tokens=tokens,
-            rows=row_of.view(experts_Tk.shape),
-            places=places,
-            full=False,
+        return RowMap(
+            token_of_row=tokens,
+            row_of_slot=row_of.view(experts_Tk.shape),
+            slot_of_row=places,
+            is_complete=False,
             kernels=self._kernels,
         )
 

@@ -14,64 +14,64 @@ from math import prod
 import torch
 
 from moewright.engine.comm.collectives import (
-    Gather,
+    AllGatherRows,
     Group,
-    ScatterSum,
+    ReduceScatterRows,
+    all_gather_rows,
     all_to_all,
-    all_to_all_beside,
-    gather,
+    all_to_all_overlapped,
 )
 from moewright.engine.dispatch.interface import (
-    Known,
-    Meanwhile,
-    Routed,
-    Rows,
-    on_host,
-    padded,
-    sorted_rows,
-    wanted_rows,
+    ForcedCounts,
+    OverlappedWork,
+    RoutedRows,
+    RowMap,
+    build_row_map,
+    copy_to_host,
+    pad_rows,
+    permute_to_local_experts,
 )
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.model.autograd import count_rows
-from moewright.rules.routing import InTurn
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.model.autograd import count_ids
+from moewright.rules.routing import RoundRobinCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leg:
+class Hop:
     """One crossing over `group`. `copies` are the rows sent, one a token and place; `send` and
     `receive` count them."""
 
     group: Group
-    copies: Rows
+    copies: RowMap
     send: tuple[int, ...]
     receive: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
+class DedupRoute:
     """`slots`: the rows of the local experts among the slots of the copies that the last leg
     brought, or of those that ETP ranks gathered, each part padded to `widest` copies; `ends` and
     `sent` as in the seam.
     """
 
-    legs: tuple[Leg, ...]
-    slots: Rows
-    widest: int
-    ends: torch.Tensor
-    sent: torch.Tensor
+    hops: tuple[Hop, ...]
+    row_map: RowMap
+    padded_length: int
+    expert_ends: torch.Tensor
+    sent_counts: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Sizes:
+class _DedupSizes:
     """Copies that each leg sends to and gets from each rank of its group, that each ETP rank got,
     and rows here."""
 
-    legs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    parts: tuple[int, ...]
-    rows: int
+    hops: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    received_copies: tuple[int, ...]
+    local_rows: int
 
 
-class Dedup:
+class DedupDispatcher:
     """Dispatch over the groups of `ways`: one of all ranks that share the experts, or that of this
     place in every node and then that of this node. The experts may be cut over the ranks of
     `slices`.
@@ -79,48 +79,56 @@ class Dedup:
 
     def __init__(
         self,
-        ways: Sequence[Group],
-        slices: Group,
+        groups: Sequence[Group],
+        etp_group: Group,
         experts: int,
-        kernels: Kernels,
+        kernels: KernelSet,
         *,
-        known: Known | None,
+        forced_counts: ForcedCounts | None,
     ) -> None:
-        self._ways = tuple(ways)
-        self._slices = slices
+        self._ways = tuple(groups)
+        self._slices = etp_group
         self._experts = experts
         self._kernels = kernels
-        self._known = known
-        self._ranks = prod(way.size for way in ways)
+        self._known = forced_counts
+        self._ranks = prod(way.size for way in groups)
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[Routed, Route]:
+    ) -> tuple[RoutedRows, DedupRoute]:
         """One copy a token and place; tell each rank how many come, and which experts each of them
         wants."""
         local = self._experts // self._ranks
         sizes, ends, sent = self._agreed(experts_Tk)
         ids, behind, legs = experts_Tk, self._experts, []
-        for way, (send, receive) in zip(self._ways, sizes.legs, strict=True):
+        for way, (send, receive) in zip(self._ways, sizes.hops, strict=True):
             behind //= way.size  # experts of one place
-            first_Tk = first_of_each(ids // behind, way.size)
-            copies = sorted_rows(first_Tk, sum(send), self._kernels)
-            wanted = ids[copies.tokens] - first_Tk.flatten()[copies.places][:, None] * behind
+            first_Tk = mask_repeats(ids // behind, way.size)
+            copies = build_row_map(first_Tk, sum(send), self._kernels)
+            wanted = (
+                ids[copies.token_of_row] - first_Tk.flatten()[copies.slot_of_row][:, None] * behind
+            )
             wanted = wanted.masked_fill((wanted < 0) | (wanted >= behind), behind).to(torch.int32)
             ids = all_to_all(wanted, way, send=send, receive=receive)
-            legs.append(Leg(group=way, copies=copies, send=send, receive=receive))
-        widest = max(sizes.parts)
+            legs.append(Hop(group=way, copies=copies, send=send, receive=receive))
+        widest = max(sizes.received_copies)
         if self._slices.size > 1:
-            ids = gather(padded(ids, widest, local), self._slices)
-        slots = sorted_rows(ids, sizes.rows, self._kernels)
-        route = Route(legs=tuple(legs), slots=slots, widest=widest, ends=ends, sent=sent)
-        return _spread(Routed(rows=x_TH, weights=weights_Tk), legs[0].copies), route
+            ids = all_gather_rows(pad_rows(ids, widest, local), self._slices)
+        slots = build_row_map(ids, sizes.local_rows, self._kernels)
+        route = DedupRoute(
+            hops=tuple(legs),
+            row_map=slots,
+            padded_length=widest,
+            expert_ends=ends,
+            sent_counts=sent,
+        )
+        return _spread(RoutedRows(rows=x_TH, weights=weights_Tk), legs[0].copies), route
 
-    def _agreed(self, experts_Tk: torch.Tensor) -> tuple[_Sizes, torch.Tensor, torch.Tensor]:
+    def _agreed(self, experts_Tk: torch.Tensor) -> tuple[_DedupSizes, torch.Tensor, torch.Tensor]:
         """Sizes that the ranks told each other, `ends` and `sent`. The host waits once, however
         many legs there are."""
         ranks, local = self._ranks, self._experts // self._ranks
-        counts = count_rows(experts_Tk, self._experts + 1)[:-1]
+        counts = count_ids(experts_Tk, self._experts + 1)[:-1]
         copies = _reached(experts_Tk // local, ranks)
         table, sent, told = (
             torch.cat((counts.view(ranks, local), copies[:, None]), 1),
@@ -136,10 +144,10 @@ class Dedup:
             sent.append(leaving)
             told += [leaving, came[:, -1]]
         came = _swap(table, self._ways[-1])
-        held = gather(came, self._slices).view(-1, len(came), local + 1)
+        held = all_gather_rows(came, self._slices).view(-1, len(came), local + 1)
         per_expert = held[:, :, :local].sum((0, 1))
         if self._known:
-            sizes = self._known_sizes(self._known(*experts_Tk.shape))
+            sizes = self._forced_sizes(self._known(*experts_Tk.shape))
         else:
             told += [
                 table[:, local],
@@ -147,13 +155,15 @@ class Dedup:
                 held[:, :, local].sum(1),
                 per_expert.sum()[None],
             ]
-            *legs, parts, (rows,) = on_host(*told)
-            sizes = _Sizes(
-                legs=tuple(zip(legs[::2], legs[1::2], strict=True)), parts=parts, rows=rows
+            *legs, parts, (rows,) = copy_to_host(*told)
+            sizes = _DedupSizes(
+                hops=tuple(zip(legs[::2], legs[1::2], strict=True)),
+                received_copies=parts,
+                local_rows=rows,
             )
         return sizes, per_expert.cumsum(0).to(torch.int32), torch.cat(sent)
 
-    def _known_sizes(self, sent: InTurn) -> _Sizes:
+    def _forced_sizes(self, sent: RoundRobinCounts) -> _DedupSizes:
         near, slices = self._ways[-1], self._slices.size
         node = self._ways[0].index if len(self._ways) > 1 else 0
         nodes, local = self._ranks // near.size, self._experts // self._ranks
@@ -166,58 +176,61 @@ class Dedup:
             legs.insert(0, (sent.nodes, (sent.nodes[node],) * nodes))
         coming = inside[near.index] * near.size
         rows = slices * self._ranks * sum(sent.rows[here * local : (here + 1) * local])
-        return _Sizes(legs=tuple(legs), parts=(coming,) * slices, rows=rows)
+        return _DedupSizes(hops=tuple(legs), received_copies=(coming,) * slices, local_rows=rows)
 
-    def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
+    def dispatch(
+        self, routed: RoutedRows, route: DedupRoute, meanwhile: OverlappedWork | None
+    ) -> RoutedRows:
         """Copies and weights to the ranks of their experts, `meanwhile` beside the first
         crossing."""
-        for number, leg in enumerate(route.legs):
+        for number, leg in enumerate(route.hops):
             if number:
                 routed, meanwhile = _spread(routed, leg.copies), None
             both = routed.rows, routed.weights
-            rows, weights = all_to_all_beside(
-                both, leg.group, send=leg.send, receive=leg.receive, meanwhile=meanwhile
+            rows, weights = all_to_all_overlapped(
+                both, leg.group, send=leg.send, receive=leg.receive, overlapped_work=meanwhile
             )
-            routed = Routed(rows=rows, weights=weights)
+            routed = RoutedRows(rows=rows, weights=weights)
         if self._slices.size > 1:
             rows, weights = (
-                Gather.apply(padded(x, route.widest), self._slices) for x in (rows, weights)
+                AllGatherRows.apply(pad_rows(x, route.padded_length), self._slices)
+                for x in (rows, weights)
             )
-        return Routed(rows=rows, weights=weights)
+        return RoutedRows(rows=rows, weights=weights)
 
-    def postprocess(self, routed: Routed, route: Route) -> Routed:
+    def postprocess(self, routed: RoutedRows, route: DedupRoute) -> RoutedRows:
         """A row for each expert here that a copy wants, by expert."""
-        return wanted_rows(routed, route.slots)
+        return permute_to_local_experts(routed, route.row_map)
 
-    def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine_preprocess(self, rows: torch.Tensor, route: DedupRoute) -> torch.Tensor:
         """The weighted sum of the experts here for each copy."""
-        return route.slots.summed(rows)
+        return route.row_map.unpermute(rows)
 
     def combine(
-        self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None
+        self, rows: torch.Tensor, route: DedupRoute, meanwhile: OverlappedWork | None
     ) -> torch.Tensor:
         """Partial sums back to the ranks of their tokens, the parts of cut experts summed and those
         of one node; `meanwhile` beside the last crossing.
         """
         if self._slices.size > 1:
-            rows = ScatterSum.apply(rows, self._slices)[: sum(route.legs[-1].receive)]
-        for number, leg in reversed(tuple(enumerate(route.legs))):
+            rows = ReduceScatterRows.apply(rows, self._slices)[: sum(route.hops[-1].receive)]
+        for number, leg in reversed(tuple(enumerate(route.hops))):
             beside = None if number else meanwhile
-            (rows,) = all_to_all_beside(
-                (rows,), leg.group, send=leg.receive, receive=leg.send, meanwhile=beside
+            (rows,) = all_to_all_overlapped(
+                (rows,), leg.group, send=leg.receive, receive=leg.send, overlapped_work=beside
             )
             if number:
-                rows = leg.copies.summed(rows)
+                rows = leg.copies.unpermute(rows)
         return rows
 
-    def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine_postprocess(self, rows: torch.Tensor, route: DedupRoute) -> torch.Tensor:
         """Sum what the places of the first crossing sent for each token."""
-        return route.legs[0].copies.summed(rows)
+        return route.hops[0].copies.unpermute(rows)
 
 
-def _spread(routed: Routed, copies: Rows) -> Routed:
+def _spread(routed: RoutedRows, copies: RowMap) -> RoutedRows:
     """A copy takes all weights of its token along; the receiver uses those of its own experts."""
-    return Routed(rows=copies.spread(routed.rows), weights=copies.spread(routed.weights))
+    return RoutedRows(rows=copies.permute(routed.rows), weights=copies.permute(routed.weights))
 
 
 def _swap(table: torch.Tensor, group: Group) -> torch.Tensor:
@@ -227,10 +240,10 @@ def _swap(table: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _reached(place_Tk: torch.Tensor, places: int) -> torch.Tensor:
     """How many tokens have one of their experts at each place."""
-    return count_rows(first_of_each(place_Tk, places), places + 1)[:-1]
+    return count_ids(mask_repeats(place_Tk, places), places + 1)[:-1]
 
 
-def first_of_each(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:
+def mask_repeats(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:
     """Each token's ranks, every one once and the repeats as `none`."""
     top_k = rank_Tk.shape[1]
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=rank_Tk.device).tril(-1)

@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group, all_reduce
-from moewright.engine.dispatch.alltoall import AllToAll
-from moewright.engine.dispatch.dedup import first_of_each
-from moewright.engine.dispatch.deepep_bindings import Library, unusable
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher
+from moewright.engine.dispatch.dedup import mask_repeats
+from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, unusable_reason
 from moewright.engine.dispatch.interface import (
-    Dispatcher,
-    Meanwhile,
-    Routed,
-    Rows,
-    on_host,
-    sorted_rows,
-    wanted_rows,
+    OverlappedWork,
+    RoutedRows,
+    RowMap,
+    TokenDispatcher,
+    build_row_map,
+    copy_to_host,
+    permute_to_local_experts,
 )
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.kernels.fused.reference import Plain
-from moewright.engine.model.autograd import count_rows
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.model.autograd import count_ids
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import Dispatcher as Kind
+from moewright.spec.layout import DispatcherKind as Kind
 
 _TOKENS, _TOP_K = 16, 2  # of the proof
 
@@ -44,10 +44,10 @@ class _Dispatch(torch.autograd.Function):
         x_TH: torch.Tensor,
         weights_Tk: torch.Tensor,
         experts_Tk: torch.Tensor,
-        library: Library,
+        library: DispatchLibrary,
     ) -> tuple[Any, ...]:
         for tensor in (x_TH, experts_Tk, weights_Tk):
-            library.group.book(Collective.ALL_TO_ALL, tensor)
+            library.group.count_call(Collective.ALL_TO_ALL, tensor)
         arrived = library.dispatch(x_TH, experts_Tk, weights_Tk)
         ctx.library, ctx.handle = library, arrived.handle
         ctx.mark_non_differentiable(arrived.ids)
@@ -67,9 +67,11 @@ class _Combine(torch.autograd.Function):
     """What the ranks send back for each token, summed; its gradient goes to all of them."""
 
     @staticmethod
-    def forward(ctx: Any, rows_NH: torch.Tensor, handle: Any, library: Library) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows_NH: torch.Tensor, handle: Any, library: DispatchLibrary
+    ) -> torch.Tensor:
         ctx.library, ctx.handle = library, handle
-        library.group.book(Collective.ALL_TO_ALL, rows_NH)
+        library.group.count_call(Collective.ALL_TO_ALL, rows_NH)
         return library.combine(rows_NH, handle)
 
     @staticmethod
@@ -79,84 +81,94 @@ class _Combine(torch.autograd.Function):
 
 
 @dataclass(kw_only=True, slots=True)
-class Route:
+class DeepEpRoute:
     """`experts` [T,k] until the library has brought the copies; after that `handle` and `slots`,
     the rows of the local experts among the slots of the copies here. `ends` and `sent` as in the
     seam.
     """
 
     experts: torch.Tensor
-    sent: torch.Tensor
-    ends: torch.Tensor
-    slots: Rows | None = None
+    sent_counts: torch.Tensor
+    expert_ends: torch.Tensor
+    row_map: RowMap | None = None
     handle: Any = None
 
 
-class Fused:
+class DeepEpDispatcher:
     """Dispatch over an expert-parallel group by a library."""
 
-    def __init__(self, library: Library, experts: int, kernels: Kernels) -> None:
+    def __init__(self, library: DispatchLibrary, experts: int, kernels: KernelSet) -> None:
         self._library, self._experts, self._kernels = library, experts, kernels
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[Routed, Route]:
+    ) -> tuple[RoutedRows, DeepEpRoute]:
         """Count what is sent; the library finds the way by itself."""
         ranks = self._library.group.size
-        first_Tk = first_of_each(experts_Tk // (self._experts // ranks), ranks)
+        first_Tk = mask_repeats(experts_Tk // (self._experts // ranks), ranks)
         sent = [
-            count_rows(ids, places + 1)[:-1]
+            count_ids(ids, places + 1)[:-1]
             for ids, places in ((experts_Tk, self._experts), (first_Tk, ranks))
         ]
         nothing = torch.empty(0, dtype=torch.int32, device=x_TH.device)
-        return Routed(rows=x_TH, weights=weights_Tk), Route(
-            experts=experts_Tk, sent=torch.cat(sent), ends=nothing
+        return RoutedRows(rows=x_TH, weights=weights_Tk), DeepEpRoute(
+            experts=experts_Tk, sent_counts=torch.cat(sent), expert_ends=nothing
         )
 
-    def dispatch(self, routed: Routed, route: Route, meanwhile: Meanwhile | None) -> Routed:
+    def dispatch(
+        self, routed: RoutedRows, route: DeepEpRoute, meanwhile: OverlappedWork | None
+    ) -> RoutedRows:
         """Copies and weights to the ranks of their experts. Nothing goes on beside it
         (engine.support)."""
         rows, weights, ids, route.handle = _Dispatch.apply(
             routed.rows, routed.weights, route.experts, self._library
         )
         local = self._experts // self._library.group.size
-        counts = count_rows(ids, local + 1)[:-1]
-        ((here,),) = on_host(counts.sum()[None])
-        route.slots, route.ends = (
-            sorted_rows(ids, here, self._kernels),
+        counts = count_ids(ids, local + 1)[:-1]
+        ((here,),) = copy_to_host(counts.sum()[None])
+        route.row_map, route.expert_ends = (
+            build_row_map(ids, here, self._kernels),
             counts.cumsum(0).to(torch.int32),
         )
-        return Routed(rows=rows, weights=weights)
+        return RoutedRows(rows=rows, weights=weights)
 
-    def postprocess(self, routed: Routed, route: Route) -> Routed:
+    def postprocess(self, routed: RoutedRows, route: DeepEpRoute) -> RoutedRows:
         """A row for each expert here that a copy wants, by expert."""
-        assert route.slots is not None  # dispatched before
-        return wanted_rows(routed, route.slots)
+        assert route.row_map is not None  # dispatched before
+        return permute_to_local_experts(routed, route.row_map)
 
-    def combine_preprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine_preprocess(self, rows: torch.Tensor, route: DeepEpRoute) -> torch.Tensor:
         """The weighted sum of the experts here for each copy."""
-        assert route.slots is not None  # dispatched before
-        return route.slots.summed(rows)
+        assert route.row_map is not None  # dispatched before
+        return route.row_map.unpermute(rows)
 
     def combine(
-        self, rows: torch.Tensor, route: Route, meanwhile: Meanwhile | None
+        self, rows: torch.Tensor, route: DeepEpRoute, meanwhile: OverlappedWork | None
     ) -> torch.Tensor:
         """Partial sums back to the ranks of their tokens, where the library sums them."""
         return _Combine.apply(rows, route.handle, self._library)
 
-    def combine_postprocess(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine_postprocess(self, rows: torch.Tensor, route: DeepEpRoute) -> torch.Tensor:
         return rows
 
 
-def prove(
-    library: Library, kind: Kind, alone: Group, *, experts: int, hidden: int, like: torch.Tensor
+def verify_library(
+    library: DispatchLibrary,
+    kind: Kind,
+    alone: Group,
+    *,
+    experts: int,
+    hidden: int,
+    like: torch.Tensor,
 ) -> None:
     """Hold a tiny dispatch and combine, forward and backward, against the plain all-to-all; every
     rank of the group calls this, with an ETP group of one. `like` has dtype and device. Raises
     BadInput on all when one rank sees another result.
     """
-    plain = AllToAll(library.group, alone, experts, Plain(), known=None, drops=False)
-    fused = Fused(library, experts, Plain())
+    plain = AllToAllDispatcher(
+        library.group, alone, experts, TorchKernels(), forced_counts=None, may_drop=False
+    )
+    fused = DeepEpDispatcher(library, experts, TorchKernels())
     wrong, why = (
         like.new_zeros(1, dtype=torch.float32),
         "differs from the plain all-to-all in a trial at the start",
@@ -176,11 +188,11 @@ def prove(
         wrong += 1
         why = f"failed a trial at the start: {type(error).__name__}: {error}"
     if float(all_reduce(wrong, library.group)):
-        raise BadInput(unusable(kind, why))
+        raise BadInput(unusable_reason(kind, why))
 
 
 def _trial(
-    way: Dispatcher, group: Group, experts: int, hidden: int, like: torch.Tensor
+    way: TokenDispatcher, group: Group, experts: int, hidden: int, like: torch.Tensor
 ) -> list[torch.Tensor]:
     """Outputs and gradients of tokens through experts that multiply by their number: a row at a
     wrong one shows."""

@@ -19,11 +19,11 @@ import torch
 
 from moewright.engine.comm.collectives import Group
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Dispatcher
+from moewright.spec.layout import DispatcherKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
+class ReceivedCopies:
     """Copies [N,H] that came here; of each its experts here, ids [N,j] from 0 with E_local for
     none, and their weights [N,j] fp32. `handle` is the library's, for the way back.
     """
@@ -34,7 +34,7 @@ class Arrived:
     handle: Any
 
 
-class Library(Protocol):
+class DispatchLibrary(Protocol):
     """What a library does for an expert-parallel group; ids and weights [T,k] are of the tokens
     here, E for none."""
 
@@ -42,9 +42,9 @@ class Library(Protocol):
 
     def dispatch(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> Arrived: ...
+    ) -> ReceivedCopies: ...
 
-    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_cached(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         """Other rows of the same tokens the same way: [N,H]."""
         ...
 
@@ -52,7 +52,7 @@ class Library(Protocol):
         """Sums [T,H] of what the ranks send back for each token."""
         ...
 
-    def combine_both(
+    def combine_with_weights(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, and each weight [T,k] from the rank that it went to."""
@@ -78,7 +78,7 @@ class DeepEp:
 
     def dispatch(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> Arrived:
+    ) -> ReceivedCopies:
         chosen = experts_Tk.masked_fill(experts_Tk == self._experts, -1).to(self._index)
         to_ranks, to_nodes, to_experts, reached, _ = self._buffer.get_dispatch_layout(
             chosen, self._experts
@@ -93,9 +93,9 @@ class DeepEp:
             num_tokens_per_expert=to_experts,
         )
         ids = ids.long().masked_fill(ids < 0, self._experts // self.group.size)
-        return Arrived(rows=rows, ids=ids, weights=weights, handle=handle)
+        return ReceivedCopies(rows=rows, ids=ids, weights=weights, handle=handle)
 
-    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_cached(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         rows: torch.Tensor = self._buffer.dispatch(x_TH.contiguous(), handle=handle)[0]
         return rows
 
@@ -103,7 +103,7 @@ class DeepEp:
         sums: torch.Tensor = self._buffer.combine(rows_NH.contiguous(), handle)[0]
         return sums
 
-    def combine_both(
+    def combine_with_weights(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums, weights, _ = self._buffer.combine(
@@ -119,19 +119,29 @@ class HybridEp:
     """
 
     def __init__(
-        self, module: Any, group: Group, *, experts: int, hidden: int, tokens: int, near: int
+        self,
+        module: Any,
+        group: Group,
+        *,
+        experts: int,
+        hidden: int,
+        max_tokens: int,
+        nvlink_domain_size: int,
     ) -> None:
         """`tokens` of a rank at most; `near` ranks of the group lie in one NVLink domain."""
         local = experts // group.size
         self.group, self._experts = group, experts
-        self._of_node, self._first = local * near, group.index % near * local
+        self._of_node, self._first = (
+            local * nvlink_domain_size,
+            group.index % nvlink_domain_size * local,
+        )
         self._here = torch.arange(local)
         self._buffer = module.HybridEPBuffer(
             group=group.handle,
             hidden_dim=hidden,
-            max_num_of_tokens_per_rank=tokens,
+            max_num_of_tokens_per_rank=max_tokens,
             num_local_experts=local,
-            num_of_ranks_per_nvlink_domain=near,
+            num_of_ranks_per_nvlink_domain=nvlink_domain_size,
         )
 
     @property
@@ -140,7 +150,7 @@ class HybridEp:
 
     def dispatch(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> Arrived:
+    ) -> ReceivedCopies:
         shape = len(x_TH), self._experts + 1
         chosen = torch.zeros(shape, dtype=torch.bool, device=x_TH.device).scatter_(
             1, experts_Tk, True
@@ -154,11 +164,11 @@ class HybridEp:
             : len(rows)
         ]  # whether a copy is for an expert here [N,E_local]; as the library documents
         ids = torch.where(wanted, here, len(here))
-        return Arrived(
+        return ReceivedCopies(
             rows=rows, ids=ids, weights=probs[:, self._mine] * wanted, handle=(handle, experts_Tk)
         )
 
-    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_cached(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         rows: torch.Tensor = self._buffer.dispatch(hidden=x_TH.contiguous(), handle=handle[0])[0]
         return rows
 
@@ -166,7 +176,7 @@ class HybridEp:
         sums: torch.Tensor = self._buffer.combine(hidden=rows_NH.contiguous(), handle=handle[0])[0]
         return sums
 
-    def combine_both(
+    def combine_with_weights(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         probs = weights_Nj.new_zeros(len(rows_NH), self._of_node)
@@ -178,21 +188,36 @@ class HybridEp:
         return sums, back.gather(1, handle[1])
 
 
-def opened(
-    dispatcher: Dispatcher, group: Group, *, experts: int, hidden: int, tokens: int, near: int
-) -> Library:
+def open_library(
+    dispatcher: DispatcherKind,
+    group: Group,
+    *,
+    experts: int,
+    hidden: int,
+    max_tokens: int,
+    nvlink_domain_size: int,
+) -> DispatchLibrary:
     """The library set up for a group; every rank of it calls this. Raises BadInput when it cannot
     be."""
     try:
         module = importlib.import_module("deep_ep")
-        if dispatcher is Dispatcher.DEEPEP:
+        if dispatcher is DispatcherKind.DEEPEP:
             return DeepEp(module, group, experts=experts, hidden=hidden)
-        return HybridEp(module, group, experts=experts, hidden=hidden, tokens=tokens, near=near)
+        return HybridEp(
+            module,
+            group,
+            experts=experts,
+            hidden=hidden,
+            max_tokens=max_tokens,
+            nvlink_domain_size=nvlink_domain_size,
+        )
     except Exception as error:  # whatever it refuses: a device, a number of ranks, its own version
         raise BadInput(
-            unusable(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
+            unusable_reason(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
         ) from error
 
 
-def unusable(dispatcher: Dispatcher, why: str) -> Reason:
-    return Reason(field="layout.dispatcher", value=dispatcher, rule=why, nearest=Dispatcher.DEDUP)
+def unusable_reason(dispatcher: DispatcherKind, why: str) -> Reason:
+    return Reason(
+        field="layout.dispatcher", value=dispatcher, rule=why, nearest=DispatcherKind.DEDUP
+    )

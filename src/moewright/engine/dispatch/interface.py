@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.model.autograd import Select, Spread, SumSlots
-from moewright.rules.routing import InTurn
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.model.autograd import Permute, SelectRows, Unpermute
+from moewright.rules.routing import RoundRobinCounts
 
-Meanwhile = Callable[[], None]
+OverlappedWork = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
+class RoutedRows:
     """Rows on their way: rows [*, H] in compute dtype, weights [*] fp32, one weight a row."""
 
     rows: torch.Tensor
@@ -29,34 +29,38 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class RowMap:
     """Which row each (token, slot) pair became: tokens [R] says of which token a row is, rows [T,k]
     which row a slot has, R where it has none; `places` [R] are the slots of the rows, numbered t *
     k + j. `full`: every slot has a row, every row a slot.
     """
 
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    places: torch.Tensor
-    full: bool
-    kernels: Kernels
+    token_of_row: torch.Tensor
+    row_of_slot: torch.Tensor
+    slot_of_row: torch.Tensor
+    is_complete: bool
+    kernels: KernelSet
 
-    def spread(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def permute(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Each token's copy in its rows: [R,H]."""
-        return Spread.apply(x_TH, self.tokens, self.rows, self.full, self.kernels)
+        return Permute.apply(
+            x_TH, self.token_of_row, self.row_of_slot, self.is_complete, self.kernels
+        )
 
-    def summed(self, rows_RH: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """The sum of each token's rows: [T,H]."""
-        return SumSlots.apply(rows_RH, self.tokens, self.rows, self.full, self.kernels)
+        return Unpermute.apply(
+            rows_RH, self.token_of_row, self.row_of_slot, self.is_complete, self.kernels
+        )
 
 
-def on_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+def copy_to_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     """Several lists of sizes from the device in one copy: the one wait for it in a layer."""
     parts = torch.cat(counts).cpu().split([len(one) for one in counts])
     return tuple(tuple(part.tolist()) for part in parts)
 
 
-def sorted_rows(ids_Tk: torch.Tensor, kept: int, kernels: Kernels) -> Rows:
+def build_row_map(ids_Tk: torch.Tensor, kept: int, kernels: KernelSet) -> RowMap:
     """Rows by id, slots of equal id in their order; only the `kept` first become rows."""
     order = torch.argsort(ids_Tk.flatten(), stable=True)
     rows = torch.empty_like(order)
@@ -65,30 +69,35 @@ def sorted_rows(ids_Tk: torch.Tensor, kept: int, kernels: Kernels) -> Rows:
     if not full:
         order, rows = order[:kept].clone(), rows.clamp_(max=kept)
     tokens = order // ids_Tk.shape[1]
-    return Rows(
-        tokens=tokens, rows=rows.view(ids_Tk.shape), places=order, full=full, kernels=kernels
+    return RowMap(
+        token_of_row=tokens,
+        row_of_slot=rows.view(ids_Tk.shape),
+        slot_of_row=order,
+        is_complete=full,
+        kernels=kernels,
     )
 
 
-def wanted_rows(routed: Routed, slots: Rows) -> Routed:
+def permute_to_local_experts(routed: RoutedRows, slots: RowMap) -> RoutedRows:
     """A row for each slot of received tokens that has an expert here, with its own of the token's
     weights [*,k]."""
-    return Routed(
-        rows=slots.spread(routed.rows), weights=Select.apply(routed.weights.flatten(), slots.places)
+    return RoutedRows(
+        rows=slots.permute(routed.rows),
+        weights=SelectRows.apply(routed.weights.flatten(), slots.slot_of_row),
     )
 
 
-def padded(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
+def pad_rows(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
     """x with rows of zeros, or of another number, after it."""
     return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), filling)))
 
 
 # What every rank sends, by its tokens and the experts of each, where a forced choice lets the host
 # know without a look.
-Known = Callable[[int, int], InTurn]
+ForcedCounts = Callable[[int, int], RoundRobinCounts]
 
 
-class Dispatcher(Protocol):
+class TokenDispatcher(Protocol):
     """One way to bring tokens to their experts and the results back. A slot whose expert is E was
     dropped.
 
@@ -101,16 +110,18 @@ class Dispatcher(Protocol):
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[Routed, Any]: ...
+    ) -> tuple[RoutedRows, Any]: ...
 
-    def dispatch(self, routed: Routed, route: Any, meanwhile: Meanwhile | None) -> Routed: ...
+    def dispatch(
+        self, routed: RoutedRows, route: Any, meanwhile: OverlappedWork | None
+    ) -> RoutedRows: ...
 
-    def postprocess(self, routed: Routed, route: Any) -> Routed: ...
+    def postprocess(self, routed: RoutedRows, route: Any) -> RoutedRows: ...
 
     def combine_preprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
     def combine(
-        self, rows: torch.Tensor, route: Any, meanwhile: Meanwhile | None
+        self, rows: torch.Tensor, route: Any, meanwhile: OverlappedWork | None
     ) -> torch.Tensor: ...
 
     def combine_postprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...

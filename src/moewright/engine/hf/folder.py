@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moewright.engine.hf.packed import PACKED, Box, Stored, misplaced, stand_for, unpacked
+from moewright.engine.hf.packed import (
+    PACKED_DTYPES,
+    Box,
+    StoredTensor,
+    resolve_packed,
+    tensor_error,
+    unpack,
+)
 from moewright.spec.errors import BadInput, Reason
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +32,8 @@ class HfFolder:
     """The tensors of a folder, by name, file after file."""
 
     path: Path
-    tensors: dict[str, Stored]
-    places: dict[str, str]  # files of the tensors as they are stored
+    tensors: dict[str, StoredTensor]
+    stored_files: dict[str, str]  # files of the tensors as they are stored
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
@@ -37,42 +44,44 @@ class HfFolder:
         return {file: tuple(names) for file, names in found.items()}
 
 
-def is_folder(path: Path) -> bool:
+def is_hf_folder(path: Path) -> bool:
     """Whether a folder holds weights as Hugging Face stores them."""
-    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+    return (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
 
 
-def open_folder(path: Path) -> HfFolder:
+def open_hf_folder(path: Path) -> HfFolder:
     """Read the headers of model.safetensors, or of the files that model.safetensors.index.json
     names.
 
     Raises BadInput naming the file that is missing or no safetensors, or the tensor that the index
     misplaces.
     """
-    placed = _weight_map(path / INDEX) if (path / INDEX).is_file() else None
-    tensors: dict[str, Stored] = {}
-    for file in dict.fromkeys(placed.values()) if placed is not None else (SINGLE,):
-        with open_weights(path / file) as stored:
+    placed = _read_weight_map(path / INDEX_FILE) if (path / INDEX_FILE).is_file() else None
+    tensors: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(placed.values()) if placed is not None else (SINGLE_FILE,):
+        with open_safetensors(path / file) as stored:
             for name in stored.keys():  # noqa: SIM118
                 if name in tensors:
-                    raise misplaced(path, name, f"is in {tensors[name].file} and in {file}")
+                    raise tensor_error(path, name, f"is in {tensors[name].file} and in {file}")
                 if placed is not None and placed.get(name) != file:
-                    raise misplaced(path, name, f"is in {file}, of which {INDEX} does not say so")
+                    raise tensor_error(
+                        path, name, f"is in {file}, of which {INDEX_FILE} does not say so"
+                    )
                 part = stored.get_slice(name)
-                tensors[name] = Stored(
+                tensors[name] = StoredTensor(
                     file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape())
                 )
     for name, file in (placed or {}).items():
         if name not in tensors:
-            raise misplaced(path, name, f"is missing in {file}, where {INDEX} places it")
+            raise tensor_error(path, name, f"is missing in {file}, where {INDEX_FILE} places it")
     return HfFolder(
         path=path,
-        tensors=dict(stand_for(path, tensors)),
-        places={n: s.file for n, s in tensors.items()},
+        tensors=dict(resolve_packed(path, tensors)),
+        stored_files={n: s.file for n, s in tensors.items()},
     )
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path) -> dict[str, str]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -90,7 +99,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return placed
 
 
-def open_weights(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """The safetensors file at `path`, to be used as a context; BadInput when it is none."""
     if not path.is_file():
         raise BadInput(Reason(field=str(path), rule="no such file"))
@@ -114,31 +123,34 @@ class HfReader:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.part(name, (slice(None),) * len(self._folder.tensors[name].shape))
+    def read(self, name: str) -> torch.Tensor:
+        return self.read_slice(name, (slice(None),) * len(self._folder.tensors[name].shape))
 
-    def part(self, name: str, box: Box) -> torch.Tensor:
+    def read_slice(self, name: str, box: Box) -> torch.Tensor:
         """Raises BadInput where a value is not finite: training from it would only end later."""
         stored = self._folder.tensors[name]
         part = (
-            unpacked(name, stored, box, self._raw)
-            if stored.dtype in PACKED
-            else self._raw(name, box)
+            unpack(name, stored, box, self._read_stored)
+            if stored.dtype in PACKED_DTYPES
+            else self._read_stored(name, box)
         )
         if not part.isfinite().all():
-            raise misplaced(
+            raise tensor_error(
                 self._folder.path, name, f"holds values that are not finite, in {stored.file}"
             )
         return part
 
-    def _raw(self, name: str, box: Box) -> torch.Tensor:
-        part: torch.Tensor = self._at(self._folder.places[name]).get_slice(name)[box]
+    def _read_stored(self, name: str, box: Box) -> torch.Tensor:
+        part: torch.Tensor = self._open_file(self._folder.stored_files[name]).get_slice(name)[box]
         return part
 
-    def _at(self, wanted: str) -> Any:
-        if self._file is None or wanted != self._name:
+    def _open_file(self, file_name: str) -> Any:
+        if self._file is None or file_name != self._name:
             self._close()
-            self._name, self._file = wanted, open_weights(self._folder.path / wanted).__enter__()
+            self._name, self._file = (
+                file_name,
+                open_safetensors(self._folder.path / file_name).__enter__(),
+            )
         return self._file
 
     def _close(self) -> None:

@@ -19,20 +19,20 @@ import torch
 from moewright.spec.errors import BadInput, Reason
 
 MXFP4, FP8 = "MXFP4", "F8_E4M3"
-PACKED = (MXFP4, FP8)
+PACKED_DTYPES = (MXFP4, FP8)
 
 _BLOCKS, _SCALES, _FACTORS = "_blocks", "_scales", "_scale_inv"
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
 _SCALE_BIAS = 127
 _BLOCK = 32
 _FACTOR_DTYPES = ("F32", "BF16")
 
 Box = tuple[slice, ...]
-Raw = Callable[[str, Box], torch.Tensor]  # a box of a tensor as it is stored
+ReadStored = Callable[[str, Box], torch.Tensor]  # a box of a tensor as it is stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies; `dtype` is the safetensors name, or MXFP4; `block` of FP8: rows and
     columns a factor."""
 
@@ -42,7 +42,9 @@ class Stored:
     block: tuple[int, int] = (1, 1)
 
 
-def stand_for(path: Path, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
+def resolve_packed(
+    path: Path, tensors: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of the folder `path` under the names and shapes that they stand for.
 
     Raises BadInput naming packed values without their scales, or scales without values.
@@ -52,58 +54,58 @@ def stand_for(path: Path, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, 
     )
     for name, stored in tensors.items():
         if name.endswith(_BLOCKS):
-            yield name.removesuffix(_BLOCKS), _experts(path, name, tensors)
+            yield name.removesuffix(_BLOCKS), _resolve_mxfp4(path, name, tensors)
         elif name.endswith(_FACTORS):
             if tensors.get(name.removesuffix(_FACTORS), stored).dtype != FP8:
-                raise misplaced(
+                raise tensor_error(
                     path, name, f"has no tensor {name.removesuffix(_FACTORS)} of {FP8} to scale"
                 )
         elif stored.dtype == FP8:
-            yield name, _factored(path, name, tensors, block)
+            yield name, _resolve_fp8(path, name, tensors, block)
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
             yield name, stored
 
 
-def _experts(path: Path, name: str, tensors: Mapping[str, Stored]) -> Stored:
+def _resolve_mxfp4(path: Path, name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
     """[E,K,N], of blocks [E,N,K/32,16] and scales [E,N,K/32]."""
     stored, other = tensors[name], name.removesuffix(_BLOCKS) + _SCALES
     scales = tensors.get(other)
     packed = stored.dtype == "U8" and len(stored.shape) == 4 and stored.shape[3] == _BLOCK // 2
     if not packed or scales is None or scales.dtype != "U8" or scales.shape != stored.shape[:3]:
-        raise misplaced(
+        raise tensor_error(
             path, name, f"needs {_BLOCK // 2} bytes a block, and a byte in {other} for each"
         )
     experts, rows, blocks, _ = stored.shape
-    return Stored(file=stored.file, dtype=MXFP4, shape=(experts, blocks * _BLOCK, rows))
+    return StoredTensor(file=stored.file, dtype=MXFP4, shape=(experts, blocks * _BLOCK, rows))
 
 
-def _factored(
-    path: Path, name: str, tensors: Mapping[str, Stored], block: tuple[int, int]
-) -> Stored:
+def _resolve_fp8(
+    path: Path, name: str, tensors: Mapping[str, StoredTensor], block: tuple[int, int]
+) -> StoredTensor:
     stored, other = tensors[name], name + _FACTORS
     factors = tensors.get(other)
     if factors is None or len(stored.shape) < 2:
-        raise misplaced(path, name, f"is of {FP8} and needs rows, columns, and factors {other}")
+        raise tensor_error(path, name, f"is of {FP8} and needs rows, columns, and factors {other}")
     wanted = (
         *stored.shape[:-2],
         *(-(-size // step) for size, step in zip(stored.shape[-2:], block, strict=True)),
     )
     if factors.shape != wanted:
-        raise misplaced(
+        raise tensor_error(
             path,
             other,
             f"has shape {list(factors.shape)}, blocks of {list(block)} make {list(wanted)}",
         )
     if factors.dtype not in _FACTOR_DTYPES:
-        raise misplaced(
+        raise tensor_error(
             path, other, f"is of {factors.dtype}; known are {', '.join(_FACTOR_DTYPES)}"
         )
     return replace(stored, block=block)
 
 
-def _block_size(path: Path, asking: str) -> tuple[int, int]:
+def _block_size(path: Path, tensor_name: str) -> tuple[int, int]:
     """Rows and columns of a block, as config.json says, where a tensor is `asking` for it."""
-    if not asking:
+    if not tensor_name:
         return (1, 1)
     try:
         said = json.loads((path / "config.json").read_text("utf-8"))["quantization_config"][
@@ -115,25 +117,29 @@ def _block_size(path: Path, asking: str) -> tuple[int, int]:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     rule = f"is of {FP8}, and config.json gives no quantization_config.weight_block_size of two whole numbers"
-    raise misplaced(path, asking, rule)
+    raise tensor_error(path, tensor_name, rule)
 
 
-def unpacked(name: str, stored: Stored, box: Box, raw: Raw) -> torch.Tensor:
+def unpack(name: str, stored: StoredTensor, box: Box, read_stored: ReadStored) -> torch.Tensor:
     """A box of a packed tensor in fp32; what it leaves out of the last dims is taken whole."""
     box = (*box, *(slice(None),) * (len(stored.shape) - len(box)))
-    return _wide_fp4(name, box, raw) if stored.dtype == MXFP4 else _wide_fp8(name, stored, box, raw)
+    return (
+        _unpack_mxfp4(name, box, read_stored)
+        if stored.dtype == MXFP4
+        else _unpack_fp8(name, stored, box, read_stored)
+    )
 
 
-def _wide_fp4(name: str, box: Box, raw: Raw) -> torch.Tensor:
+def _unpack_mxfp4(name: str, box: Box, raw: ReadStored) -> torch.Tensor:
     """Of two values in a byte the first is in the lower half; whole experts are unpacked."""
     packed, powers = raw(name + _BLOCKS, box[:1]), raw(name + _SCALES, box[:1])
-    known = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    known = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
     values = torch.stack((known[(packed & 15).int()], known[(packed >> 4).int()]), -1).flatten(-2)
     scaled = torch.ldexp(values, powers.int()[..., None] - _SCALE_BIAS)
     return scaled.flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]
 
 
-def _wide_fp8(name: str, stored: Stored, box: Box, raw: Raw) -> torch.Tensor:
+def _unpack_fp8(name: str, stored: StoredTensor, box: Box, raw: ReadStored) -> torch.Tensor:
     """Each value times the factor of its block, rounded once; the box may begin and end inside of
     blocks."""
     rows, columns = (
@@ -156,6 +162,6 @@ def _wide_fp8(name: str, stored: Stored, box: Box, raw: Raw) -> torch.Tensor:
     return wide
 
 
-def misplaced(path: Path, name: str, rule: str) -> BadInput:
+def tensor_error(path: Path, name: str, rule: str) -> BadInput:
     """The refusal of one tensor of a folder, by name."""
     return BadInput(Reason(field=name, rule=f"{rule} ({path})"))

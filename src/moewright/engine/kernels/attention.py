@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels.matmul import widened
-from moewright.engine.kernels.sliding_window import blocks
+from moewright.engine.kernels.matmul import widen
+from moewright.engine.kernels.sliding_window import window_blocks
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Runs:
+class Segments:
     """Tokens that attend only each other, in the order in which they lie in a micro-batch, row
     after row: the lengths of the runs, and where each starts and the last one ends, int32 [runs +
     1] on the device.
     """
 
     lengths: tuple[int, ...]
-    starts: torch.Tensor
+    cu_seqlens: torch.Tensor
 
     @property
     def slices(self) -> Iterator[slice]:
@@ -33,12 +33,12 @@ class Runs:
             yield slice(start, stop)
 
 
-def attention_of_runs(
+def varlen_attention(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGD: torch.Tensor,
-    runs: Runs,
-    others: Runs | None = None,
+    runs: Segments,
+    others: Segments | None = None,
     *,
     window: int = 0,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -64,8 +64,8 @@ def attention_of_runs(
         q,
         k,
         _as_wide(v, q),
-        runs.starts,
-        seen.starts,
+        runs.cu_seqlens,
+        seen.cu_seqlens,
         longest,
         furthest,
         0.0,
@@ -76,15 +76,15 @@ def attention_of_runs(
     return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
 
 
-def attention_of_runs_backward(
+def varlen_attention_backward(
     grad_BSHD: torch.Tensor,
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGD: torch.Tensor,
     out_BSHD: torch.Tensor,
     rest: tuple[torch.Tensor, ...],
-    runs: Runs,
-    others: Runs | None = None,
+    runs: Segments,
+    others: Segments | None = None,
     *,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,7 +114,7 @@ def attention_of_runs_backward(
         longest, furthest = max(runs.lengths), max(seen.lengths)
         wide, causal = (_as_wide(x, q) for x in (v, out)), others is None
         sides = _sides(window, causal=causal)
-        starts, ends = (runs.starts, seen.starts), (longest, furthest)
+        starts, ends = (runs.cu_seqlens, seen.cu_seqlens), (longest, furthest)
         dq, dk, dv = _aten._flash_attention_backward(
             _as_wide(grad, q),
             q,
@@ -154,8 +154,8 @@ def attention(
         window and q_BSHD.device.type != "cpu"
     ):  # the kernel of runs has windows; the log-sum is as there
         others = None if causal else _rows(k_BSGD)
-        return attention_of_runs(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), others, window=window)
-    q, k, v = (widened(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
+        return varlen_attention(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), others, window=window)
+    q, k, v = (widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     width = v.shape[-1]
     if q.device.type == "cpu":
         out, lse = _forward_on_cpu(q, k, _as_wide(v, q), causal, window)
@@ -176,10 +176,10 @@ def _forward_on_cpu(
         out, lse = kernel(q, k, v, 0.0, causal)
         return out, lse
     parts = []
-    for block in blocks(q.shape[2], k.shape[2], window, causal=causal):
+    for block in window_blocks(q.shape[2], k.shape[2], window, causal=causal):
         keys, values = (_cut(x, block.keys) for x in (k, v))
         parts.append(
-            kernel(_cut(q, block.queries), keys, values, 0.0, False, attn_mask=block.mask(q))
+            kernel(_cut(q, block.queries), keys, values, 0.0, False, attn_mask=block.build_mask(q))
         )
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
@@ -199,11 +199,13 @@ def _backward_on_cpu(
     if not window:
         return tuple(kernel(grad, q, k, v, out, lse, 0.0, causal))
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    for block in blocks(q.shape[2], k.shape[2], window, causal=causal):
+    for block in window_blocks(q.shape[2], k.shape[2], window, causal=causal):
         asking, given, made = (_cut(x, block.queries) for x in (q, grad, out))
         keys, values = (_cut(x, block.keys) for x in (k, v))
         seen = lse[:, :, block.queries].contiguous()
-        found = kernel(given, asking, keys, values, made, seen, 0.0, False, attn_mask=block.mask(q))
+        found = kernel(
+            given, asking, keys, values, made, seen, 0.0, False, attn_mask=block.build_mask(q)
+        )
         for sums, places, part in zip(
             (of_q, of_k, of_v), (block.queries, *2 * (block.keys,)), found, strict=True
         ):
@@ -227,11 +229,11 @@ def _sides(window: int, *, causal: bool) -> dict[str, int]:
     )
 
 
-def _rows(x_BSHD: torch.Tensor) -> Runs:
+def _rows(x_BSHD: torch.Tensor) -> Segments:
     """Whole sequences, each a run."""
     count, length = x_BSHD.shape[:2]
     starts = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=x_BSHD.device)
-    return Runs(lengths=(length,) * count, starts=starts)
+    return Segments(lengths=(length,) * count, cu_seqlens=starts)
 
 
 def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -262,11 +264,11 @@ def attention_backward(
     """
     if window and q_BSHD.device.type != "cpu":
         rows, others = _rows(q_BSHD), None if causal else _rows(k_BSGD)
-        return attention_of_runs_backward(
+        return varlen_attention_backward(
             grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, rest, rows, others, window=window
         )
     grad, q, k, v, out = (
-        widened(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
+        widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
     )
     width = v.shape[-1]
     grad, v, out = (_as_wide(x, q) for x in (grad, v, out))

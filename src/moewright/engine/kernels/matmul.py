@@ -22,18 +22,18 @@ ONEDNN_LINEAR: Any = (
 
 
 @cache
-def native_bf16() -> bool:
+def has_native_bf16() -> bool:
     """Whether this CPU multiplies bf16 in hardware (AVX512_BF16 or AMX)."""
     has = torch.cpu.get_capabilities()
     return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def widen(tensor: torch.Tensor) -> torch.Tensor:
     narrow = tensor.dtype in (torch.bfloat16, torch.float16)
     if (
         tensor.device.type == "cpu"
         and narrow
-        and not (tensor.dtype == torch.bfloat16 and native_bf16())
+        and not (tensor.dtype == torch.bfloat16 and has_native_bf16())
     ):
         return tensor.float()
     return tensor
@@ -41,13 +41,13 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """a @ b in the dtype of a, accumulated in fp32."""
-    return _product(widened(a_MK), widened(b_KN)).to(a_MK.dtype)
+    return _product(widen(a_MK), widen(b_KN)).to(a_MK.dtype)
 
 
-def add_product(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
+def accumulate_matmul(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
     """sum += a @ b, the sum in fp32; the product is rounded before where the device multiplies the
     operands' dtype."""
-    sum_MN.add_(_product(widened(a_MK), widened(b_KN)))
+    sum_MN.add_(_product(widen(a_MK), widen(b_KN)))
 
 
 @cache
@@ -91,7 +91,7 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
     if a.shape[0 if b.dim() == 3 else 1] == 0:
         return a.new_zeros(_grouped_shape(a, b, ends))
     if a.device.type == "cpu":
-        return GROUP_BY_GROUP(widened(a), widened(b), ends).to(a.dtype)
+        return CPU_GROUPED_MATMUL(widen(a), widen(b), ends).to(a.dtype)
     return F.grouped_mm(a, b, offs=ends)
 
 
@@ -139,7 +139,7 @@ _LIBRARY = torch.library.Library("moewright", "DEF")
 _LIBRARY.define("group_by_group(Tensor a, Tensor b, Tensor ends) -> Tensor")
 _LIBRARY.impl("group_by_group", _group_by_group, "CPU")
 _LIBRARY.impl("group_by_group", lambda a, b, ends: a.new_empty(_grouped_shape(a, b, ends)), "Meta")
-GROUP_BY_GROUP = torch.ops.moewright.group_by_group
+CPU_GROUPED_MATMUL = torch.ops.moewright.group_by_group
 
 
 def _rows_times(

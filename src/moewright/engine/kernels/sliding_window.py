@@ -16,7 +16,7 @@ _LEAST_QUERIES = 128  # of a block: fewer would leave the kernel little to do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class WindowBlock:
     """Some queries, the keys that they may attend, and which: causally key j of query i where low
     <= j - i <= high."""
 
@@ -25,7 +25,7 @@ class Block:
     low: int
     high: int
 
-    def mask(self, like: torch.Tensor) -> torch.Tensor:
+    def build_mask(self, like: torch.Tensor) -> torch.Tensor:
         """What is added to scores: 0, or -inf. `twice_pairs` tells whoever counts the FLOPs, who
         may see no values."""
         rows, columns = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
@@ -45,7 +45,7 @@ class Block:
         return 2 * seen - own
 
 
-def blocks(queries: int, keys: int, window: int, *, causal: bool) -> Iterator[Block]:
+def window_blocks(queries: int, keys: int, window: int, *, causal: bool) -> Iterator[WindowBlock]:
     """Of some queries with some keys, of which every query attends one at least."""
     step, shift = max(window, _LEAST_QUERIES), keys - queries
     for start in range(0, queries, step):
@@ -53,7 +53,7 @@ def blocks(queries: int, keys: int, window: int, *, causal: bool) -> Iterator[Bl
         first = max(0, start + shift - window + 1)
         last = stop + shift if causal else keys
         moved = start + shift - first  # between a query's place in the block and its own key's
-        yield Block(
+        yield WindowBlock(
             queries=slice(start, stop),
             keys=slice(first, last),
             low=moved - window + 1,

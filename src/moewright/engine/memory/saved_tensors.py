@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from moewright.engine.observe.counters import Books, identity
+from moewright.engine.observe.counters import Counters, storage_id
 
-Resident = Callable[[torch.Tensor], bool]
+IsResident = Callable[[torch.Tensor], bool]
 
 
 @dataclass(kw_only=True, slots=True)
-class Decided:
+class RoutingDecisions:
     """What the forward of a replayed MoE block decided: experts [T,k] int64, and for each balance
     loss the shares fp32 of the rows that they got.
 
@@ -39,24 +39,24 @@ class Decided:
     shares: tuple[torch.Tensor, ...] | None = None
 
 
-class Keeper:
+class SavedTensorManager:
     """Sees every tensor that autograd keeps in a forward. `at_work` says whether some are to be
     replaced."""
 
-    def __init__(self, books: Books, *, at_work: bool) -> None:
-        self._books, self._at_work = books, at_work
+    def __init__(self, books: Counters, *, replaces_tensors: bool) -> None:
+        self._books, self._at_work = books, replaces_tensors
         self._count: Callable[[torch.Tensor], None] | None = None
-        self._lacking: dict[int, _StandIn] = {}
+        self._lacking: dict[int, _Replacement] = {}
         self._outgoing: torch.cuda.Stream | None = None
         self._made_dims = 0  # tensors of so many dims go to the host when they are kept; 0: none
         self._made: list[torch.Tensor] = []
 
     @contextmanager
-    def forward(self, key: tuple[int, int], resident: Resident) -> Iterator[None]:
+    def track_forward(self, key: tuple[int, int], resident: IsResident) -> Iterator[None]:
         """Around the forward of `key` (micro-batch, chunk); `resident` tells tensors that live
         anyway (weights, caches).
         """
-        with self._books.saving(key, resident) as count:
+        with self._books.count_saved(key, resident) as count:
             if count is None and not self._at_work:
                 yield
                 return
@@ -67,19 +67,19 @@ class Keeper:
             finally:
                 self._count = None
 
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+    def count_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Book a tensor that is kept for backward without autograd's knowledge; returns it."""
         if self._count is not None:
             self._count(tensor)
         return tensor
 
     @contextmanager
-    def discard(
+    def discard_and_recompute(
         self,
         made: torch.Tensor,
         make: Callable[..., torch.Tensor],
         *inputs: torch.Tensor,
-        asked: bool,
+        enabled: bool,
     ) -> Iterator[None]:
         """Operations inside do not keep `made`: backward calls make(*inputs), once, for all of
         them.
@@ -87,25 +87,25 @@ class Keeper:
         Only if `asked`, and only in the forward proper: in evaluation nothing is kept, and a replay
         is short-lived.
         """
-        if not asked or self._count is None or not torch.is_grad_enabled():
+        if not enabled or self._count is None or not torch.is_grad_enabled():
             yield
             return
         kept = tuple(self._pack(x.detach()) for x in inputs)
-        key = identity(made)
-        self._lacking[key] = _Again(make, kept, self._books)
+        key = storage_id(made)
+        self._lacking[key] = _Recomputed(make, kept, self._books)
         try:
             yield  # `made` is alive here, so no other storage has its identity
         finally:
             del self._lacking[key]
 
     @contextmanager
-    def offload(self, *tensors: torch.Tensor, asked: bool) -> Iterator[None]:
+    def offload(self, *tensors: torch.Tensor, enabled: bool) -> Iterator[None]:
         """Operations inside keep these tensors on the host; `asked` as for `discard`, which goes
         before."""
-        if not asked or self._count is None or not torch.is_grad_enabled():
+        if not enabled or self._count is None or not torch.is_grad_enabled():
             yield
             return
-        mine = {identity(x): self._away(x) for x in tensors if identity(x) not in self._lacking}
+        mine = {storage_id(x): self._away(x) for x in tensors if storage_id(x) not in self._lacking}
         self._lacking.update(mine)
         try:
             yield
@@ -114,11 +114,11 @@ class Keeper:
                 del self._lacking[key]
 
     @contextmanager
-    def offload_made(self, *, dims: int, asked: bool) -> Iterator[None]:
+    def offload_saved(self, *, dims: int, enabled: bool) -> Iterator[None]:
         """Tensors of `dims` dims that operations inside make and keep, or keep without being in
         `offload`, go to the host, for the inside alone.
         """
-        if not asked or self._count is None or not torch.is_grad_enabled():
+        if not enabled or self._count is None or not torch.is_grad_enabled():
             yield
             return
         before = set(self._lacking)
@@ -130,13 +130,13 @@ class Keeper:
             self._made.clear()
             self._lacking = {key: other for key, other in self._lacking.items() if key in before}
 
-    def _away(self, tensor: torch.Tensor) -> _Away:
+    def _away(self, tensor: torch.Tensor) -> _Offloaded:
         if tensor.is_cuda and self._outgoing is None:
             self._outgoing = torch.cuda.Stream(tensor.device)
-        return _Away(tensor.device, self._books, self._outgoing)
+        return _Offloaded(tensor.device, self._books, self._outgoing)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        key = identity(tensor)
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
+        key = storage_id(tensor)
         if self._made_dims and tensor.dim() == self._made_dims and key not in self._lacking:
             self._lacking[key] = self._away(tensor)
             self._made.append(tensor)  # alive as long as its identity is looked up
@@ -148,26 +148,26 @@ class Keeper:
         return tensor
 
 
-class _StandIn:
+class _Replacement:
     """For a tensor that backward brings back when first asked for it, and drops when last."""
 
-    def __init__(self, books: Books) -> None:
-        self._books, self._where = books, books.where
+    def __init__(self, books: Counters) -> None:
+        self._books, self._where = books, books.scope
         self._value: torch.Tensor | None = None
         self._asking = 0
 
     def bring(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def view(self, tensor: torch.Tensor) -> _View:
+    def view(self, tensor: torch.Tensor) -> _SavedView:
         self._asking += 1
-        return _View(
+        return _SavedView(
             of=self, size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset()
         )
 
     def take(self) -> torch.Tensor:
         if self._value is None:
-            with torch.no_grad(), self._books.within(self._where):
+            with torch.no_grad(), self._books.attribute_to(self._where):
                 self._value = self.bring()
         value = self._value
         self._asking -= 1
@@ -176,14 +176,14 @@ class _StandIn:
         return value
 
 
-class _Again(_StandIn):
+class _Recomputed(_Replacement):
     """Made again from its inputs."""
 
     def __init__(
         self,
         make: Callable[..., torch.Tensor],
-        inputs: tuple[torch.Tensor | _View, ...],
-        books: Books,
+        inputs: tuple[torch.Tensor | _SavedView, ...],
+        books: Counters,
     ) -> None:
         super().__init__(books)
         self._make, self._inputs = make, inputs
@@ -192,17 +192,17 @@ class _Again(_StandIn):
         return self._make(*map(_unpack, self._inputs))
 
 
-class _Away(_StandIn):
+class _Offloaded(_Replacement):
     """On the host, from the first time that an operation keeps it."""
 
     def __init__(
-        self, device: torch.device, books: Books, outgoing: torch.cuda.Stream | None
+        self, device: torch.device, books: Counters, outgoing: torch.cuda.Stream | None
     ) -> None:
         super().__init__(books)
         self._device, self._outgoing = device, outgoing
         self._host: torch.Tensor | None = None
 
-    def view(self, tensor: torch.Tensor) -> _View:
+    def view(self, tensor: torch.Tensor) -> _SavedView:
         if self._host is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             self._host = self._copied(tensor.as_strided((size,), (1,), 0))
@@ -231,41 +231,41 @@ class _Away(_StandIn):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _View:
+class _SavedView:
     """How an operation saw the tensor that it would have kept."""
 
-    of: _StandIn
+    of: _Replacement
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
 
 
-def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
+def _unpack(kept: torch.Tensor | _SavedView) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
     return kept.of.take().as_strided(kept.size, kept.stride, kept.offset)
 
 
-def replayed(
-    books: Books, block: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
+def run_checkpointed(
+    books: Counters, block: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor
 ) -> Any:
     """block(*inputs), of which only the inputs are kept, booked to the module that runs now;
     backward runs it again."""
-    return _Replay.apply(books, block, *inputs)
+    return _Checkpoint.apply(books, block, *inputs)
 
 
-class _Replay(torch.autograd.Function):
+class _Checkpoint(torch.autograd.Function):
     """Reentrant: backward builds the graph of the block and goes through it at once, weight
     gradients included."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        books: Books,
+        books: Counters,
         block: Callable[..., tuple[torch.Tensor, ...]],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.books, ctx.where, ctx.block = books, books.where, block
+        ctx.books, ctx.where, ctx.block = books, books.scope, block
         ctx.save_for_backward(*inputs)
         out = block(*inputs)
         ctx.mark_non_differentiable(*(x for x in out if not x.is_floating_point()))

@@ -24,22 +24,22 @@ Make = Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Owed:
+class _DeferredGrads:
     """`make` gives the gradients of what the `edges` lead to: parameters, or views of them."""
 
     edges: tuple[GradientEdge, ...]
     make: Make
 
 
-class Later:
+class WeightGradStore:
     """What is owed, by (micro-batch, chunk)."""
 
     def __init__(self) -> None:
-        self._owed: dict[Key, list[_Owed]] = {}
-        self._collecting: list[_Owed] | None = None
+        self._owed: dict[Key, list[_DeferredGrads]] = {}
+        self._collecting: list[_DeferredGrads] | None = None
 
     @contextmanager
-    def collecting(self, key: Key) -> Iterator[None]:
+    def defer_for(self, key: Key) -> Iterator[None]:
         """The backward of `key` runs inside: its weight gradients are owed."""
         self._collecting = self._owed[key] = []
         try:
@@ -47,15 +47,17 @@ class Later:
         finally:
             self._collecting = None
 
-    def gradients(self, edges: Sequence[GradientEdge], make: Make) -> Sequence[torch.Tensor | None]:
+    def compute_or_defer(
+        self, edges: Sequence[GradientEdge], make: Make
+    ) -> Sequence[torch.Tensor | None]:
         """Of the tensors that the `edges` lead to: at once, or None for each where they are
         owed."""
         if self._collecting is None:
             return make()
-        self._collecting.append(_Owed(edges=tuple(edges), make=make))
+        self._collecting.append(_DeferredGrads(edges=tuple(edges), make=make))
         return (None,) * len(edges)
 
-    def make(self, key: Key) -> None:
+    def run_deferred(self, key: Key) -> None:
         """Pay what is owed for `key`, in the order of its backward."""
         owed = self._owed.pop(key)
         while owed:

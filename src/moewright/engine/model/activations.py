@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.spec.model import ModelSpec
 
 Activation = Callable[
@@ -32,7 +32,7 @@ class SwiGlu(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor | None,
-        kernels: Kernels,
+        kernels: KernelSet,
         clamped: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -47,7 +47,7 @@ class SwiGlu(torch.autograd.Function):
         return *ctx.kernels.swiglu_backward(grad, x, weight, ctx.clamped), None, None
 
 
-def activation_of(model: ModelSpec, kernels: Kernels) -> Activation:
+def build_activation(model: ModelSpec, kernels: KernelSet) -> Activation:
     """Of the model's family, whose config.json gives no other constants."""
     clamped = model.family == "gpt_oss"
     return lambda x, weight: SwiGlu.apply(x, weight, kernels, clamped)

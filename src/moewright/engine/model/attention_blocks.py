@@ -23,22 +23,22 @@ from itertools import accumulate
 import torch
 
 from moewright.engine.kernels.attention import (
-    Runs,
+    Segments,
     attention,
     attention_backward,
-    attention_of_runs,
-    attention_of_runs_backward,
+    varlen_attention,
+    varlen_attention_backward,
 )
-from moewright.rules.context_parallel import held
+from moewright.rules.context_parallel import rank_positions
 
-Places = tuple[range, ...]
-Rest = tuple[
+Ranges = tuple[range, ...]
+AttentionState = tuple[
     torch.Tensor, ...
 ]  # what backward needs beside the output: its log-sum, the random state of the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class AttentionBlock:
     """Queries and keys by their places; causal among a rank's own tokens alone.
 
     Where documents bound attention, all rows lie in one, and each of `runs` of these queries
@@ -46,21 +46,28 @@ class Meeting:
     Without them rows are alike and meet at once. `window` as in engine.attention.
     """
 
-    queries: Places
-    keys: Places
-    runs: Runs | None
-    others: Runs | None
+    queries: Ranges
+    keys: Ranges
+    query_segments: Segments | None
+    key_segments: Segments | None
     causal: bool
     window: int = 0
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, Rest]:
+    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, AttentionState]:
         """engine.attention, of those of all queries and of all keys beside their values that
         meet."""
-        k, v = _apart(picked(kv, self.keys), q)
-        if self.runs is None:
-            return attention(picked(q, self.queries), k, v, causal=self.causal, window=self.window)
-        return attention_of_runs(
-            picked(q, self.queries), k, v, self.runs, self.others, window=self.window
+        k, v = _apart(take_ranges(kv, self.keys), q)
+        if self.query_segments is None:
+            return attention(
+                take_ranges(q, self.queries), k, v, causal=self.causal, window=self.window
+            )
+        return varlen_attention(
+            take_ranges(q, self.queries),
+            k,
+            v,
+            self.query_segments,
+            self.key_segments,
+            window=self.window,
         )
 
     def backward(
@@ -70,32 +77,32 @@ class Meeting:
         kv: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        random: Rest,
+        random: AttentionState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the queries, and of the keys beside their values, that meet."""
-        grad, q, out = (picked(x, self.queries) for x in (grad, q, out))
-        k, v = _apart(picked(kv, self.keys), q)
-        rest = (picked(lse, self.queries, 2).contiguous(), *random)
-        if self.runs is None:
+        grad, q, out = (take_ranges(x, self.queries) for x in (grad, q, out))
+        k, v = _apart(take_ranges(kv, self.keys), q)
+        rest = (take_ranges(lse, self.queries, 2).contiguous(), *random)
+        if self.query_segments is None:
             grad_q, *grad_kv = attention_backward(
                 grad, q, k, v, out, rest, causal=self.causal, window=self.window
             )
         else:
-            runs, others = self.runs, self.others
-            grad_q, *grad_kv = attention_of_runs_backward(
+            runs, others = self.query_segments, self.key_segments
+            grad_q, *grad_kv = varlen_attention_backward(
                 grad, q, k, v, out, rest, runs, others, window=self.window
             )
         return grad_q, torch.cat(grad_kv, -1)
 
 
-Meetings = tuple[
-    tuple[Meeting, ...], ...
+BlocksBySource = tuple[
+    tuple[AttentionBlock, ...], ...
 ]  # with each block of keys, the own one first; () where none of it is met
 
 
-def lined(x: torch.Tensor, met: Meetings) -> torch.Tensor:
+def pack_rows(x: torch.Tensor, met: BlocksBySource) -> torch.Tensor:
     """All rows in one where documents bound attention: [B,S,...] -> [1,B*S,...]."""
-    return x if met[0][0].runs is None else x.flatten(0, 1)[None]
+    return x if met[0][0].query_segments is None else x.flatten(0, 1)[None]
 
 
 def _apart(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -103,25 +110,25 @@ def _apart(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return kv.split((q.shape[-1], kv.shape[-1] - q.shape[-1]), -1)
 
 
-def picked(x: torch.Tensor, places: Places, dim: int = 1) -> torch.Tensor:
+def take_ranges(x: torch.Tensor, places: Ranges, dim: int = 1) -> torch.Tensor:
     """The tensor at some places of a dim."""
     parts = [x.narrow(dim, one.start, len(one)) for one in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def add(sums: torch.Tensor, places: Places, part: torch.Tensor) -> None:
+def add_at(sums: torch.Tensor, places: Ranges, part: torch.Tensor) -> None:
     """Add `part` to `sums` at places of dim 1."""
     for one, more in zip(places, part.split([len(one) for one in places], 1), strict=True):
         sums.narrow(1, one.start, len(one)).add_(more)
 
 
-def put(x: torch.Tensor, places: Places, part: torch.Tensor, dim: int = 1) -> None:
+def write_at(x: torch.Tensor, places: Ranges, part: torch.Tensor, dim: int = 1) -> None:
     """Write `part` into `x` at places of a dim."""
     for one, more in zip(places, part.split([len(one) for one in places], dim), strict=True):
         x.narrow(dim, one.start, len(one)).copy_(more)
 
 
-class Host:
+class BlockPlanner:
     """Makes the meetings of rank `here` of `ranks` over one micro-batch of sequences of `length`.
 
     `runs` are those of its documents, None where they do not bound attention. `together`: how many
@@ -132,20 +139,27 @@ class Host:
     def __init__(
         self,
         *,
-        length: int,
-        ranks: int,
-        here: int,
-        together: int,
-        runs: Runs | None,
+        seq_len: int,
+        cp: int,
+        rank: int,
+        gathered_ranks: int,
+        segments: Segments | None,
         window: int = 0,
     ) -> None:
-        self._held = [held(length, ranks, rank) for rank in range(ranks)]
-        self._here, self._together, self._length, self._runs = here, together, length, runs
-        self._size, self._window = length // ranks, window
-        self._bounds = (0, length) if runs is None else tuple(accumulate(runs.lengths, initial=0))
-        self._rows = range(self._bounds[-1] // length)
+        self._held = [rank_positions(seq_len, cp, rank) for rank in range(cp)]
+        self._here, self._together, self._length, self._runs = (
+            rank,
+            gathered_ranks,
+            seq_len,
+            segments,
+        )
+        self._size, self._window = seq_len // cp, window
+        self._bounds = (
+            (0, seq_len) if segments is None else tuple(accumulate(segments.lengths, initial=0))
+        )
+        self._rows = range(self._bounds[-1] // seq_len)
 
-    def own(self) -> tuple[Meeting, ...]:
+    def own_blocks(self) -> tuple[AttentionBlock, ...]:
         """Of the rank's own tokens."""
         if not self._window:
             return (self._own(),)
@@ -154,11 +168,11 @@ class Host:
         starts = accumulate(map(len, self._held[self._here]), initial=0)
         block = self._here * self._size if self._together > 1 else 0
         chunks = [
-            Meeting(
+            AttentionBlock(
                 queries=(range(start, start + len(part)),),
                 keys=(range(block + start, block + start + len(part)),),
-                runs=None,
-                others=None,
+                query_segments=None,
+                key_segments=None,
                 causal=True,
                 window=self._window,
             )
@@ -166,14 +180,14 @@ class Host:
         ]
         return *chunks, *self._near(range(self._here, self._here + 1))
 
-    def others(self, sources: range) -> tuple[Meeting, ...]:
+    def blocks_from(self, sources: range) -> tuple[AttentionBlock, ...]:
         """With the tokens of `sources`, all lower ranks or all higher ones."""
         if self._window:
             return tuple(self._near(sources))
         whole = self._others(sources)
         return () if whole is None else (whole,)
 
-    def _near(self, sources: range) -> Iterator[Meeting]:
+    def _near(self, sources: range) -> Iterator[AttentionBlock]:
         """A chunk of queries with an earlier chunk of keys each, where the window reaches over,
         inside a document."""
         for row in self._rows if self._runs is not None else range(1):
@@ -190,11 +204,11 @@ class Host:
                         stop = min(first + len(mine), high, end - 1 + self._window)
                         begin = max(start, low, first - self._window + 1)
                         if end <= first < stop and begin < end:
-                            yield Meeting(
+                            yield AttentionBlock(
                                 queries=(range(asking, asking + stop - first),),
                                 keys=(range(asked + begin - start, asked + end - start),),
-                                runs=None,
-                                others=None,
+                                query_segments=None,
+                                key_segments=None,
                                 causal=False,
                                 window=self._window - (stop - end),
                             )
@@ -206,7 +220,7 @@ class Host:
             yield place, part.start, part
             place += len(part)
 
-    def _own(self) -> Meeting:
+    def _own(self) -> AttentionBlock:
         lengths, last = list[int](), 0
         for row in self._rows:
             for part in self._held[self._here]:
@@ -223,16 +237,16 @@ class Host:
                     start, place, last = end, place + 1, place
         block = self._here if self._together > 1 else 0
         starts = ((row * self._together + block) * self._size for row in self._rows)
-        return Meeting(
+        return AttentionBlock(
             queries=(range(len(self._rows) * self._size),),
             keys=_joined(range(start, start + self._size) for start in starts),
-            runs=self._cut(lengths),
-            others=None,
+            query_segments=self._cut(lengths),
+            key_segments=None,
             causal=True,
             window=self._window,
         )
 
-    def _others(self, sources: range) -> Meeting | None:
+    def _others(self, sources: range) -> AttentionBlock | None:
         """None where no query meets any of them."""
         queries, keys, asking, asked = list[range](), list[range](), list[int](), list[int]()
         for row in self._rows if sources else ():
@@ -260,17 +274,21 @@ class Host:
         if not keys:
             return None
         runs, others = self._cut(asking), self._cut(asked)
-        return Meeting(
-            queries=_joined(queries), keys=_joined(keys), runs=runs, others=others, causal=False
+        return AttentionBlock(
+            queries=_joined(queries),
+            keys=_joined(keys),
+            query_segments=runs,
+            key_segments=others,
+            causal=False,
         )
 
-    def _cut(self, lengths: Sequence[int]) -> Runs | None:
+    def _cut(self, lengths: Sequence[int]) -> Segments | None:
         if self._runs is None:
             return None
         starts = torch.tensor(
-            [0, *accumulate(lengths)], dtype=torch.int32, device=self._runs.starts.device
+            [0, *accumulate(lengths)], dtype=torch.int32, device=self._runs.cu_seqlens.device
         )
-        return Runs(lengths=tuple(lengths), starts=starts)
+        return Segments(lengths=tuple(lengths), cu_seqlens=starts)
 
 
 def _within(parts: Iterable[range], low: int, high: int) -> list[range]:
@@ -284,7 +302,7 @@ def _within(parts: Iterable[range], low: int, high: int) -> list[range]:
     return found
 
 
-def _joined(places: Iterable[range]) -> Places:
+def _joined(places: Iterable[range]) -> Ranges:
     """The same places in fewer ranges where one follows another at once."""
     found: list[range] = []
     for one in places:

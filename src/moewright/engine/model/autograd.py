@@ -15,27 +15,32 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from moewright.engine.comm.collectives import Group, all_reduce, gather, scatter_sum
+from moewright.engine.comm.collectives import (
+    Group,
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter_rows,
+)
 from moewright.engine.kernels.attention import (
-    Runs,
+    Segments,
     attention,
     attention_backward,
-    attention_of_runs,
-    attention_of_runs_backward,
+    varlen_attention,
+    varlen_attention_backward,
 )
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.observe.counters import Books
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.observe.counters import Counters
 
 
-class Booked(torch.autograd.Function):
+class CountedFunction(torch.autograd.Function):
     """Remembers the module of the forward; `backward` of a subclass runs inside it."""
 
     @staticmethod
-    def remember(ctx: Any, books: Books) -> None:
-        ctx.books, ctx.where = books, books.where
+    def save_scope(ctx: Any, books: Counters) -> None:
+        ctx.books, ctx.where = books, books.scope
 
     @staticmethod
-    def weight_gradients(
+    def compute_or_defer_grads(
         ctx: Any, inputs: slice, make: Callable[[], Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor | None]:
         """make() now, or None for each of the weights, which are those `inputs` among the forward's
@@ -69,11 +74,11 @@ class RmsNorm(torch.autograd.Function):
         across: Group | None,
         sharers: Group | None,
         keep_scale: bool,
-        kernels: Kernels,
+        kernels: KernelSet,
     ) -> torch.Tensor:
         ctx.eps, ctx.across, ctx.sharers, ctx.kernels = eps, across, sharers, kernels
         if across is None:
-            out, scale = kernels.norm(x, weight, eps)
+            out, scale = kernels.rms_norm(x, weight, eps)
         else:
             wide = x.float()
             scale = _scale(wide, eps, across)
@@ -118,7 +123,7 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: Kernels
+        ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: KernelSet
     ) -> torch.Tensor:
         ctx.angles, ctx.kernels = (cos, sin), kernels
         return kernels.rotate(x_BSHD, cos, sin)
@@ -129,7 +134,7 @@ class Rotary(torch.autograd.Function):
         return ctx.kernels.rotate(grad, cos, -sin), None, None, None
 
 
-class CausalAttention(Booked):
+class CausalAttention(CountedFunction):
     """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], inside each run of
     tokens where `runs` are given, of the last `window` tokens each (0: all), beside sinks [H];
     keeps q, k, v, the output and LSE.
@@ -142,35 +147,35 @@ class CausalAttention(Booked):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        runs: Runs | None,
+        runs: Segments | None,
         window: int,
-        books: Books,
+        books: Counters,
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.runs, ctx.window = runs, window
         if runs is None:
             out, rest = attention(q, k, v, window=window)
         else:
-            out, rest = attention_of_runs(q, k, v, runs, window=window)
-        out, rest = beside_sinks(out, rest, sinks)
+            out, rest = varlen_attention(q, k, v, runs, window=window)
+        out, rest = apply_sinks(out, rest, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, *rest = ctx.saved_tensors
-        of_sinks = sinks_gradient(grad, out, rest[0], sinks)
+        of_sinks = compute_sinks_grad(grad, out, rest[0], sinks)
         with ctx.books.within(ctx.where):
             if ctx.runs is None:
                 found = attention_backward(grad, q, k, v, out, tuple(rest), window=ctx.window)
             else:
-                found = attention_of_runs_backward(
+                found = varlen_attention_backward(
                     grad, q, k, v, out, tuple(rest), ctx.runs, window=ctx.window
                 )
             return *found, of_sinks, None, None, None
 
 
-def beside_sinks(
+def apply_sinks(
     out: torch.Tensor, rest: tuple[torch.Tensor, ...], sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Attention [B,S,H,D] and its log-sum [B,H,S] (or [1,H,B*S]) when one more logit a head, with a
@@ -184,7 +189,7 @@ def beside_sinks(
     return (out.float() * share).to(out.dtype), (both, *random)
 
 
-def sinks_gradient(
+def compute_sinks_grad(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Of the sinks [H], given the output and log-sum that they are part of: minus their share of
@@ -196,7 +201,7 @@ def sinks_gradient(
     return -(share * (grad.float() * out.float()).sum(-1)).flatten(0, -2).sum(0).to(sinks.dtype)
 
 
-class JoinHeads(torch.autograd.Function):
+class GatherKvHeads(torch.autograd.Function):
     """Keys and values [T,w] of a head cut over some ranks of a group -> of the whole head [T,D],
     for the queries here.
 
@@ -212,7 +217,9 @@ class JoinHeads(torch.autograd.Function):
         parts = group.size // heads
         first = group.index // parts * parts
         ctx.group, ctx.mine = group, slice(first, first + parts)
-        both = gather(torch.cat((k_Tw, v_Tw), 1), group).unflatten(0, (group.size, -1))[ctx.mine]
+        both = all_gather_rows(torch.cat((k_Tw, v_Tw), 1), group).unflatten(0, (group.size, -1))[
+            ctx.mine
+        ]
         k, v = (x.transpose(0, 1).flatten(1) for x in both.chunk(2, -1))
         return k, v
 
@@ -224,11 +231,11 @@ class JoinHeads(torch.autograd.Function):
         mine = torch.cat([grad.unflatten(1, (parts, -1)) for grad in grads_TD], -1).transpose(0, 1)
         both = mine.new_zeros((ctx.group.size, *mine.shape[1:]))
         both[ctx.mine] = mine
-        k, v = scatter_sum(both.flatten(0, 1), ctx.group).chunk(2, -1)
+        k, v = reduce_scatter_rows(both.flatten(0, 1), ctx.group).chunk(2, -1)
         return k, v, None, None
 
 
-class Spread(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """Copy each token to its routed rows: x [T,K] -> [R,K]; the transpose of SumSlots. Keeps
     `rows`.
 
@@ -243,11 +250,11 @@ class Spread(torch.autograd.Function):
         tokens_R: torch.Tensor,
         rows_Tk: torch.Tensor,
         full: bool,
-        kernels: Kernels,
+        kernels: KernelSet,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows_Tk)
         ctx.full, ctx.kernels = full, kernels
-        return kernels.spread(x_TK, tokens_R)
+        return kernels.permute(x_TK, tokens_R)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -255,7 +262,7 @@ class Spread(torch.autograd.Function):
         return ctx.kernels.sum_slots(grad, rows_Tk, ctx.full), None, None, None, None
 
 
-class SumSlots(torch.autograd.Function):
+class Unpermute(torch.autograd.Function):
     """Sum each token's routed rows: [R,K] -> [T,K]; the transpose of Spread. Keeps `tokens`."""
 
     @staticmethod
@@ -265,11 +272,11 @@ class SumSlots(torch.autograd.Function):
         tokens_R: torch.Tensor,
         rows_Tk: torch.Tensor,
         full: bool,
-        kernels: Kernels,
+        kernels: KernelSet,
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens_R)
         ctx.kernels = kernels
-        return kernels.sum_slots(rows_RK, rows_Tk, full)
+        return kernels.unpermute(rows_RK, rows_Tk, full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -277,7 +284,7 @@ class SumSlots(torch.autograd.Function):
         return ctx.kernels.spread(grad, tokens_R), None, None, None, None
 
 
-def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:
+def count_ids(ids: torch.Tensor, extent: int) -> torch.Tensor:
     """How often each of 0..extent-1 stands in `ids`: [extent] int64, without torch.bincount's wait
     for the device."""
     flat = ids.flatten()
@@ -285,7 +292,7 @@ def count_rows(ids: torch.Tensor, extent: int) -> torch.Tensor:
     return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
 
 
-class Reorder(torch.autograd.Function):
+class ReorderRows(torch.autograd.Function):
     """x.index_select(0, order) for a permutation; backward selects by its inverse, which is
     kept."""
 
@@ -302,7 +309,7 @@ class Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-class Select(torch.autograd.Function):
+class SelectRows(torch.autograd.Function):
     """x.index_select(0, places), each place at most once, or its gradient is that of one time; the
     transpose of Place. Keeps `places`.
     """
@@ -319,7 +326,7 @@ class Select(torch.autograd.Function):
         return _spread_out(grad, places, ctx.rows), None
 
 
-class Place(torch.autograd.Function):
+class ScatterRows(torch.autograd.Function):
     """Row i of x to row places[i] of `rows` rows, the others zero; the transpose of Select. Keeps
     `places`."""
 

@@ -16,25 +16,36 @@ from typing import Any
 
 import torch
 
-from moewright.engine.comm.collectives import Group, Shift, all_to_all, gather, scatter_sum
-from moewright.engine.kernels.attention import Runs
-from moewright.engine.model.attention_blocks import (
-    Host,
-    Meeting,
-    Meetings,
-    Rest,
-    add,
-    lined,
-    picked,
-    put,
+from moewright.engine.comm.collectives import (
+    Group,
+    RingShift,
+    all_gather_rows,
+    all_to_all,
+    reduce_scatter_rows,
 )
-from moewright.engine.model.autograd import Booked, CausalAttention, beside_sinks, sinks_gradient
-from moewright.engine.observe.counters import Books
+from moewright.engine.kernels.attention import Segments
+from moewright.engine.model.attention_blocks import (
+    AttentionBlock,
+    AttentionState,
+    BlockPlanner,
+    BlocksBySource,
+    add_at,
+    pack_rows,
+    take_ranges,
+    write_at,
+)
+from moewright.engine.model.autograd import (
+    CausalAttention,
+    CountedFunction,
+    apply_sinks,
+    compute_sinks_grad,
+)
+from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import CpComm
 
 
-def meetings(run: Runtime, runs: Runs | None, window: int = 0) -> Meetings:
+def plan_attention_blocks(run: Runtime, runs: Segments | None, window: int = 0) -> BlocksBySource:
     """What the queries of a micro-batch that consists of `runs` meet on this rank: its own tokens,
     then those of the other ranks in the order in which they come round the ring, or of all lower
     and of all higher ranks where keys are gathered.
@@ -43,18 +54,22 @@ def meetings(run: Runtime, runs: Runs | None, window: int = 0) -> Meetings:
     here, size = group.index, group.size
     together = size if gathers else 1
     window = window if size > 1 else 0  # else CausalAttention's
-    host = Host(
-        length=run.workload.seq_len,
-        ranks=size,
-        here=here,
-        together=together,
-        runs=runs,
+    host = BlockPlanner(
+        seq_len=run.workload.seq_len,
+        cp=size,
+        rank=here,
+        gathered_ranks=together,
+        segments=runs,
         window=window,
     )
     if gathers:
-        return (host.own(), host.others(range(here)), host.others(range(here + 1, size)))
+        return (
+            host.own_blocks(),
+            host.blocks_from(range(here)),
+            host.blocks_from(range(here + 1, size)),
+        )
     coming = ((here - step) % size for step in range(1, size))
-    return (host.own(), *(host.others(range(source, source + 1)) for source in coming))
+    return (host.own_blocks(), *(host.blocks_from(range(source, source + 1)) for source in coming))
 
 
 def _gathers(run: Runtime) -> bool:
@@ -63,7 +78,7 @@ def _gathers(run: Runtime) -> bool:
 
 def attend(
     run: Runtime,
-    met: Meetings,
+    met: BlocksBySource,
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGD: torch.Tensor,
@@ -82,13 +97,13 @@ def attend(
         sinks = sinks.unflatten(0, (apart.size, -1))[apart.index]
     if group.size == 1:
         return CausalAttention.apply(
-            q_BSHD, k_BSGD, v_BSGD, sinks, met[0][0].runs, window, run.books
+            q_BSHD, k_BSGD, v_BSGD, sinks, met[0][0].query_segments, window, run.counters
         )
-    kind = GatheredAttention if _gathers(run) else RingAttention
-    return kind.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met, group, run.books)
+    kind = AllGatherAttention if _gathers(run) else RingAttention
+    return kind.apply(q_BSHD, k_BSGD, v_BSGD, sinks, met, group, run.counters)
 
 
-def to_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
+def scatter_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
     """A part of the heads for the tokens of all ranks that exchange them: [B,S,H,D] ->
     [B,S*n,H/n,D].
 
@@ -106,7 +121,7 @@ def to_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
     return torch.cat((early, late.flip(0))).permute(1, 0, 2, 3, 4).flatten(1, 2)
 
 
-def to_tokens(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
+def gather_heads(run: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
     """The way back of `to_heads`: [B,S*n,H/n,D] -> [B,S,H,D]."""
     group = run.mesh.group("cp_a2a")
     n = group.size
@@ -123,17 +138,17 @@ class _Forward:
     """One rank's queries [B,S,H,D], and what the keys met so far give them. The own tokens come
     first."""
 
-    def __init__(self, q_BSHD: torch.Tensor, met: Meetings) -> None:
+    def __init__(self, q_BSHD: torch.Tensor, met: BlocksBySource) -> None:
         self._shape, self._met = q_BSHD.shape[:2], met
-        self._q = lined(q_BSHD, self._met)
+        self._q = pack_rows(q_BSHD, self._met)
         self._out, self._lse = torch.empty(0), torch.empty(0)
-        self._random: Rest = ()
+        self._random: AttentionState = ()
 
-    def meet(self, kv: torch.Tensor, block: tuple[Meeting, ...]) -> None:
+    def meet(self, kv: torch.Tensor, block: tuple[AttentionBlock, ...]) -> None:
         for meeting in block:
-            self._merge(meeting, *meeting.attend(self._q, lined(kv, self._met)))
+            self._merge(meeting, *meeting.attend(self._q, pack_rows(kv, self._met)))
 
-    def _merge(self, meeting: Meeting, out: torch.Tensor, rest: Rest) -> None:
+    def _merge(self, meeting: AttentionBlock, out: torch.Tensor, rest: AttentionState) -> None:
         lse, *random = rest
         if not self._lse.numel():
             self._random = tuple(random)
@@ -142,13 +157,16 @@ class _Forward:
                 return
             self._out = out.new_zeros((*self._q.shape[:3], out.shape[3]), dtype=torch.float32)
             self._lse = lse.new_full((*lse.shape[:2], self._q.shape[1]), float("-inf"))
-        seen, sofar = picked(self._lse, meeting.queries, 2), picked(self._out, meeting.queries)
+        seen, sofar = (
+            take_ranges(self._lse, meeting.queries, 2),
+            take_ranges(self._out, meeting.queries),
+        )
         both = torch.logaddexp(seen, lse)
         old, new = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (seen, lse))
-        put(self._out, meeting.queries, sofar * old + out.float() * new)
-        put(self._lse, meeting.queries, both, 2)
+        write_at(self._out, meeting.queries, sofar * old + out.float() * new)
+        write_at(self._lse, meeting.queries, both, 2)
 
-    def result(self) -> tuple[torch.Tensor, Rest]:
+    def result(self) -> tuple[torch.Tensor, AttentionState]:
         """The output [B,S,H,V]; its log-sum and the random state of the device."""
         return self._out.to(self._q.dtype).view(*self._shape, *self._out.shape[2:]), (
             self._lse,
@@ -164,32 +182,32 @@ class _Backward:
         self,
         q_BSHD: torch.Tensor,
         out: torch.Tensor,
-        rest: Rest,
+        rest: AttentionState,
         grad_BSHD: torch.Tensor,
-        met: Meetings,
+        met: BlocksBySource,
     ) -> None:
         self._met, self._whole = met, q_BSHD
-        self._q, self._out, self._grad = (lined(x, self._met) for x in (q_BSHD, out, grad_BSHD))
+        self._q, self._out, self._grad = (pack_rows(x, self._met) for x in (q_BSHD, out, grad_BSHD))
         self._lse, *self._random = rest
         self._grad_q = torch.zeros_like(self._q, dtype=torch.float32)
 
-    def meet(self, kv: torch.Tensor, block: tuple[Meeting, ...]) -> list[torch.Tensor]:
+    def meet(self, kv: torch.Tensor, block: tuple[AttentionBlock, ...]) -> list[torch.Tensor]:
         """This rank's part of the gradient of the keys and values of a block, for each meeting."""
-        kv, parts = lined(kv, self._met), []
+        kv, parts = pack_rows(kv, self._met), []
         for meeting in block:
             grad_q, part = meeting.backward(
                 self._grad, self._q, kv, self._out, self._lse, tuple(self._random)
             )
-            add(self._grad_q, meeting.queries, grad_q)
+            add_at(self._grad_q, meeting.queries, grad_q)
             parts.append(part)
         return parts
 
     def add(
-        self, sums: torch.Tensor, block: tuple[Meeting, ...], parts: list[torch.Tensor]
+        self, sums: torch.Tensor, block: tuple[AttentionBlock, ...], parts: list[torch.Tensor]
     ) -> None:
         """Add what `meet` gave to the sums of all of a block."""
         for meeting, part in zip(block, parts, strict=True):
-            add(lined(sums, self._met), meeting.keys, part)
+            add_at(pack_rows(sums, self._met), meeting.keys, part)
 
     def result(self, grad_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         like, width = self._whole, self._whole.shape[-1]
@@ -197,7 +215,7 @@ class _Backward:
         return self._grad_q.to(like.dtype).view(like.shape), grad_k, grad_v
 
 
-class RingAttention(Booked):
+class RingAttention(CountedFunction):
     """Blocks of keys and values go round the ranks of `group`, each under way while the one before
     is attended.
 
@@ -212,16 +230,16 @@ class RingAttention(Booked):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        met: Meetings,
+        met: BlocksBySource,
         group: Group,
-        books: Books,
+        books: Counters,
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.group, ctx.met = group, met
         found = _Forward(q, met)
         for block, kv in _round(torch.cat((k, v), -1), met, group):
             found.meet(kv, block)
-        out, rest = beside_sinks(*found.result(), sinks)
+        out, rest = apply_sinks(*found.result(), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
 
@@ -229,8 +247,8 @@ class RingAttention(Booked):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, *rest = ctx.saved_tensors
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
-        of_sinks = sinks_gradient(grad, out, rest[0], sinks)
-        following: Shift | None = None
+        of_sinks = compute_sinks_grad(grad, out, rest[0], sinks)
+        following: RingShift | None = None
         with ctx.books.within(ctx.where):
             kv = torch.cat((k, v), -1)
             sums = torch.zeros_like(kv, dtype=torch.float32)
@@ -239,24 +257,24 @@ class RingAttention(Booked):
                 if following is not None:
                     sums = following.wait()
                 found.add(sums, block, parts)
-                following = Shift(sums, ctx.group)
+                following = RingShift(sums, ctx.group)
             assert following is not None  # a ring has ranks
             return *found.result(following.wait()), of_sinks, None, None, None
 
 
 def _round(
-    kv: torch.Tensor, met: Meetings, group: Group
-) -> Iterator[tuple[tuple[Meeting, ...], torch.Tensor]]:
+    kv: torch.Tensor, met: BlocksBySource, group: Group
+) -> Iterator[tuple[tuple[AttentionBlock, ...], torch.Tensor]]:
     """The blocks of all ranks as they come by, the own one first, the next one asked for before
     this one is used."""
     for step, block in enumerate(met, 1):
-        coming = Shift(kv, group) if step < group.size else None
+        coming = RingShift(kv, group) if step < group.size else None
         yield block, kv
         if coming is not None:
             kv = coming.wait()
 
 
-class GatheredAttention(Booked):
+class AllGatherAttention(CountedFunction):
     """Every rank gathers all blocks of keys and values, in backward once more; the gradients of all
     blocks are summed and scattered in fp32. Keeps q, k, v, the output and LSE, not the gathered.
     """
@@ -268,16 +286,16 @@ class GatheredAttention(Booked):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        met: Meetings,
+        met: BlocksBySource,
         group: Group,
-        books: Books,
+        books: Counters,
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.group, ctx.met = group, met
         found, gathered = _Forward(q, met), _gathered(torch.cat((k, v), -1), group)
         for block in met:
             found.meet(gathered, block)
-        out, rest = beside_sinks(*found.result(), sinks)
+        out, rest = apply_sinks(*found.result(), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *rest)
         return out
 
@@ -285,16 +303,22 @@ class GatheredAttention(Booked):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, *rest = ctx.saved_tensors
         found = _Backward(q, out, tuple(rest), grad, ctx.met)
-        of_sinks = sinks_gradient(grad, out, rest[0], sinks)
+        of_sinks = compute_sinks_grad(grad, out, rest[0], sinks)
         with ctx.books.within(ctx.where):
             gathered = _gathered(torch.cat((k, v), -1), ctx.group)
             sums = torch.zeros_like(gathered, dtype=torch.float32)
             for block in ctx.met:
                 found.add(sums, block, found.meet(gathered, block))
             by_rank = sums.unflatten(1, (ctx.group.size, -1)).transpose(0, 1).flatten(0, 1)
-            return *found.result(scatter_sum(by_rank, ctx.group)), of_sinks, None, None, None
+            return (
+                *found.result(reduce_scatter_rows(by_rank, ctx.group)),
+                of_sinks,
+                None,
+                None,
+                None,
+            )
 
 
 def _gathered(kv: torch.Tensor, group: Group) -> torch.Tensor:
     """Every rank's block, side by side in each row: [B,S,G,D+V] -> [B,ranks*S,G,D+V]."""
-    return gather(kv, group).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
+    return all_gather_rows(kv, group).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)

@@ -10,18 +10,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from moewright.engine.model.activations import activation_of
+from moewright.engine.model.activations import build_activation
 from moewright.engine.model.biases import AddExpertBias
 from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.parallel_linear import GroupedLinear
-from moewright.engine.model.replicas import Replicas
+from moewright.engine.model.replicas import ExpertReplicas
 from moewright.engine.runtime import Runtime
-from moewright.rules.expert_placement import copies_of, of_rank
+from moewright.rules.expert_placement import plan_replica_exchange, rank_experts
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
     """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by slot,
     weights [R] -> weighted outputs [R,H], to be summed over ETP. `slots` has the expert of every
     slot of all ranks. Replicas, in the last slots here, are no parameters: they are as the
@@ -36,24 +36,30 @@ class Experts(nn.Module):
         spare = (len(slots) - experts) // ep.size
         self._own = experts // ep.size
         contiguous = slots == tuple(range(experts))
-        held = () if contiguous else tuple(of_rank(slots, ep.size, ep.index)[: self._own])
+        held = () if contiguous else tuple(rank_experts(slots, ep.size, ep.index)[: self._own])
         hidden = run.model.expert_width
         self.gate_up = Weight(
-            run, experts, 2, width, hidden, cuts=(("ep", 0), ("etp", 2)), rows=held
+            run, experts, 2, width, hidden, sharding=(("ep", 0), ("etp", 2)), row_indices=held
         )
-        self.down = Weight(run, experts, hidden, width, cuts=(("ep", 0), ("etp", 2)), rows=held)
-        self._activate = activation_of(run.model, run.kernels)
+        self.down = Weight(
+            run, experts, hidden, width, sharding=(("ep", 0), ("etp", 2)), row_indices=held
+        )
+        self._activate = build_activation(run.model, run.kernels)
         if run.model.moe is not None and run.model.moe.expert_bias:
             self.gate_up.bias = Vector(
-                run, experts, 2, width, cuts=(("ep", 0), ("etp", 2)), rows=held
+                run, experts, 2, width, sharding=(("ep", 0), ("etp", 2)), row_indices=held
             )
             # Outputs are summed over ETP: each rank adds its part of the bias.
-            self.down.bias = Vector(run, experts, hidden, cuts=(("ep", 0), ("etp", 1)), rows=held)
-        self.replicas: Replicas | None = None
+            self.down.bias = Vector(
+                run, experts, hidden, sharding=(("ep", 0), ("etp", 1)), row_indices=held
+            )
+        self.replicas: ExpertReplicas | None = None
         if spare:
             weights = (self.gate_up, self.down)
             parts = (*weights, *(part.bias for part in weights if part.bias is not None))
-            self.replicas = Replicas(run, parts, copies_of(slots, ep.size, ep.index, spare), spare)
+            self.replicas = ExpertReplicas(
+                run, parts, plan_replica_exchange(slots, ep.size, ep.index, spare), spare
+            )
 
     def forward(
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor
@@ -66,7 +72,10 @@ class Experts(nn.Module):
         made = (
             self._made(rows_RH[:last], weights_R[:last], ends_E[: self._own], _weight),
             self._made(
-                rows_RH[last:], weights_R[last:], ends_E[self._own :] - last, self.replicas.of
+                rows_RH[last:],
+                weights_R[last:],
+                ends_E[self._own :] - last,
+                self.replicas.weight_of,
             ),
         )
         return torch.cat(made)
@@ -78,21 +87,21 @@ class Experts(nn.Module):
         ends_E: torch.Tensor,
         take: Callable[[Weight], torch.Tensor],
     ) -> torch.Tensor:
-        run, keeper, bias = self._run, self._run.keeper, self.down.bias
-        with keeper.offload(rows_RH, asked=run.offloads(Offload.EXPERT_FC1)):
+        run, keeper, bias = self._run, self._run.saved_tensors, self.down.bias
+        with keeper.offload(rows_RH, enabled=run.offloads(Offload.EXPERT_FC1)):
             hidden = GroupedLinear.apply(
-                rows_RH, take(self.gate_up).flatten(1, 2), ends_E, run.books
+                rows_RH, take(self.gate_up).flatten(1, 2), ends_E, run.counters
             )
             if self.gate_up.bias is not None:
                 hidden = AddExpertBias.apply(
                     hidden, take(self.gate_up.bias).flatten(1, 2), None, ends_E, 0
                 )
-        with keeper.offload(hidden, asked=run.offloads(Offload.MOE_ACT)):
+        with keeper.offload(hidden, enabled=run.offloads(Offload.MOE_ACT)):
             active = self._activate(hidden, weights_R)
-            with keeper.discard(
-                active, self._activate, hidden, weights_R, asked=run.replays(Recompute.MOE_ACT)
+            with keeper.discard_and_recompute(
+                active, self._activate, hidden, weights_R, enabled=run.recomputes(Recompute.MOE_ACT)
             ):
-                out = GroupedLinear.apply(active, take(self.down), ends_E, run.books)
+                out = GroupedLinear.apply(active, take(self.down), ends_E, run.counters)
         if bias is None:
             return out
         return AddExpertBias.apply(out, take(bias), weights_R, ends_E, bias.placement.offsets[1])

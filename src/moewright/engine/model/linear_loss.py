@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import all_reduce
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.kernels.matmul import add_product, matmul
-from moewright.engine.model.autograd import Booked
-from moewright.engine.model.vocab_parallel import Part
-from moewright.engine.observe.counters import Books
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.kernels.matmul import accumulate_matmul, matmul
+from moewright.engine.model.autograd import CountedFunction
+from moewright.engine.model.vocab_parallel import VocabShard
+from moewright.engine.observe.counters import Counters
 
 
-def _pieces(part: Part, rows: int, most: int) -> Iterator[tuple[slice, Part]]:
+def _pieces(part: VocabShard, rows: int, most: int) -> Iterator[tuple[slice, VocabShard]]:
     """Of so many `rows` of the projection, padding among them, `most` at a time; and the ids of
     each piece."""
     for start in range(0, rows, most):
@@ -32,7 +32,7 @@ def _pieces(part: Part, rows: int, most: int) -> Iterator[tuple[slice, Part]]:
         yield slice(start, stop), replace(part, start=part.start + start, size=inside)
 
 
-class LinearLoss(Booked):
+class LinearCrossEntropy(CountedFunction):
     """Negative log-likelihood [T] fp32 of targets [T] under logits x w^T, x [t,K] and w [V,K]; 0
     where the target is negative.
 
@@ -47,14 +47,14 @@ class LinearLoss(Booked):
         x_tK: torch.Tensor,
         w_VK: torch.Tensor,
         targets_T: torch.Tensor,
-        part: Part,
+        part: VocabShard,
         most: int,
-        books: Books,
-        kernels: Kernels,
+        books: Counters,
+        kernels: KernelSet,
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.part, ctx.most, ctx.kernels = part, most, kernels
-        x_TK = part.tp.whole(x_tK)
+        x_TK = part.tp.gather(x_tK)
         top = torch.full((len(targets_T),), -torch.inf, device=x_TK.device)
         sums = torch.zeros(
             2, len(targets_T), device=x_TK.device
@@ -66,9 +66,9 @@ class LinearLoss(Booked):
             if not piece.size:
                 continue
             higher = torch.maximum(top, logits_TP.amax(-1).float())
-            sums[0].mul_((top - higher).exp_()).add_(kernels.sums(logits_TP, higher))
+            sums[0].mul_((top - higher).exp_()).add_(kernels.sum_exp(logits_TP, higher))
             top = higher
-            sums[1].add_(piece.chosen(logits_TP, targets_T))
+            sums[1].add_(piece.target_logits(logits_TP, targets_T))
         highest = all_reduce(top.clone(), part.group, maximum=True)
         sums[0].mul_((top - highest).exp_())
         partition, chosen = all_reduce(sums, part.group)
@@ -86,11 +86,11 @@ class LinearLoss(Booked):
             grad_VK = torch.empty_like(w_VK)
             for rows, piece in _pieces(ctx.part, len(w_VK), ctx.most):
                 w_PK = w_VK[rows]
-                logits_TP, columns = matmul(x_TK, w_PK.T), piece.columns(targets_T)
+                logits_TP, columns = matmul(x_TK, w_PK.T), piece.local_columns(targets_T)
                 grad_TP = ctx.kernels.losses_backward(
                     grad_T, logits_TP, columns, log_sum, piece.size
                 )
-                add_product(grad_TK, grad_TP, w_PK)
+                accumulate_matmul(grad_TK, grad_TP, w_PK)
                 grad_VK[rows] = matmul(grad_TP.T, x_TK)
             grad_tK = ctx.part.tp.summed(grad_TK.to(x_tK.dtype))
         return grad_tK, grad_VK, None, None, None, None, None

@@ -18,13 +18,13 @@ import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
-from moewright.engine.model.autograd import Booked
-from moewright.engine.observe.counters import Books
+from moewright.engine.model.autograd import CountedFunction
+from moewright.engine.observe.counters import Counters
 
-Noise = Callable[[], torch.Tensor]
+InputNoise = Callable[[], torch.Tensor]
 
 
-class ColumnLinear(Booked):
+class ColumnParallelLinear(CountedFunction):
     """y_i [T,N_i] = x w_i^T for x [t,K] and each w_i [N_i,K], this rank's output columns.
 
     Keeps x as it came, [t,K]; backward gathers it again, as Megatron-LM does.
@@ -32,12 +32,12 @@ class ColumnLinear(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, x_tK: torch.Tensor, tp: TensorParallel, books: Books, *weights: torch.Tensor
+        ctx: Any, x_tK: torch.Tensor, tp: TensorParallel, books: Counters, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.tp = tp
         ctx.save_for_backward(x_tK, *weights)
-        x_TK = tp.whole(x_tK)
+        x_TK = tp.gather(x_tK)
         return tuple(matmul(x_TK, w_NK.T) for w_NK in weights)
 
     @staticmethod
@@ -54,21 +54,26 @@ class ColumnLinear(Booked):
             x_TK = ctx.tp.whole(x_tK)
             return [matmul(g_TN.T, x_TK) for g_TN in grads]
 
-        return grad_tK, None, None, *Booked.weight_gradients(ctx, slice(1, None), of_weights)
+        return (
+            grad_tK,
+            None,
+            None,
+            *CountedFunction.compute_or_defer_grads(ctx, slice(1, None), of_weights),
+        )
 
 
-class RowLinear(Booked):
+class RowParallelLinear(CountedFunction):
     """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input
     columns; keeps x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Books
+        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Counters
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.tp = tp
         ctx.save_for_backward(x_TK, w_NK)
-        return tp.summed(matmul(x_TK, w_NK.T))
+        return tp.reduce(matmul(x_TK, w_NK.T))
 
     @staticmethod
     def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -78,13 +83,15 @@ class RowLinear(Booked):
             grad_TK = matmul(g_TN, w_NK)
         return (
             grad_TK,
-            *Booked.weight_gradients(ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]),
+            *CountedFunction.compute_or_defer_grads(
+                ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]
+            ),
             None,
             None,
         )
 
 
-class RouterLinear(Booked):
+class RouterLinear(CountedFunction):
     """Router logits [T,E] in `dtype` from activations and weights of the compute dtype; keeps x as
     it came.
 
@@ -96,11 +103,11 @@ class RouterLinear(Booked):
         ctx: Any,
         x_TK: torch.Tensor,
         w_EK: torch.Tensor,
-        books: Books,
+        books: Counters,
         dtype: torch.dtype,
-        noise: Noise | None,
+        noise: InputNoise | None,
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.save_for_backward(x_TK, w_EK)
         ctx.noise = noise
         return matmul(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
@@ -116,11 +123,11 @@ class RouterLinear(Booked):
         return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
 
 
-def _shaken(x_TK: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+def _shaken(x_TK: torch.Tensor, noise: InputNoise | None) -> torch.Tensor:
     return x_TK if noise is None else x_TK * noise()
 
 
-class GateLinear(Booked):
+class ReplicatedLinear(CountedFunction):
     """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
 
     `sharers`, which all have the same x and the same gradient of y, each give an equal share of the
@@ -129,9 +136,13 @@ class GateLinear(Booked):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, books: Books, sharers: Group | None = None
+        ctx: Any,
+        x_TK: torch.Tensor,
+        w_NK: torch.Tensor,
+        books: Counters,
+        sharers: Group | None = None,
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.sharers = sharers
         ctx.save_for_backward(x_TK, w_NK)
         return matmul(x_TK, w_NK.T)
@@ -144,15 +155,15 @@ class GateLinear(Booked):
         return grad_x, grad_w if ctx.sharers is None else grad_w.div_(ctx.sharers.size), None, None
 
 
-class GroupedLinear(Booked):
+class GroupedLinear(CountedFunction):
     """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the
     groups; keeps x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Books
+        ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Counters
     ) -> torch.Tensor:
-        Booked.remember(ctx, books)
+        CountedFunction.save_scope(ctx, books)
         ctx.save_for_backward(x_RK, w_ENK, ends_E)
         return grouped_matmul(x_RK, w_ENK.mT, ends_E)
 
@@ -162,7 +173,7 @@ class GroupedLinear(Booked):
         g_RN = g_RN.contiguous()
         with ctx.books.within(ctx.where):
             grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
-        of_weight = Booked.weight_gradients(
+        of_weight = CountedFunction.compute_or_defer_grads(
             ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)]
         )
         return grad_RK, *of_weight, None, None

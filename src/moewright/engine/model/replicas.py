@@ -16,19 +16,21 @@ from torch import nn
 
 from moewright.engine.comm.collectives import all_to_all
 from moewright.engine.model.layers import Weight
-from moewright.engine.observe.counters import identity
+from moewright.engine.observe.counters import storage_id
 from moewright.engine.runtime import Runtime
-from moewright.rules.expert_placement import Copies
+from moewright.rules.expert_placement import ReplicaExchange
 from moewright.spec.ledger import Component, MemoryRow, Module
 
 
-class Replicas:
+class ExpertReplicas:
     """`spare` replicas beside the experts whose weights and biases are `parts`."""
 
-    def __init__(self, run: Runtime, parts: Sequence[Weight], copies: Copies, spare: int) -> None:
+    def __init__(
+        self, run: Runtime, parts: Sequence[Weight], copies: ReplicaExchange, spare: int
+    ) -> None:
         self._group, self._copies, self.parts = run.mesh.group("ep"), copies, tuple(parts)
-        shapes = [(spare, *part.placement.local[1:]) for part in parts]
-        self._sends = torch.tensor(copies.sends, dtype=torch.int64, device=run.device)
+        shapes = [(spare, *part.placement.local_shape[1:]) for part in parts]
+        self._sends = torch.tensor(copies.sent_slots, dtype=torch.int64, device=run.device)
         self._weights = [
             nn.Parameter(torch.zeros(shape, dtype=run.dtype, device=run.device)) for shape in shapes
         ]
@@ -52,37 +54,44 @@ class Replicas:
 
         return hook
 
-    def of(self, part: Weight) -> torch.Tensor:
+    def weight_of(self, part: Weight) -> torch.Tensor:
         """The replicas' weights of one of `parts`."""
         return self._weights[next(i for i, one in enumerate(self.parts) if one is part)]
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Forget the gradients of the last step."""
         self._lacking = set(range(len(self.parts)))
 
-    def send_home(self, grads: Sequence[torch.Tensor]) -> None:
+    def send_gradients(self, grads: Sequence[torch.Tensor]) -> None:
         """Send what others own, and add what the replicas of this rank's own experts were given to
         `grads`."""
         copies = self._copies
         for number, (grad, own) in enumerate(zip(self._grads, grads, strict=True)):
             if number in self._lacking:
                 grad.zero_()
-            came = all_to_all(grad, self._group, send=copies.receive, receive=copies.send)
+            came = all_to_all(
+                grad, self._group, send=copies.receive_counts, receive=copies.send_counts
+            )
             for row, slot in zip(
-                came, copies.sends, strict=True
+                came, copies.sent_slots, strict=True
             ):  # in their order: a scatter would not keep to it
                 own[slot].add_(row)
 
     @torch.no_grad()
-    def fetch(self) -> None:
+    def fetch_weights(self) -> None:
         """Take the weights of the ranks whose own these experts are."""
         for weight, part in zip(self._weights, self.parts, strict=True):
             going = part.weight.detach()[self._sends]
             weight.copy_(
-                all_to_all(going, self._group, send=self._copies.send, receive=self._copies.receive)
+                all_to_all(
+                    going,
+                    self._group,
+                    send=self._copies.send_counts,
+                    receive=self._copies.receive_counts,
+                )
             )
 
-    def memory(self) -> list[MemoryRow]:
+    def memory_rows(self) -> list[MemoryRow]:
         """Bytes held."""
         return [
             MemoryRow(
@@ -96,6 +105,6 @@ class Replicas:
             )
         ]
 
-    def resident(self, tensor: torch.Tensor) -> bool:
+    def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the replicas' weights."""
-        return any(identity(weight) == identity(tensor) for weight in self._weights)
+        return any(storage_id(weight) == storage_id(tensor) for weight in self._weights)

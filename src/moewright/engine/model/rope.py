@@ -10,7 +10,9 @@ import torch
 from moewright.spec.model import RopeSpec
 
 
-def frequencies(spec: RopeSpec, dim: int, *, rounded: bool = True) -> tuple[torch.Tensor, float]:
+def rope_frequencies(
+    spec: RopeSpec, dim: int, *, rounded: bool = True
+) -> tuple[torch.Tensor, float]:
     """Angles a position [dim/2] fp64, and the factor on cos and sin.
 
     linear divides all by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those that turn

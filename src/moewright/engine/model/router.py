@@ -12,20 +12,20 @@ from functools import partial
 
 import torch
 
-from moewright.engine.checkpoint import Piece
-from moewright.engine.comm.collectives import Group, all_reduce, gather
+from moewright.engine.checkpoint import LocalShard
+from moewright.engine.comm.collectives import Group, all_gather_rows, all_reduce
 from moewright.engine.kernels.fused import reference
-from moewright.engine.kernels.fused.interface import Kernels
-from moewright.engine.memory.saved_tensors import Decided
-from moewright.engine.model.autograd import count_rows
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.memory.saved_tensors import RoutingDecisions
+from moewright.engine.model.autograd import count_ids
 from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.parallel_linear import RouterLinear
-from moewright.engine.model.router_jitter import uniform
+from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
-from moewright.spec.workload import Assignment, DropPolicy, LossSpec, RouterDtype, RouterForce
+from moewright.spec.workload import DropPolicy, LossSpec, RouterAssignment, RouterDtype, RouterForce
 
 _NOBODY = 1e-290  # under a column sum of exponentials in fp64, all of which may have vanished
 _SETTLED = 1e-4  # Sinkhorn's scales move by less, on average (Megatron-LM)
@@ -35,7 +35,7 @@ _MOST_ITERATIONS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selected:
+class ExpertSelection:
     """The experts of every token: ids [T,k] int64, weights [T,k] and scores [T,E] in the logits'
     dtype, counts [E] int64.
     """
@@ -45,7 +45,7 @@ class Selected:
     scores: torch.Tensor
     counts: torch.Tensor
 
-    def within(self, rows: int, policy: DropPolicy) -> torch.Tensor:
+    def drop_over_capacity(self, rows: int, policy: DropPolicy) -> torch.Tensor:
         """The ids [T,k] with E where an expert already has `rows` rows; weights of the others stay
         as they are."""
         flat, extent = self.experts.flatten(), len(self.counts)
@@ -63,21 +63,21 @@ class Selected:
         return flat.masked_fill(dropped, extent).view_as(self.experts)
 
 
-def select(
+def select_experts(
     logits_TE: torch.Tensor,
     spec: RouterSpec,
-    kernels: Kernels,
+    kernels: KernelSet,
     bias_E: torch.Tensor | None = None,
     forced_Tk: torch.Tensor | None = None,
-) -> Selected:
+) -> ExpertSelection:
     """Choose by score plus bias (or take the `forced` experts); weigh by the scores alone.
 
     Softmax renormalised over the chosen is the softmax over the chosen alone. Gradients reach the
     logits through the weights and the scores, never through the choice.
     """
-    experts, weights, scores = kernels.weigh(logits_TE, spec, bias_E, forced_Tk)
-    counts = count_rows(experts, logits_TE.shape[1])
-    return Selected(experts=experts, weights=weights, scores=scores, counts=counts)
+    experts, weights, scores = kernels.route_tokens(logits_TE, spec, bias_E, forced_Tk)
+    counts = count_ids(experts, logits_TE.shape[1])
+    return ExpertSelection(experts=experts, weights=weights, scores=scores, counts=counts)
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def z_loss(logits_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
     return torch.logsumexp(logits_TE, -1).square().mean() / sharers.size
 
 
-def coefficients_of(loss: LossSpec) -> tuple[float, float, float, float]:
+def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
     """Of the auxiliary losses of a router, as it returns them: over micro-batch, sequences, global
     batch; z."""
     return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
@@ -140,7 +140,7 @@ class Router(Weight):
         if run.model.moe is None:
             raise ValueError("a router needs model.moe")
         super().__init__(run, experts, run.model.hidden_size)
-        self._run, self._spec, self.number = run, run.model.moe.router, number
+        self._run, self._spec, self.layer_number = run, run.model.moe.router, number
         self.bias = Vector(run, experts) if self._spec.logit_bias else None
         self._training = run.workload.router
         self._dtype = (
@@ -155,15 +155,15 @@ class Router(Weight):
         )
 
     def forward(
-        self, x_TH: torch.Tensor, decided: Decided | None = None, first: int | None = None
-    ) -> tuple[Selected, torch.Tensor]:
+        self, x_TH: torch.Tensor, decided: RoutingDecisions | None = None, first: int | None = None
+    ) -> tuple[ExpertSelection, torch.Tensor]:
         """`decided`: of the replayed block that this is part of, None outside of one. `first` as in
         Sequences."""
         noise = None
         if first is not None and self._training.jitter_eps:
             noise = partial(self._noise, first, *x_TH.shape)
-        logits = self.biased(
-            RouterLinear.apply(x_TH, self.weight, self._run.books, self._dtype, noise)
+        logits = self.add_bias(
+            RouterLinear.apply(x_TH, self.weight, self._run.counters, self._dtype, noise)
         )
         experts = decided.experts if decided else None
         if experts is None:
@@ -171,16 +171,18 @@ class Router(Weight):
         if (
             experts is None
             and first is not None
-            and self._training.assignment is Assignment.SINKHORN
+            and self._training.assignment is RouterAssignment.SINKHORN
         ):
             experts = self._evened(logits)
-        selected = select(logits, self._spec, self._run.kernels, self.selection_bias, experts)
+        selected = select_experts(
+            logits, self._spec, self._run.kernels, self.selection_bias, experts
+        )
         shares = decided.shares if decided else None
         if shares is None:
             shares = self._shares(selected)
             if decided is not None:
-                decided.experts = self._run.keeper.hold(selected.experts)
-                decided.shares = tuple(map(self._run.keeper.hold, shares))
+                decided.experts = self._run.saved_tensors.count_saved(selected.experts)
+                decided.shares = tuple(map(self._run.saved_tensors.count_saved, shares))
         return selected, self._losses(logits, selected, shares)
 
     def _noise(self, first: int, tokens: int, width: int) -> torch.Tensor:
@@ -195,7 +197,7 @@ class Router(Weight):
         ] * run.workload.seq_len + places
         here = numbers.flatten()[start : start + tokens].to(run.device)
         return (
-            uniform(here, width, seed=run.workload.seed, stream=self.number)
+            uniform_noise(here, width, seed=run.workload.seed, stream=self.layer_number)
             .mul_(2 * eps)
             .add_(1 - eps)
         )
@@ -206,8 +208,8 @@ class Router(Weight):
         every rank that shares it finds the same scales.
         """
         sharers, tokens = self._run.mesh.group("tp_cp"), len(logits)
-        scaled = sinkhorn(gather(logits, sharers), self._training.sinkhorn_iterations)
-        return reference.choose(
+        scaled = sinkhorn(all_gather_rows(logits, sharers), self._training.sinkhorn_iterations)
+        return reference.choose_experts(
             scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec
         )
 
@@ -217,7 +219,7 @@ class Router(Weight):
         self._passes = 0
 
     @torch.no_grad()
-    def rebalance(self, counts_E: torch.Tensor) -> None:
+    def update_selection_bias(self, counts_E: torch.Tensor) -> None:
         """Move the selection bias towards an even load, given everyone's counts of a global batch
         (docs/formulas.md 4).
         """
@@ -226,12 +228,12 @@ class Router(Weight):
             self.selection_bias += self._training.bias_update_rate * (load.mean() - load).sign()
 
     def _losses(
-        self, logits: torch.Tensor, selected: Selected, shares: tuple[torch.Tensor, ...]
+        self, logits: torch.Tensor, selected: ExpertSelection, shares: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
-        coefficients, known, scores = coefficients_of(loss), iter(shares), selected.scores
+        coefficients, known, scores = aux_loss_coefficients(loss), iter(shares), selected.scores
         if shares and self._spec.score is not ScoreFunction.SOFTMAX:
-            scores = scores / (scores.sum(-1, keepdim=True) + reference.TINY)
+            scores = scores / (scores.sum(-1, keepdim=True) + reference.SCORE_SUM_EPS)
         parts = [
             c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]
         ]
@@ -241,7 +243,7 @@ class Router(Weight):
         ).float()
 
     @torch.no_grad()
-    def _shares(self, selected: Selected) -> tuple[torch.Tensor, ...]:
+    def _shares(self, selected: ExpertSelection) -> tuple[torch.Tensor, ...]:
         """The share of routed rows that each expert got, for each balance loss that is on: of the
         micro-batch [E], of each token's sequence [T,E], of the global batch so far [E].
         """
@@ -257,7 +259,7 @@ class Router(Weight):
             found.append(self._routed / (rows * everyone.size * self._passes))
         return tuple(found)
 
-    def _sequence_shares(self, selected: Selected, sharers: Group) -> torch.Tensor:
+    def _sequence_shares(self, selected: ExpertSelection, sharers: Group) -> torch.Tensor:
         """A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of
         every sequence."""
         layout, (tokens, experts) = self._run.mesh.layout, selected.scores.shape
@@ -266,7 +268,7 @@ class Router(Weight):
         sequence = (torch.arange(tokens, device=selected.scores.device) + first) // here
         sequences = tokens * (layout.tp if layout.sp else 1) // here
         places = sequence[:, None] * experts + selected.experts
-        counts = all_reduce(count_rows(places, sequences * experts), sharers)
+        counts = all_reduce(count_ids(places, sequences * experts), sharers)
         return (counts.view(sequences, experts) / (here * layout.cp * selected.experts.shape[1]))[
             sequence
         ]
@@ -283,26 +285,26 @@ class Router(Weight):
             return (torch.arange(tokens * top_k, device=self._run.device) % experts).view(
                 tokens, top_k
             )
-        dice = torch.Generator().manual_seed(self._run.workload.seed + self.number)
+        dice = torch.Generator().manual_seed(self._run.workload.seed + self.layer_number)
         liking = training.force_std * torch.randn(experts, generator=dice)
         noise = -torch.empty(tokens, experts).exponential_(generator=dice).log()
         return (liking + noise).topk(top_k, -1).indices.to(self._run.device)
 
 
-def routers_of(model: torch.nn.Module) -> tuple[Router, ...]:
+def list_routers(model: torch.nn.Module) -> tuple[Router, ...]:
     """The routers of a model, by layer."""
     return tuple(module for module in model.modules() if isinstance(module, Router))
 
 
-def biases_of(model: torch.nn.Module) -> list[Piece]:
+def selection_bias_pieces(model: torch.nn.Module) -> list[LocalShard]:
     """The selection biases of a model, as what a checkpoint holds of them."""
     return [
-        Piece(
-            name=selection_bias_name(router.number),
+        LocalShard(
+            name=selection_bias_name(router.layer_number),
             global_shape=tuple(bias.shape),
             offsets=(0,),
             tensor=bias,
         )
-        for router in routers_of(model)
+        for router in list_routers(model)
         if (bias := router.selection_bias) is not None
     ]

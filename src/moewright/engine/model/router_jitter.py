@@ -26,7 +26,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def uniform(numbers_T: torch.Tensor, width: int, *, seed: int, stream: int) -> torch.Tensor:
+def uniform_noise(numbers_T: torch.Tensor, width: int, *, seed: int, stream: int) -> torch.Tensor:
     """[T,width] fp32 in [0, 1): row t depends on numbers[t] int64, seed and stream alone."""
     key = _mixed(_mixed(torch.tensor(seed, device=numbers_T.device)) ^ stream) + _GOLDEN
     rows_T = _mixed(_mixed(numbers_T + key) ^ key)

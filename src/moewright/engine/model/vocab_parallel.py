@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel, all_reduce
-from moewright.engine.kernels.fused.interface import Kernels
+from moewright.engine.kernels.fused.interface import KernelSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class VocabShard:
     """This rank's ids [start, start + size) and the ranks over which the vocabulary is cut."""
 
     tp: TensorParallel
@@ -28,36 +28,38 @@ class Part:
     def group(self) -> Group:
         return self.tp.group
 
-    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Row numbers here, 0 for ids of other ranks, and which those are."""
         elsewhere = (ids < self.start) | (ids >= self.start + self.size)
         return (ids - self.start).masked_fill(elsewhere, 0), elsewhere
 
-    def columns(self, ids: torch.Tensor) -> torch.Tensor:
+    def local_columns(self, ids: torch.Tensor) -> torch.Tensor:
         """The column of each id in the logits here, -1 for other ids."""
-        columns, elsewhere = self.local(ids)
+        columns, elsewhere = self.local_rows(ids)
         return columns.masked_fill_(elsewhere, -1)
 
-    def chosen(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    def target_logits(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         """Each target's logit [T] fp32, 0 where it is not here."""
-        columns, elsewhere = self.local(targets_T)
+        columns, elsewhere = self.local_rows(targets_T)
         return logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
 
 
-class Embed(torch.autograd.Function):
+class VocabParallelEmbedding(torch.autograd.Function):
     """Rows of the table by ids [T] -> [t,K]; keeps the ids.
 
     The gradient is summed in fp32, since frequent tokens sum thousands of rows.
     """
 
     @staticmethod
-    def forward(ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, part: Part) -> torch.Tensor:
+    def forward(
+        ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, part: VocabShard
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids_T)
         ctx.like, ctx.part = (w_VK.shape, w_VK.dtype), part
         if part.group.size == 1:
             return w_VK.index_select(0, ids_T)
-        rows, elsewhere = part.local(ids_T)
-        return part.tp.summed(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
+        rows, elsewhere = part.local_rows(ids_T)
+        return part.tp.reduce(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
@@ -71,7 +73,7 @@ class Embed(torch.autograd.Function):
         return None, summed.index_add_(0, rows, grad).to(dtype), None
 
 
-class CrossEntropy(torch.autograd.Function):
+class VocabParallelCrossEntropy(torch.autograd.Function):
     """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is
     negative.
 
@@ -81,12 +83,16 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
+        ctx: Any,
+        logits_TV: torch.Tensor,
+        targets_T: torch.Tensor,
+        part: VocabShard,
+        kernels: KernelSet,
     ) -> torch.Tensor:
         ctx.part, ctx.kernels = part, kernels
         if part.group.size == 1:
             ctx.save_for_backward(logits_TV, targets_T)
-            losses = kernels.losses(logits_TV, targets_T)
+            losses = kernels.cross_entropy(logits_TV, targets_T)
         else:
             log_sum, chosen = _partition(logits_TV[:, : part.size], targets_T, part, kernels)
             ctx.save_for_backward(logits_TV, targets_T, log_sum)
@@ -109,7 +115,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _partition(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, part: Part, kernels: Kernels
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, part: VocabShard, kernels: KernelSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two
     all-reduces."""
@@ -119,7 +125,7 @@ def _partition(
     all_reduce(top, part.group, maximum=True)
     sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
     if part.size:
-        sums[0] = kernels.sums(logits_TV, top)
-        sums[1] = part.chosen(logits_TV, targets_T)
+        sums[0] = kernels.sum_exp(logits_TV, top)
+        sums[1] = part.target_logits(logits_TV, targets_T)
     partition, chosen = all_reduce(sums, part.group)
     return top.add_(partition.log_()), chosen

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moewright.engine.kernels.matmul import GROUP_BY_GROUP, ONEDNN_LINEAR
-from moewright.engine.memory.weight_gradients import Later
-from moewright.engine.observe.step_timing import Waits
+from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.engine.memory.weight_gradients import WeightGradStore
+from moewright.engine.observe.step_timing import WaitClock
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import (
     CommRow,
@@ -35,32 +35,32 @@ _aten = torch.ops.aten
 
 
 _Args = tuple[Any, ...]
-_Named = Mapping[str, Any]
+_Kwargs = Mapping[str, Any]
 
 
-def _mm(args: _Args, named: _Named) -> int:
+def _mm_flops(args: _Args, named: _Kwargs) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
 
 
-def _linear(args: _Args, named: _Named) -> int:
+def _linear_flops(args: _Args, named: _Kwargs) -> int:
     x, weight = args[0], args[1]
     return 2 * int(x.shape[0]) * int(x.shape[1]) * int(weight.shape[0])
 
 
-def _grouped_mm(args: _Args, named: _Named) -> int:
+def _grouped_mm_flops(args: _Args, named: _Kwargs) -> int:
     """[R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over
     all rows once."""
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
 
 
-def _bmm(args: _Args, named: _Named) -> int:
+def _bmm_flops(args: _Args, named: _Kwargs) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(a.shape[2]) * int(b.shape[2])
 
 
-def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
+def _attention_flops(args: _Args, named: _Kwargs, *, causal: bool) -> int:
     """Scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv]: all pairs, the causal half
     of them, or those that a mask leaves.
     """
@@ -73,23 +73,23 @@ def _attention(args: _Args, named: _Named, *, causal: bool) -> int:
     return twice * int(batch) * int(heads) * (int(dim) + int(columns))
 
 
-def _attention_forward(args: _Args, named: _Named) -> int:
-    return _attention(
+def _attention_forward(args: _Args, named: _Kwargs) -> int:
+    return _attention_flops(
         args, named, causal=len(args) > 4 and args[4]
     )  # torch leaves out arguments of their default
 
 
-def _attention_backward_on_cpu(args: _Args, named: _Named) -> int:
+def _attention_backward_on_cpu(args: _Args, named: _Kwargs) -> int:
     """Twice the forward: the convention of model FLOPs, which leaves out the recomputed scores."""
-    return 2 * _attention(args[1:], named, causal=args[7])
+    return 2 * _attention_flops(args[1:], named, causal=args[7])
 
 
-def _attention_backward(args: _Args, named: _Named) -> int:
-    return 2 * _attention(args[1:], named, causal=args[11])
+def _attention_backward(args: _Args, named: _Kwargs) -> int:
+    return 2 * _attention_flops(args[1:], named, causal=args[11])
 
 
-def _attention_of_runs(
-    q: Any, v: Any, starts: Any, seen: Any, named: _Named, *, causal: bool
+def _varlen_attention_flops(
+    q: Any, v: Any, starts: Any, seen: Any, named: _Kwargs, *, causal: bool
 ) -> int:
     """All pairs of each run of queries with its run of keys, the causal half of them, or of either
     a window's part: q [T,heads,Dq], v [K,kv_heads,Dv]; where the runs of each start, [runs + 1].
@@ -105,18 +105,18 @@ def _attention_of_runs(
     return int(twice.sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(columns))
 
 
-def _attention_of_runs_forward(args: _Args, named: _Named) -> int:
-    return _attention_of_runs(args[0], args[2], args[3], args[4], named, causal=args[8])
+def _varlen_attention_forward(args: _Args, named: _Kwargs) -> int:
+    return _varlen_attention_flops(args[0], args[2], args[3], args[4], named, causal=args[8])
 
 
-def _attention_of_runs_backward(args: _Args, named: _Named) -> int:
-    return 2 * _attention_of_runs(args[1], args[3], args[6], args[7], named, causal=args[11])
+def _varlen_attention_backward(args: _Args, named: _Kwargs) -> int:
+    return 2 * _varlen_attention_flops(args[1], args[3], args[6], args[7], named, causal=args[11])
 
 
-_FLOPS: tuple[tuple[str, FlopOp, Callable[[_Args, _Named], int]], ...] = (
-    ("mm", FlopOp.GEMM, _mm),
-    ("bmm", FlopOp.GEMM, _bmm),
-    ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm),
+_FLOPS: tuple[tuple[str, FlopOp, Callable[[_Args, _Kwargs], int]], ...] = (
+    ("mm", FlopOp.GEMM, _mm_flops),
+    ("bmm", FlopOp.GEMM, _bmm_flops),
+    ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm_flops),
     ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention_forward),
     (
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -125,26 +125,26 @@ _FLOPS: tuple[tuple[str, FlopOp, Callable[[_Args, _Named], int]], ...] = (
     ),
     ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention_forward),
     ("_scaled_dot_product_flash_attention_backward", FlopOp.ATTENTION, _attention_backward),
-    ("_flash_attention_forward", FlopOp.ATTENTION, _attention_of_runs_forward),
-    ("_flash_attention_backward", FlopOp.ATTENTION, _attention_of_runs_backward),
+    ("_flash_attention_forward", FlopOp.ATTENTION, _varlen_attention_forward),
+    ("_flash_attention_backward", FlopOp.ATTENTION, _varlen_attention_backward),
 )
 
 
-def identity(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Of the storage, as long as it lives; tensors without data have one too, unlike an address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class _FlopMode(TorchDispatchMode):
-    def __init__(self, books: Books) -> None:
+    def __init__(self, counters: Counters) -> None:
         super().__init__()
-        self._books = books
+        self._counters = counters
         self._rules = {
             getattr(_aten, name): (op, rule) for name, op, rule in _FLOPS if hasattr(_aten, name)
         }
         self._rules |= {
-            GROUP_BY_GROUP: (FlopOp.GROUPED_GEMM, _grouped_mm),
-            ONEDNN_LINEAR: (FlopOp.GEMM, _linear),
+            CPU_GROUPED_MATMUL: (FlopOp.GROUPED_GEMM, _grouped_mm_flops),
+            ONEDNN_LINEAR: (FlopOp.GEMM, _linear_flops),
         }
 
     @classmethod
@@ -157,57 +157,58 @@ class _FlopMode(TorchDispatchMode):
         found = self._rules.get(func.overloadpacket)
         if found is not None:
             op, rule = found
-            self._books.flops[(op, self._books.module)] += rule(args, kwargs or {})
+            self._counters.flops[(op, self._counters.current_module)] += rule(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Where:
+class Scope:
     """The module that something is booked to, and whether it is part of an MTP depth."""
 
     module: Module
-    depth: bool
+    in_mtp_depth: bool
 
 
-class Books:
+class Counters:
     """One rank's running counts. Counting is off except inside `counting()`."""
 
     def __init__(self, *, blocking: bool = True) -> None:
-        self.waits = Waits(blocking=blocking)  # kept whether counting or not
-        self.comm: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.wait_clock = WaitClock(blocking=blocking)  # kept whether counting or not
+        self.collectives: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
         self._alive: dict[
             tuple[int, int], dict[Module, int]
         ] = {}  # kept by each (micro-batch, chunk) in flight
         self._peak_saved: dict[Module, int] = {}
         self._peak_alive = 0
-        self.later = (
-            Later()
+        self.weight_grads = (
+            WeightGradStore()
         )  # not counted: whoever is handed the books, for what runs inside a step, needs it too
-        self._places = [Where(module=Module.OTHER, depth=False)]
+        self._places = [Scope(module=Module.OTHER, in_mtp_depth=False)]
         self._counting = False
-        self.making_on_host = False
+        self.is_on_host = False
 
     @property
-    def module(self) -> Module:
+    def current_module(self) -> Module:
         """The module that what runs now is booked to."""
-        return self.where.module
+        return self.scope.module
 
     @property
-    def where(self) -> Where:
+    def scope(self) -> Scope:
         """What runs now; `within` leads back to it."""
         return self._places[-1]
 
     @contextmanager
-    def within(self, place: Module | Where) -> Iterator[None]:
+    def attribute_to(self, scope: Module | Scope) -> Iterator[None]:
         """Attribute what runs inside to a module; all of an MTP depth but its router is the
         depth's."""
-        if isinstance(place, Module):
-            depth = self.where.depth or place is Module.MTP
-            place = Where(
-                module=Module.MTP if depth and place is not Module.ROUTER else place, depth=depth
+        if isinstance(scope, Module):
+            depth = self.scope.in_mtp_depth or scope is Module.MTP
+            scope = Scope(
+                module=Module.MTP if depth and scope is not Module.ROUTER else scope,
+                in_mtp_depth=depth,
             )
-        self._places.append(place)
+        self._places.append(scope)
         try:
             yield
         finally:
@@ -217,23 +218,23 @@ class Books:
     def on_host(self) -> Iterator[None]:
         """What is made inside lies in host memory, even where the device stands for one with memory
         of its own."""
-        self.making_on_host = True
+        self.is_on_host = True
         try:
             yield
         finally:
-            self.making_on_host = False
+            self.is_on_host = False
 
-    def payload(self, op: Collective, group: str, nbytes: int) -> None:
+    def count_collective(self, op: Collective, group: str, nbytes: int) -> None:
         """Book one collective call with the bytes this rank hands in."""
         if self._counting:
-            row = self.comm[(op, group)]
+            row = self.collectives[(op, group)]
             row[0] += nbytes
             row[1] += 1
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count collectives and FLOPs of everything inside, from zero."""
-        self.comm.clear()
+        self.collectives.clear()
         self.flops.clear()
         self._alive.clear()
         self._peak_saved, self._peak_alive = {}, 0
@@ -245,8 +246,8 @@ class Books:
             self._counting = False
 
     @contextmanager
-    def saving(
-        self, key: tuple[int, int], resident: Callable[[torch.Tensor], bool]
+    def count_saved(
+        self, key: tuple[int, int], is_weight: Callable[[torch.Tensor], bool]
     ) -> Iterator[Callable[[torch.Tensor], None] | None]:
         """Count the storages that the forward of `key` (micro-batch, chunk) keeps for backward
         until `released`, each once, by the module that kept it first.
@@ -264,9 +265,9 @@ class Books:
 
         def count(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
-            if identity(tensor) not in seen and not resident(tensor):
-                seen[identity(tensor)] = storage
-                saved[self.module] += storage.nbytes()
+            if storage_id(tensor) not in seen and not is_weight(tensor):
+                seen[storage_id(tensor)] = storage
+                saved[self.current_module] += storage.nbytes()
 
         yield count
         self._alive[key] = saved
@@ -278,11 +279,11 @@ class Books:
                 if any(module in one for one in self._alive.values())
             }
 
-    def released(self, key: tuple[int, int]) -> None:
+    def release(self, key: tuple[int, int]) -> None:
         """Nothing is kept of a (micro-batch, chunk) any more."""
         self._alive.pop(key, None)
 
-    def ledger(
+    def build_ledger(
         self,
         *,
         rank: int,
@@ -304,7 +305,7 @@ class Books:
             ),
             comm=tuple(
                 CommRow(op=op, group=group, bytes=nbytes, calls=calls)
-                for (op, group), (nbytes, calls) in sorted(self.comm.items())
+                for (op, group), (nbytes, calls) in sorted(self.collectives.items())
             ),
             flops=tuple(
                 FlopRow(op=op, module=module, flops=flops)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moewright.codec import json_data, write_text
+from moewright.codec import read_json_data, write_text
 from moewright.spec.workload import ProfileSpec
 
-FOLDER = "trace"
-MERGED = "trace.json"
+TRACE_FOLDER = "trace"
+MERGED_FILE = "trace.json"
 _TRACKS = 1000  # numbers of processes that a rank's trace may use
 
 
-class Window:
+class ProfilerWindow:
     """Watches the steps of one rank; `module` gives the ranges their names."""
 
     def __init__(
@@ -63,11 +63,11 @@ class Window:
         self._profiler.stop()
         for hook in self._hooks:
             hook.remove()
-        folder = self._run_dir / FOLDER
+        folder = self._run_dir / TRACE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{self._rank:05d}.json"
         self._profiler.export_chrome_trace(str(path))
-        write_text(path, json.dumps(_of_rank(json_data(path), self._rank)))
+        write_text(path, json.dumps(_label_with_rank(read_json_data(path), self._rank)))
         if self._device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(folder / f"memory{self._rank:05d}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -81,11 +81,11 @@ class Window:
         self._profiler = profile(activities=activities, record_shapes=True)
         for name, module in self._module.named_modules():
             if name:
-                self._hooks += _ranges(module, name)
+                self._hooks += _add_range_hooks(module, name)
         self._profiler.start()
 
 
-def _ranges(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
+def _add_range_hooks(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
     """Hooks that put a range around every forward of a module, replays among them."""
     open_ones: list[record_function] = []
 
@@ -101,7 +101,7 @@ def _ranges(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
     return module.register_forward_pre_hook(before), module.register_forward_hook(after)
 
 
-def _of_rank(data: dict[str, Any], rank: int) -> dict[str, Any]:
+def _label_with_rank(data: dict[str, Any], rank: int) -> dict[str, Any]:
     """The trace with its processes numbered and named by rank, so that ranks stand beside each
     other in one file."""
     numbers: dict[Any, int] = {}
@@ -114,10 +114,12 @@ def _of_rank(data: dict[str, Any], rank: int) -> dict[str, Any]:
     return {**data, "distributedInfo": {**(data.get("distributedInfo") or {}), "rank": rank}}
 
 
-def merge(run_dir: Path) -> None:
+def merge_traces(run_dir: Path) -> None:
     """One file of all ranks' traces, a track for each rank and stream; nothing where there are
     none."""
-    paths = sorted((run_dir / FOLDER).glob("rank*.json"))
+    paths = sorted((run_dir / TRACE_FOLDER).glob("rank*.json"))
     if paths:
-        events = [event for path in paths for event in json_data(path)["traceEvents"]]
-        write_text(run_dir / MERGED, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+        events = [event for path in paths for event in read_json_data(path)["traceEvents"]]
+        write_text(
+            run_dir / MERGED_FILE, json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+        )

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moewright.codec import (
-    PACES_FILE,
-    Numbers,
+    RANK_TIMINGS_FILE,
+    FloatPolicy,
     parse_json,
     read_text,
     to_data,
@@ -24,29 +24,29 @@ from moewright.codec import (
     write_text,
 )
 from moewright.rules.expert_placement import rank_loads
-from moewright.rules.routing import load_of_counts, slot_rows
+from moewright.rules.routing import measure_load_balance, slot_rows
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
-from moewright.spec.run import EvalRecord, LayerLoad, RankPace, Session, StepRecord
+from moewright.spec.run import EvalRecord, LayerLoad, RankTiming, Session, StepRecord
 from moewright.spec.workload import RouterForce
 
 STEPS_FILE = "steps.jsonl"
 _KINDS = ("session", "step", "eval")
 
 
-class Sink(Protocol):
+class RecordWriter(Protocol):
     """Takes the records of a run as they come."""
 
-    def session(self, record: Session) -> None: ...
+    def write_session(self, record: Session) -> None: ...
 
-    def step(self, record: StepRecord) -> None: ...
+    def write_step(self, record: StepRecord) -> None: ...
 
-    def evaluation(self, record: EvalRecord) -> None: ...
+    def write_evaluation(self, record: EvalRecord) -> None: ...
 
     def close(self) -> None: ...
 
 
-class JsonLines:
+class JsonLinesWriter:
     """steps.jsonl: the truth that every other view of a run is made from.
 
     Steps at or past `first_step` were done after the last checkpoint and are about to be done
@@ -55,18 +55,20 @@ class JsonLines:
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         path = run_dir / STEPS_FILE
-        lines = enumerate(_whole_lines(path), 1)
-        kept = [line for number, line in lines if _step_of(line, f"{path}:{number}") < first_step]
+        lines = enumerate(_read_complete_lines(path), 1)
+        kept = [
+            line for number, line in lines if _parse_step(line, f"{path}:{number}") < first_step
+        ]
         path.write_text("".join(kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
-    def session(self, record: Session) -> None:
+    def write_session(self, record: Session) -> None:
         self._write("session", record)
 
-    def step(self, record: StepRecord) -> None:
+    def write_step(self, record: StepRecord) -> None:
         self._write("step", record)
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def write_evaluation(self, record: EvalRecord) -> None:
         self._write("eval", record)
 
     def close(self) -> None:
@@ -77,17 +79,17 @@ class JsonLines:
         self._file.flush()
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _read_complete_lines(path: Path) -> list[str]:
     """Lines that were written to the end; a killed process may have left half of one."""
     if not path.exists():
         return []
     return [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _step_of(line: str, where: str) -> int:
+def _parse_step(line: str, where: str) -> int:
     """The step that a line is about; sessions have none and are kept. Raises BadInput for what no
     run has written."""
-    record = parse_json(line, where=where, numbers=Numbers.MEASURED)
+    record = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
     step = (
         record.get("step", 0) if isinstance(record, dict) and record.get("kind") in _KINDS else None
     )
@@ -97,7 +99,7 @@ def _step_of(line: str, where: str) -> int:
     return step
 
 
-class _Quiet:
+class _FailSafeStream:
     """A text stream that falls silent when its reader leaves or its disk is full: a display must
     not end a run."""
 
@@ -124,12 +126,12 @@ class _Quiet:
             self._stream = None
 
 
-class Screen:
+class ConsoleWriter:
     """A progress bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
         self._last = last_step
-        console = Console(file=cast(TextIO, _Quiet(stream)))
+        console = Console(file=cast(TextIO, _FailSafeStream(stream)))
         self._bar: Progress | None = None
         self._console = console
         if console.is_terminal:
@@ -144,7 +146,7 @@ class Screen:
             self._task = self._bar.add_task("", total=last_step, completed=first_step - 1)
             self._bar.start()
 
-    def session(self, record: Session) -> None:
+    def write_session(self, record: Session) -> None:
         self._line(
             "MFU: model FLOPs, causal attention counted half, over the peak; HFU: replays counted too"
         )
@@ -155,7 +157,7 @@ class Screen:
                 f"experts are given, not chosen ({record.routing}): this measures speed, it does not train"
             )
 
-    def step(self, record: StepRecord) -> None:
+    def write_step(self, record: StepRecord) -> None:
         norm = "-" if record.skipped else f"{record.grad_norm:.3f}"
         text = (
             f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {norm}  "
@@ -167,7 +169,7 @@ class Screen:
         else:
             self._line(f"step {record.step}/{self._last}  {text}")
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def write_evaluation(self, record: EvalRecord) -> None:
         self._line(
             f"held-out loss {record.heldout_loss:.4f} nats after {record.step} steps "
             f"(unigram entropy {record.unigram_entropy:.4f}; {record.tokens:,} targets)"
@@ -189,7 +191,7 @@ def _beside(record: StepRecord) -> str:
     return f"{hfu}  waits {waited:.0%}" if record.waits else hfu
 
 
-class TensorBoard:
+class TensorBoardWriter:
     """Scalars for TensorBoard."""
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
@@ -198,10 +200,10 @@ class TensorBoard:
         # purge_step hides what an interrupted session logged past its last checkpoint.
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
-    def session(self, record: Session) -> None:
+    def write_session(self, record: Session) -> None:
         pass
 
-    def step(self, record: StepRecord) -> None:
+    def write_step(self, record: StepRecord) -> None:
         scalars = {
             "train/loss": record.loss,
             "train/aux_loss": record.aux_loss,
@@ -212,20 +214,20 @@ class TensorBoard:
             **{
                 f"moe/{name}_layer_{load.layer}": value
                 for load in record.loads
-                for name, value in _scalars(load)
+                for name, value in _load_scalars(load)
             },
         }
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, record.step)
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def write_evaluation(self, record: EvalRecord) -> None:
         self._writer.add_scalar("eval/heldout_loss", record.heldout_loss, record.step)
 
     def close(self) -> None:
         self._writer.close()
 
 
-def _scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
+def _load_scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
     """Numbers of a layer, and of each EP rank its tokens over the mean."""
     mean = sum(load.counts) / len(load.counts)
     yield from (
@@ -251,32 +253,32 @@ def _scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
 class Recorder:
     """Every sink of this rank; none on ranks other than 0."""
 
-    sinks: tuple[Sink, ...]
+    writers: tuple[RecordWriter, ...]
 
-    def session(self, record: Session) -> None:
-        for sink in self.sinks:
-            sink.session(record)
+    def write_session(self, record: Session) -> None:
+        for sink in self.writers:
+            sink.write_session(record)
 
-    def step(self, record: StepRecord) -> None:
-        for sink in self.sinks:
-            sink.step(record)
+    def write_step(self, record: StepRecord) -> None:
+        for sink in self.writers:
+            sink.write_step(record)
 
-    def evaluation(self, record: EvalRecord) -> None:
-        for sink in self.sinks:
-            sink.evaluation(record)
+    def write_evaluation(self, record: EvalRecord) -> None:
+        for sink in self.writers:
+            sink.write_evaluation(record)
 
     def close(self) -> None:
-        for sink in self.sinks:
+        for sink in self.writers:
             sink.close()
 
 
-def loads_of(
+def build_layer_loads(
     loads: torch.Tensor,
     losses: torch.Tensor,
     slots: Mapping[int, Sequence[int]],
     *,
     ep: int,
-    chosen: int,
+    chosen_rows: int,
 ) -> tuple[LayerLoad, ...]:
     """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the
     expert of every slot by layer, in order, an expert's rows dealt evenly to its slots, `chosen`
@@ -286,8 +288,8 @@ def loads_of(
     for (layer, held), counts, parts in zip(
         slots.items(), loads.tolist(), losses.tolist(), strict=True
     ):
-        load = load_of_counts(counts)
-        aux, seq_aux, global_aux, z = map(finite, parts)
+        load = measure_load_balance(counts)
+        aux, seq_aux, global_aux, z = map(clamp_to_finite, parts)
         found.append(
             LayerLoad(
                 layer=layer,
@@ -297,7 +299,7 @@ def loads_of(
                 entropy=load.entropy,
                 counts=tuple(counts),
                 rank_counts=rank_loads(slot_rows([counts], held), ep),
-                dropped_share=1 - sum(counts) / chosen,
+                dropped_share=1 - sum(counts) / chosen_rows,
                 aux_loss=aux,
                 seq_aux_loss=seq_aux,
                 global_aux_loss=global_aux,
@@ -307,15 +309,15 @@ def loads_of(
     return tuple(found)
 
 
-def finite(value: float) -> float:
+def clamp_to_finite(value: float) -> float:
     """JSON has no NaN or infinity: a loss that is not finite is recorded as the largest float."""
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
-def write_paces(run_dir: Path, paces: Sequence[RankPace]) -> None:
+def write_paces(run_dir: Path, paces: Sequence[RankTiming]) -> None:
     """paces.json: the paces of all ranks."""
     write_text(
-        run_dir / PACES_FILE,
+        run_dir / RANK_TIMINGS_FILE,
         json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n",
     )
 

@@ -20,22 +20,22 @@ from torch.profiler import record_function
 
 from moewright.rules.grid import group_ranks
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Phase, TimeRow
-from moewright.spec.run import WAIT_RANGE, DeviceSample, GroupWait, HostTime, RankPace
+from moewright.spec.ledger import StepPhase, TimeRow
+from moewright.spec.run import WAIT_RANGE_PREFIX, DeviceSample, GroupWait, HostTime, RankTiming
 
-Calls = Mapping[
+CallsByGroup = Mapping[
     str, Sequence[int]
 ]  # microseconds of every wait of a step, by group, in the order of the calls
 STEPS_KEPT = 8  # newest settled steps whose single calls are kept
 CALLS_KEPT = 4096  # of a group; of steps with more, none are
-_PAIRWISE = ("pp",)  # neighbours send to each other; the group never meets
+_PAIRWISE_GROUPS = ("pp",)  # neighbours send to each other; the group never meets
 
 _SCHEDULER = Path(
     "/proc/thread-self/schedstat"
 )  # ns on a core, ns ready without one, slices (Linux: sched-stats.rst)
 
 
-class _Scheduler:
+class _SchedulerClock:
     """Of the thread that makes it: seconds on a core, and ready without one; the second is 0 where
     the kernel does not tell."""
 
@@ -49,7 +49,7 @@ class _Scheduler:
         return int(running) * 1e-9, int(queued) * 1e-9
 
 
-class Waits:
+class WaitClock:
     """Seconds blocked on the collectives of each group since the last `take`, less those in which
     this rank was ready and had no core. Where a device runs collectives, the host does not block
     and a wait of it says nothing: `blocking` False keeps none.
@@ -57,18 +57,18 @@ class Waits:
 
     def __init__(self, *, blocking: bool) -> None:
         self._blocking = blocking
-        self._scheduler = _Scheduler()
+        self._scheduler = _SchedulerClock()
         self._spent: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
-    def on(self, group: str) -> Iterator[None]:
+    def measure(self, group: str) -> Iterator[None]:
         if not self._blocking:
             yield
             return
         started, (_, queued) = time.perf_counter(), self._scheduler.read()
         try:
             with (
-                record_function(WAIT_RANGE + group)
+                record_function(WAIT_RANGE_PREFIX + group)
                 if profiler._is_profiler_enabled
                 else nullcontext()
             ):
@@ -78,7 +78,7 @@ class Waits:
                 time.perf_counter() - started - (self._scheduler.read()[1] - queued)
             )
 
-    def take(self) -> tuple[tuple[GroupWait, ...], Calls]:
+    def take(self) -> tuple[tuple[GroupWait, ...], CallsByGroup]:
         """Sums by group, and the calls they are made of."""
         calls = {
             group: [round(1e6 * seconds) for seconds in spent]
@@ -92,36 +92,36 @@ class Waits:
         return found, calls
 
 
-class Pace:
+class StepTimer:
     """Watches a session's steps; `settled` steps go into its medians."""
 
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
-        self._scheduler = _Scheduler()
+        self._scheduler = _SchedulerClock()
         self._collecting_s, self._collection_began = 0.0, 0.0
-        self._phases: dict[Phase, list[float]] = defaultdict(list)
+        self._phases: dict[StepPhase, list[float]] = defaultdict(list)
         self._waits: dict[str, list[float]] = defaultdict(list)
         self._hosts: list[HostTime] = []
-        self._calls: deque[Calls] = deque(maxlen=STEPS_KEPT)
-        gc.callbacks.append(self._collects)
+        self._calls: deque[CallsByGroup] = deque(maxlen=STEPS_KEPT)
+        gc.callbacks.append(self._on_garbage_collection)
 
     def close(self) -> None:
-        gc.callbacks.remove(self._collects)
+        gc.callbacks.remove(self._on_garbage_collection)
 
-    def _collects(self, phase: str, _: dict[str, Any]) -> None:
+    def _on_garbage_collection(self, phase: str, _: dict[str, Any]) -> None:
         if phase == "start":
             self._collection_began = time.thread_time()
         else:
             self._collecting_s += time.thread_time() - self._collection_began
 
-    def begin(self, waits: Waits) -> None:
+    def begin_step(self, waits: WaitClock) -> None:
         """A step starts; what was waited for since the last one, in an evaluation say, is not of
         it."""
         waits.take()
         self._collecting_s = 0.0
         self._started = self._scheduler.read()
 
-    def end(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...]) -> HostTime:
+    def end_step(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...]) -> HostTime:
         """It is over."""
         running, queued = (
             now - then for now, then in zip(self._scheduler.read(), self._started, strict=True)
@@ -134,11 +134,11 @@ class Pace:
             asleep_s=max(0.0, sum(row.seconds for row in phases) - spent),
         )
 
-    def settled(
+    def add_steady_step(
         self,
         phases: tuple[TimeRow, ...],
         waits: tuple[GroupWait, ...],
-        calls: Calls,
+        calls: CallsByGroup,
         host: HostTime,
     ) -> None:
         """Take a step into the medians."""
@@ -152,14 +152,14 @@ class Pace:
         self._hosts.append(host)
 
     @property
-    def calls(self) -> tuple[Calls, ...]:
+    def recent_calls(self) -> tuple[CallsByGroup, ...]:
         """Of the newest settled steps."""
         return tuple(self._calls)
 
-    def typical(self) -> RankPace:
+    def build_rank_pace(self) -> RankTiming:
         """Medians: what other programs take from a few steps is not in them."""
         hosts = self._hosts or [HostTime()]
-        return RankPace(
+        return RankTiming(
             rank=self._rank,
             steps=len(self._hosts),
             phases=tuple(
@@ -177,9 +177,9 @@ class Pace:
         )
 
 
-def with_links(
-    layout: Layout, paces: Sequence[RankPace], calls: Sequence[Sequence[Calls]]
-) -> tuple[RankPace, ...]:
+def add_links(
+    layout: Layout, paces: Sequence[RankTiming], calls: Sequence[Sequence[CallsByGroup]]
+) -> tuple[RankTiming, ...]:
     """The paces of all ranks in order, with their links, from the calls of the same steps on every
     rank.
 
@@ -187,15 +187,15 @@ def with_links(
     waits least for it came last, and what it waits is the call; its peers wait as long, and for it
     before. Medians over steps.
     """
-    return tuple(replace(pace, links=_links_of(layout, pace, calls)) for pace in paces)
+    return tuple(replace(pace, links=_measure_links(layout, pace, calls)) for pace in paces)
 
 
-def _links_of(
-    layout: Layout, pace: RankPace, calls: Sequence[Sequence[Calls]]
+def _measure_links(
+    layout: Layout, pace: RankTiming, calls: Sequence[Sequence[CallsByGroup]]
 ) -> tuple[GroupWait, ...]:
     found = []
     for wait in pace.waits:
-        if wait.group in _PAIRWISE:
+        if wait.group in _PAIRWISE_GROUPS:
             continue
         members = [calls[rank] for rank in group_ranks(layout, wait.group, pace.rank)]
         steps = [
@@ -212,7 +212,7 @@ def _links_of(
     return tuple(found)
 
 
-def sample(device: torch.device) -> DeviceSample | None:
+def sample_device(device: torch.device) -> DeviceSample | None:
     """Of a GPU, where its driver's library is installed; None elsewhere."""
     if device.type != "cuda":
         return None

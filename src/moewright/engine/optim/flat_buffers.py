@@ -15,33 +15,33 @@ from math import prod
 import torch
 from torch import nn
 
-from moewright.engine.checkpoint import Piece, flat_pieces
+from moewright.engine.checkpoint import LocalShard, flat_range_shards
 from moewright.engine.comm.collectives import (
-    Flight,
+    AsyncCollective,
     Group,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from moewright.engine.model.layers import Slot
+from moewright.engine.model.layers import NamedParameter
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.rules.buckets import Entry, plan_buckets, shard_range
+from moewright.rules.buckets import BucketEntry, plan_buckets, shard_range
 from moewright.spec.layout import Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class OwnedRange:
     """What this rank owns of one parameter: elements [first, last) of it, from `start` on in the
     shard."""
 
-    slot: Slot
+    slot: NamedParameter
     first: int
     last: int
     start: int
 
     @property
-    def place(self) -> slice:
+    def shard_slice(self) -> slice:
         return slice(self.start, self.start + self.last - self.first)
 
 
@@ -54,7 +54,7 @@ class FlatBucket:
     """
 
     group: Group
-    holders: Group | None
+    holder_group: Group | None
     sharded: bool
     on_host: bool  # master and moments live in host memory, and are updated there
     weights: torch.Tensor
@@ -62,87 +62,98 @@ class FlatBucket:
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    views: tuple[tuple[Slot, torch.Tensor], ...]  # each parameter's gradient
-    parts: tuple[Part, ...]
+    grad_views: tuple[tuple[NamedParameter, torch.Tensor], ...]  # each parameter's gradient
+    owned: tuple[OwnedRange, ...]
 
     @property
-    def replicas(self) -> int:
+    def replica_count(self) -> int:
         """Ranks of the world that hold this rank's shard of the gradients."""
-        return (1 if self.sharded else self.group.size) * (self.holders.size if self.holders else 1)
+        return (1 if self.sharded else self.group.size) * (
+            self.holder_group.size if self.holder_group else 1
+        )
 
-    def reduce(self) -> Flight:
+    def start_reduce(self) -> AsyncCollective:
         """Start to sum the gradients over the group; it brings this rank's shard of them."""
         if not self.sharded or self.group.size == 1:
             return start_all_reduce(self.grads, self.group)
         shard = self.grads.new_empty(len(self.master))
         return start_reduce_scatter(shard, self.grads, self.group)
 
-    def publish(self) -> Flight:
+    def start_all_gather(self) -> AsyncCollective:
         """Round the master copy to the compute dtype; start to give every rank of the group the
         whole of it."""
         if self.sharded and self.group.size > 1:
             return start_all_gather(self.weights, self.master.to(self.weights), self.group)
         self.weights.copy_(self.master)
-        return Flight(out=self.weights, tensor=self.master, work=None)
+        return AsyncCollective(out=self.weights, tensor=self.master, work=None)
 
-    def memory(self) -> list[MemoryRow]:
+    def memory_rows(self) -> list[MemoryRow]:
         """Bytes of every buffer by component and module; what belongs to no parameter is OTHER."""
-        whole = [(slot.module, view.numel()) for slot, view in self.views]
-        owned = [(part.slot.module, part.last - part.first) for part in self.parts]
-        rows = by_module(Component.WEIGHTS, self.weights, whole, self.weights.nbytes) + by_module(
-            Component.GRADIENTS, self.grads, whole, self.grads.nbytes
-        )
-        rows += by_module(
+        whole = [(slot.module, view.numel()) for slot, view in self.grad_views]
+        owned = [(part.slot.module, part.last - part.first) for part in self.owned]
+        rows = split_by_module(
+            Component.WEIGHTS, self.weights, whole, self.weights.nbytes
+        ) + split_by_module(Component.GRADIENTS, self.grads, whole, self.grads.nbytes)
+        rows += split_by_module(
             Component.HOST if self.on_host else Component.MASTER,
             self.master,
             owned,
             self.master.nbytes,
         )
         for moment in (self.exp_avg, self.exp_avg_sq):
-            rows += by_module(
+            rows += split_by_module(
                 Component.HOST if self.on_host else Component.MOMENTS, moment, owned, moment.nbytes
             )
         return rows
 
-    def pieces(self) -> list[Piece]:
+    def local_shards(self) -> list[LocalShard]:
         """Master and moments as boxes of the global tensors."""
         states = (
             ("", self.master),
             ("optim/exp_avg/", self.exp_avg),
             ("optim/exp_avg_sq/", self.exp_avg_sq),
         )
-        return [piece for prefix, flat in states for piece in boxes_of(self.parts, prefix, flat)]
+        return [
+            piece
+            for prefix, flat in states
+            for piece in build_local_shards(self.owned, prefix, flat)
+        ]
 
 
-def boxes_of(parts: Sequence[Part], prefix: str, flat: torch.Tensor) -> list[Piece]:
+def build_local_shards(
+    parts: Sequence[OwnedRange], prefix: str, flat: torch.Tensor
+) -> list[LocalShard]:
     """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in
     none."""
-    found: list[Piece] = []
+    found: list[LocalShard] = []
     for part in parts:
         passed = 0  # elements of the parameter before those of `at`
-        for at in part.slot.placement.apart() or (part.slot.placement,):
+        for at in part.slot.placement.split_rows() or (part.slot.placement,):
             # Only the first dim is ever padded, so what lies inside comes first.
-            first, last = max(part.first - passed, 0), min(part.last - passed, prod(at.inside))
+            first, last = (
+                max(part.first - passed, 0),
+                min(part.last - passed, prod(at.unpadded_shape)),
+            )
             if first < last:
                 start = part.start + passed + first - part.first
-                found += flat_pieces(
+                found += flat_range_shards(
                     prefix + part.slot.name,
-                    global_shape=at.whole,
+                    global_shape=at.global_shape,
                     offsets=at.offsets,
-                    local_shape=at.inside,
+                    local_shape=at.unpadded_shape,
                     start=first,
                     flat=flat[start : start + last - first],
                 )
-            passed += prod(at.local)
+            passed += prod(at.local_shape)
     return found
 
 
 def build_buckets(
     run: Runtime,
-    slots: Sequence[Slot],
+    slots: Sequence[NamedParameter],
     group: Group,
-    holders: Group | None,
-    initial: Callable[[Slot], torch.Tensor],
+    holder_group: Group | None,
+    initial: Callable[[NamedParameter], torch.Tensor],
 ) -> list[FlatBucket]:
     """Lay parameters out in reverse registration order, about the order in which backward finishes
     them."""
@@ -173,14 +184,14 @@ def build_buckets(
             slot.owner.weight = nn.Parameter(weights[here].view(slot.parameter.shape))
             slot.owner.weight.data.copy_(value)
             views.append((slot, grads[here].view(slot.parameter.shape)))
-            part = _owned(slot, entry, start, stop)
+            part = _intersect(slot, entry, start, stop)
             if part is not None:
-                master[part.place] = value.flatten()[part.first : part.last]
+                master[part.shard_slice] = value.flatten()[part.first : part.last]
                 parts.append(part)
         buckets.append(
             FlatBucket(
                 group=group,
-                holders=holders,
+                holder_group=holder_group,
                 sharded=sharded,
                 on_host=on_host,
                 weights=weights,
@@ -188,21 +199,25 @@ def build_buckets(
                 master=master,
                 exp_avg=exp_avg,
                 exp_avg_sq=exp_avg_sq,
-                views=tuple(views),
-                parts=tuple(parts),
+                grad_views=tuple(views),
+                owned=tuple(parts),
             )
         )
     return buckets
 
 
-def _owned(slot: Slot, entry: Entry, start: int, stop: int) -> Part | None:
+def _intersect(
+    slot: NamedParameter, entry: BucketEntry, start: int, stop: int
+) -> OwnedRange | None:
     first, last = max(entry.start, start), min(entry.start + entry.numel, stop)
     if first >= last:
         return None
-    return Part(slot=slot, first=first - entry.start, last=last - entry.start, start=first - start)
+    return OwnedRange(
+        slot=slot, first=first - entry.start, last=last - entry.start, start=first - start
+    )
 
 
-def by_module(
+def split_by_module(
     component: Component, buffer: torch.Tensor, spans: Sequence[tuple[Module, int]], nbytes: int
 ) -> list[MemoryRow]:
     """Rows of elements like the buffer's, in all `nbytes`; what belongs to no module is OTHER."""

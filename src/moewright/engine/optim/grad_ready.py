@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 
-class Arrivals:
+class GradReadyTracker:
     """Calls `full` with the number of each bucket, in the order given, once every gradient of it
     has come.
 
@@ -17,9 +17,9 @@ class Arrivals:
     """
 
     def __init__(
-        self, buckets: Sequence[tuple[int, Sequence[str]]], full: Callable[[int], None]
+        self, buckets: Sequence[tuple[int, Sequence[str]]], on_bucket_ready: Callable[[int], None]
     ) -> None:
-        self._buckets, self._full = tuple(buckets), full
+        self._buckets, self._full = tuple(buckets), on_bucket_ready
         self._place = {name: place for place, (_, names) in enumerate(buckets) for name in names}
         self._micro_batches = 1
         self._came: Counter[str] = Counter()
@@ -27,7 +27,7 @@ class Arrivals:
         self._lacking: list[int] = []
         self._next = 0
 
-    def begin(self, micro_batches: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         """Start a step of so many micro-batches."""
         self._expected = {
             name: times * micro_batches // self._micro_batches
@@ -39,7 +39,7 @@ class Arrivals:
         self._lacking = [len(names) for _, names in self._buckets]
         self._next = 0
 
-    def came(self, name: str) -> None:
+    def mark_ready(self, name: str) -> None:
         """One gradient of the parameter was added. Raises RuntimeError if its bucket is gone
         already."""
         place = self._place[name]
@@ -53,7 +53,7 @@ class Arrivals:
             while self._next < len(self._buckets) and not self._lacking[self._next]:
                 self._send()
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """All gradients are in: the buckets that are left."""
         while self._next < len(self._buckets):
             self._send()

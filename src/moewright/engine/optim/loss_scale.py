@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.checkpoint import Piece
+from moewright.engine.checkpoint import LocalShard
 from moewright.spec.workload import Dtype, Workload
 
 
-class LossScale:
+class LossScaler:
     """A dynamic scale, the same on every rank because all judge by the same global norm; 1 unless
     in fp16."""
 
@@ -21,7 +21,7 @@ class LossScale:
     def value(self) -> float:
         return float(self._state[0])
 
-    def judge(self, *, finite: bool) -> None:
+    def update(self, *, finite: bool) -> None:
         """After a step: halve the scale, or double it at the end of a window."""
         if not self._active:
             return
@@ -34,8 +34,8 @@ class LossScale:
             self._state[0] *= 2
             self._state[1] = 0.0
 
-    def pieces(self) -> list[Piece]:
+    def local_shards(self) -> list[LocalShard]:
         """What a checkpoint must hold of it."""
         return [
-            Piece(name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state)
+            LocalShard(name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state)
         ][: int(self._active)]

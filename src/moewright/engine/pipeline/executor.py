@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moewright.engine.pipeline.p2p import Wires
-from moewright.rules.p2p import Stop
+from moewright.engine.pipeline.p2p import P2PChannel
+from moewright.rules.p2p import PipelineAction
 from moewright.rules.schedule import split_backwards
-from moewright.rules.timetable_rows import Kind
+from moewright.rules.timetable_row import RowKind
 
 Key = tuple[int, int]  # micro-batch, chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
+class ChunkResult:
     """What the forward of a chunk gives: the hidden state for the next stage (None on the last),
     and its scalar share of the loss (None where it has none that depends on a weight).
     """
@@ -26,13 +26,13 @@ class Made:
     loss: torch.Tensor | None
 
 
-Forward = Callable[[Key, torch.Tensor | None], Made]
-Backward = Callable[[Key, Sequence[GradientEdge], Sequence[torch.Tensor | None], bool], None]
-Weights = Callable[[Key], None]
+ForwardStep = Callable[[Key, torch.Tensor | None], ChunkResult]
+BackwardStep = Callable[[Key, Sequence[GradientEdge], Sequence[torch.Tensor | None], bool], None]
+WeightGradStep = Callable[[Key], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Live:
+class _InFlightChunk:
     """A chunk between its forward and its backward. The tensors that it handed on are not held,
     only their place in the graph; `loss` comes last among the roots. A chunk that does nothing has
     no roots: gradients pass through it.
@@ -43,8 +43,13 @@ class _Live:
     roots: tuple[GradientEdge, ...]
 
 
-def execute(
-    stops: Sequence[Stop], wires: Wires, *, forward: Forward, backward: Backward, weights: Weights
+def execute_timetable(
+    stops: Sequence[PipelineAction],
+    wires: P2PChannel,
+    *,
+    forward: ForwardStep,
+    backward: BackwardStep,
+    weight_grad: WeightGradStep,
 ) -> None:
     """Run the rows in order. Activations live exactly as long as the timetable says; under no_grad
     none do.
@@ -54,11 +59,11 @@ def execute(
     gradients are left to `weights`.
     """
     split = split_backwards([stop.row for stop in stops])
-    live: dict[Key, _Live] = {}
+    live: dict[Key, _InFlightChunk] = {}
     for place, stop in enumerate(stops):
         key = stop.row.micro_batch, stop.row.chunk
-        given = wires.take(place)
-        if stop.row.kind is Kind.F:
+        given = wires.receive_input(place)
+        if stop.row.kind is RowKind.F:
             entry = (
                 given.requires_grad_() if given is not None and torch.is_grad_enabled() else given
             )
@@ -66,8 +71,8 @@ def execute(
             if torch.is_grad_enabled():
                 live[key] = _live(entry, made)
             if made.hidden is not None:
-                wires.give(place, made.hidden.detach())
-        elif stop.row.kind is Kind.B:
+                wires.send_output(place, made.hidden.detach())
+        elif stop.row.kind is RowKind.B:
             at = live.pop(key)
             result = given
             grads = ((given,) if at.hands_on else ()) + (None,) * (len(at.roots) - at.hands_on)
@@ -75,18 +80,18 @@ def execute(
             if at.entry is not None:
                 result = at.entry.grad
             if result is not None:
-                wires.give(place, result)
+                wires.send_output(place, result)
         else:
-            weights(key)
+            weight_grad(key)
     wires.close()
 
 
-def _live(entry: torch.Tensor | None, made: Made) -> _Live:
+def _live(entry: torch.Tensor | None, made: ChunkResult) -> _InFlightChunk:
     hidden = made.hidden
     if hidden is not None and hidden is entry:
         if made.loss is None:
-            return _Live(entry=None, hands_on=False, roots=())
+            return _InFlightChunk(entry=None, hands_on=False, roots=())
         # MTP depths alone: a place in the graph where the gradient that comes back enters.
         hidden = entry.view_as(entry)
     roots = tuple(get_gradient_edge(root) for root in (hidden, made.loss) if root is not None)
-    return _Live(entry=entry, hands_on=hidden is not None, roots=roots)
+    return _InFlightChunk(entry=entry, hands_on=hidden is not None, roots=roots)

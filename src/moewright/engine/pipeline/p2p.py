@@ -9,18 +9,18 @@ from typing import Protocol
 import torch
 
 from moewright.engine.comm.collectives import Group, receive, send
-from moewright.rules.p2p import Stop, result_to
-from moewright.rules.timetable_rows import Kind
+from moewright.rules.p2p import PipelineAction, output_stage
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout
 
 
-class Work(Protocol):
+class PendingTransfer(Protocol):
     """A transfer under way."""
 
     def wait(self) -> bool: ...
 
 
-class Wires:
+class P2PChannel:
     """Messages of one rank over one itinerary. Nothing blocks but the wait for the input of the row
     that runs next.
 
@@ -29,25 +29,30 @@ class Wires:
     """
 
     def __init__(
-        self, layout: Layout, stops: Sequence[Stop], group: Group, upstream: Group, like: Like
+        self,
+        layout: Layout,
+        stops: Sequence[PipelineAction],
+        group: Group,
+        upstream: Group,
+        like: NewBuffer,
     ) -> None:
         self._layout, self._stops = layout, stops
         self._group, self._upstream, self._like = group, upstream, like
         self._coming: dict[
-            int, tuple[torch.Tensor, Work]
+            int, tuple[torch.Tensor, PendingTransfer]
         ] = {}  # by the place of the row that needs it
         self._going: dict[
-            int, tuple[torch.Tensor, Work]
+            int, tuple[torch.Tensor, PendingTransfer]
         ] = {}  # by the place of the row that made it
         self._here: dict[
-            tuple[Kind, int, int], torch.Tensor
+            tuple[RowKind, int, int], torch.Tensor
         ] = {}  # what the next stage, on this rank, will take
 
-    def take(self, place: int) -> torch.Tensor | None:
+    def receive_input(self, place: int) -> torch.Tensor | None:
         """The input of the row at `place`, None where it has none; lets go of what others have
         taken by now."""
         stop = self._stops[place]
-        for asked in stop.asked:
+        for asked in stop.recvs_to_post:
             self._ask(asked)
         if stop.source is None:
             return None
@@ -55,17 +60,17 @@ class Wires:
             return self._here.pop((stop.row.kind, stop.row.micro_batch, stop.stage))
         tensor, work = self._coming.pop(place)
         work.wait()
-        for taken in stop.taken:
+        for taken in stop.sends_completed:
             self._settle(taken)
         return tensor
 
-    def give(self, place: int, result: torch.Tensor) -> None:
+    def send_output(self, place: int, result: torch.Tensor) -> None:
         """Hand on what the row at `place` made."""
         stop = self._stops[place]
         if stop.target is None:
             return
         if stop.target == self._group.index:
-            stage = result_to(self._layout, stop.row.kind, stop.stage)
+            stage = output_stage(self._layout, stop.row.kind, stop.stage)
             assert stage is not None  # it has a target
             self._here[stop.row.kind, stop.row.micro_batch, stage] = result
             return
@@ -90,5 +95,5 @@ class Wires:
         work.wait()
 
 
-class Like(Protocol):
+class NewBuffer(Protocol):
     def __call__(self, micro_batch: int) -> torch.Tensor: ...

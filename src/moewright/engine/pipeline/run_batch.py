@@ -8,74 +8,93 @@ from functools import lru_cache
 
 import torch
 
-from moewright.engine.data.batch import Batch
-from moewright.engine.model.transformer import Output, Transformer
-from moewright.engine.pipeline.executor import Backward, Forward, Key, Made, Weights, execute
-from moewright.engine.pipeline.p2p import Wires
+from moewright.engine.data.micro_batch import MicroBatch
+from moewright.engine.model.transformer import ModelOutput, Transformer
+from moewright.engine.pipeline.executor import (
+    BackwardStep,
+    ChunkResult,
+    ForwardStep,
+    Key,
+    WeightGradStep,
+    execute_timetable,
+)
+from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
-from moewright.rules.p2p import Stop, itinerary
+from moewright.rules.p2p import PipelineAction, pipeline_actions
 from moewright.rules.schedule import timetable
-from moewright.rules.timetable_rows import Kind
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout
 
 
-def train(
+def train_batch(
     run: Runtime,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     *,
-    forward: Forward,
-    backward: Backward,
-    weights: Weights,
+    forward: ForwardStep,
+    backward: BackwardStep,
+    weight_grad: WeightGradStep,
 ) -> None:
     """Every forward and backward of `batches`, which are all micro-batches of the step."""
     stops = _stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
-    execute(stops, _wires(run, stops, batches), forward=forward, backward=backward, weights=weights)
+    execute_timetable(
+        stops,
+        _wires(run, stops, batches),
+        forward=forward,
+        backward=backward,
+        weight_grad=weight_grad,
+    )
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_batch(
     run: Runtime,
     model: Transformer,
-    batches: Sequence[Batch],
-    see: Callable[[Key, Output], None],
+    batches: Sequence[MicroBatch],
+    see: Callable[[Key, ModelOutput], None],
     *,
-    logits: bool = False,
+    needs_logits: bool = False,
 ) -> None:
     """Every forward of `batches`; `see` gets what each chunk on this rank made of each of them,
     with whole logits where they are asked for.
     """
     stops = _forward_stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
 
-    def forward(key: Key, hidden: torch.Tensor | None) -> Made:
-        out = model(batches[key[0]], chunk=key[1], hidden_tH=hidden, logits=logits)
+    def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
+        out = model(batches[key[0]], chunk=key[1], hidden_tH=hidden, logits=needs_logits)
         see(key, out)
-        return Made(hidden=None if model.chunks[key[1]].loss else out.hidden_tH, loss=None)
+        return ChunkResult(
+            hidden=None if model.chunks[key[1]].has_loss else out.hidden_tH, loss=None
+        )
 
-    execute(stops, _wires(run, stops, batches), forward=forward, backward=_never, weights=_never)
+    execute_timetable(
+        stops, _wires(run, stops, batches), forward=forward, backward=_never, weight_grad=_never
+    )
 
 
 def _never(*_: object) -> None:
     raise AssertionError("a course of forwards has no backward")
 
 
-def _wires(run: Runtime, stops: Sequence[Stop], batches: Sequence[Batch]) -> Wires:
+def _wires(
+    run: Runtime, stops: Sequence[PipelineAction], batches: Sequence[MicroBatch]
+) -> P2PChannel:
     layout, mesh = run.mesh.layout, run.mesh
 
     def like(micro_batch: int) -> torch.Tensor:
         tokens = batches[micro_batch].inputs.numel() // (layout.tp if layout.sp else 1)
         return torch.empty(tokens, run.model.hidden_size, dtype=run.dtype, device=run.device)
 
-    return Wires(layout, stops, mesh.group("pp"), mesh.upstream, like)
+    return P2PChannel(layout, stops, mesh.group("pp"), mesh.upstream, like)
 
 
 @lru_cache(maxsize=4)  # the same every step but under a ramp of the batch
-def _stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[Stop, ...]:
-    return itinerary(layout, timetable(layout, micro_batches), pp_rank)
+def _stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[PipelineAction, ...]:
+    return pipeline_actions(layout, timetable(layout, micro_batches), pp_rank)
 
 
 @lru_cache(maxsize=4)
-def _forward_stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[Stop, ...]:
+def _forward_stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[PipelineAction, ...]:
     table = [
-        [row for row in rows if row.kind is Kind.F] for rows in timetable(layout, micro_batches)
+        [row for row in rows if row.kind is RowKind.F] for rows in timetable(layout, micro_batches)
     ]
-    return itinerary(layout, table, pp_rank)
+    return pipeline_actions(layout, table, pp_rank)

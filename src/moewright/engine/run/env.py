@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from moewright.spec.errors import BadInput, Reason
 
-MAX_WORLD, MAX_PORT = 1_000_000, 65535
+MAX_WORLD_SIZE, MAX_PORT = 1_000_000, 65535
 _KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # What decides how a product or a sum is rounded, or how NCCL cuts a message, by the manuals of
 # CUDA, cuBLAS, oneDNN,
 # MKL, NCCL, PyTorch and Triton. Ranks that differ in one compute copies that differ, or wait for
 # each other for ever.
-_SHARED = (
+_SHARED_SETTINGS = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
     "DNNL_DEFAULT_FPMATH_MODE",
@@ -41,16 +41,16 @@ class TorchrunEnv:
     """
 
     rank: int
-    world: int
+    world_size: int
     local_rank: int
     host: str
     port: int
-    store_open: bool = False
+    store_is_open: bool = False
     attempt: str = "0"
-    local_world: int = 0
+    local_world_size: int = 0
 
 
-def torchrun() -> TorchrunEnv | None:
+def read_torchrun_env() -> TorchrunEnv | None:
     """The rank that torchrun made of this process, or None. Raises BadInput when only some
     variables are there."""
     given = {key: os.environ[key] for key in _KEYS if key in os.environ}
@@ -67,11 +67,12 @@ def torchrun() -> TorchrunEnv | None:
                 )
             )
     numbers = {
-        key: _whole(key, given[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        key: _parse_whole_number(key, given[key])
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
-    local_world = _whole("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    local_world = _parse_whole_number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0"))
     # Port 0 lets the system choose, which a world of one may.
-    for key, low, high in (("WORLD_SIZE", 1, MAX_WORLD), ("MASTER_PORT", 0, MAX_PORT)):
+    for key, low, high in (("WORLD_SIZE", 1, MAX_WORLD_SIZE), ("MASTER_PORT", 0, MAX_PORT)):
         if not low <= numbers[key] <= high:
             close = str(min(max(numbers[key], low), high))
             raise BadInput(
@@ -93,19 +94,19 @@ def torchrun() -> TorchrunEnv | None:
         )
     return TorchrunEnv(
         rank=numbers["RANK"],
-        world=numbers["WORLD_SIZE"],
+        world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
         host=given["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
-        store_open=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        store_is_open=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        local_world=local_world,
+        local_world_size=local_world,
     )
 
 
-def shared_settings() -> dict[str, str]:
+def read_shared_settings() -> dict[str, str]:
     """Variables that are set here and that all ranks need alike."""
-    return {key: os.environ[key] for key in _SHARED if key in os.environ}
+    return {key: os.environ[key] for key in _SHARED_SETTINGS if key in os.environ}
 
 
 def _refuse_bare_srun() -> None:
@@ -119,7 +120,7 @@ def _refuse_bare_srun() -> None:
         )
 
 
-def _whole(key: str, text: str) -> int:
+def _parse_whole_number(key: str, text: str) -> int:
     if not text.isdecimal():
         close = "29500" if key == "MASTER_PORT" else "0"
         raise BadInput(
@@ -128,6 +129,6 @@ def _whole(key: str, text: str) -> int:
     return int(text)
 
 
-def interprets_triton() -> bool:
+def is_triton_interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"

@@ -15,27 +15,27 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from moewright.engine.checkpoint.lock import run_lock
-from moewright.engine.run.env import TorchrunEnv, torchrun
-from moewright.engine.run.process_limit import refuse_crowd
-from moewright.engine.run.rendezvous import Door
+from moewright.engine.checkpoint.lock import lock_run_dir
+from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
+from moewright.engine.run.process_limit import refuse_too_many_processes
+from moewright.engine.run.rendezvous import Rendezvous
 from moewright.engine.run.worker import (
     STOP_SIGNALS,
-    Blame,
-    Exit,
-    Failure,
-    Heart,
-    Outcome,
+    ExitCode,
+    FailureKind,
+    Heartbeat,
     RankContext,
-    Seat,
+    RankFailure,
+    RankInfo,
+    RankOutcome,
     StopFlag,
     Timeouts,
     Worker,
-    child_main,
-    failure_of,
-    last_beat,
-    rank_file,
+    failure_from_error,
+    rank_file_path,
     read_failure,
+    read_last_beat,
+    run_child,
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
@@ -55,8 +55,8 @@ def launch(
     run_dir: Path,
     device: DeviceKind = DeviceKind.CPU,
     timeouts: Timeouts | None = None,
-    first: Callable[[], None] = lambda: None,
-) -> Exit:
+    before_start: Callable[[], None] = lambda: None,
+) -> ExitCode:
     """Run `worker` on `nproc` ranks and return the job's exit code; holds `run_dir` locked
     meanwhile.
 
@@ -69,36 +69,42 @@ def launch(
     every rank; STOPPED means that they agreed and saved.
     """
     timeouts = timeouts or Timeouts()
-    env = torchrun()
+    env = read_torchrun_env()
     if env is not None:
-        return _run_here(
-            worker, env, nproc=nproc, run_dir=run_dir, device=device, timeouts=timeouts, first=first
+        return _run_in_process(
+            worker,
+            env,
+            nproc=nproc,
+            run_dir=run_dir,
+            device=device,
+            timeouts=timeouts,
+            before_start=before_start,
         )
-    refuse_crowd(nproc)
+    refuse_too_many_processes(nproc)
     if sys.platform != "linux":
         raise BadInput(
             Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun")
         )
-    with run_lock(run_dir), _folder(run_dir) as folder:
-        first()
+    with lock_run_dir(run_dir), _launch_folder(run_dir) as folder:
+        before_start()
         seats = [
-            Seat(
+            RankInfo(
                 rank=rank,
                 local_rank=rank,
-                world=nproc,
+                world_size=nproc,
                 timeouts=timeouts,
                 device=device,
-                meeting=folder / "store",
+                rendezvous=folder / "store",
             )
             for rank in range(nproc)
         ]
         failure_or_exit = _run_ranks(worker, seats, folder)
-    if isinstance(failure_or_exit, Exit):
+    if isinstance(failure_or_exit, ExitCode):
         return failure_or_exit
     return _report(failure_or_exit)
 
 
-def _run_here(
+def _run_in_process(
     worker: Worker,
     env: TorchrunEnv,
     *,
@@ -106,53 +112,53 @@ def _run_here(
     run_dir: Path,
     device: DeviceKind,
     timeouts: Timeouts,
-    first: Callable[[], None],
-) -> Exit:
+    before_start: Callable[[], None],
+) -> ExitCode:
     """This process is a rank already: torchrun watches it."""
-    if nproc != env.world:
+    if nproc != env.world_size:
         raise BadInput(
             Reason(
                 field="nproc",
                 value=str(nproc),
-                rule=f"torchrun started {env.world} ranks",
-                nearest=str(env.world),
+                rule=f"torchrun started {env.world_size} ranks",
+                nearest=str(env.world_size),
             )
         )
-    door = Door(
+    door = Rendezvous(
         host=env.host,
         port=env.port,
-        opens=env.rank == 0 and not env.store_open,
+        hosts_store=env.rank == 0 and not env.store_is_open,
         attempt=env.attempt,
     )
-    seat = Seat(
+    seat = RankInfo(
         rank=env.rank,
         local_rank=env.local_rank,
-        world=env.world,
+        world_size=env.world_size,
         timeouts=timeouts,
         device=device,
-        meeting=door,
+        rendezvous=door,
     )
-    heart = Heart(None)
-    with run_lock(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
+    heart = Heartbeat(None)
+    with lock_run_dir(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
         if env.rank == 0:
-            first()
+            before_start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
-            outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))
+            outcome = worker(RankContext(info=seat, stop=stop, beat=heart.beat))
         except BadInput as error:
             if env.local_rank == 0:
                 raise
             # The command line speaks for the first rank of a machine alone; this may be found by
             # one rank only.
             print(f"rank {env.rank}: {error}", file=sys.stderr, flush=True)
-            return Exit.BAD_INPUT
+            return ExitCode.BAD_INPUT
         except Exception as error:
-            return _report(failure_of(error, rank=env.rank, step=heart.step))
-    return Exit.DONE if outcome is Outcome.DONE else Exit.STOPPED
+            return _report(failure_from_error(error, rank=env.rank, step=heart.step))
+    return ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
 
 
 @contextmanager
-def _folder(run_dir: Path) -> Iterator[Path]:
+def _launch_folder(run_dir: Path) -> Iterator[Path]:
     """A fresh folder for store, heartbeats and failure notes; one left by a killed launcher is
     removed."""
     folder = run_dir.absolute() / ".launch"
@@ -165,43 +171,45 @@ def _folder(run_dir: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rank:
-    seat: Seat
+class _RankProcess:
+    info: RankInfo
     process: BaseProcess
     folder: Path
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process.exitcode is None
 
     @property
-    def failed(self) -> bool:
-        return self.process.exitcode not in (None, Exit.DONE, Exit.STOPPED)
+    def has_failed(self) -> bool:
+        return self.process.exitcode not in (None, ExitCode.DONE, ExitCode.STOPPED)
 
-    def file(self, kind: str) -> Path:
-        return rank_file(self.folder, kind, self.seat.rank)
+    def note_path(self, kind: str) -> Path:
+        return rank_file_path(self.folder, kind, self.info.rank)
 
 
-def _run_ranks(worker: Worker, seats: Sequence[Seat], folder: Path) -> Exit | Failure:
+def _run_ranks(worker: Worker, seats: Sequence[RankInfo], folder: Path) -> ExitCode | RankFailure:
     forks = seats[0].device is DeviceKind.CPU
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
-    ranks: list[_Rank] = []
+    ranks: list[_RankProcess] = []
     with _stop_flag() as stop:
         try:
             for seat in seats:
                 process = context.Process(
-                    target=child_main, args=(worker, seat, folder, os.getpid())
+                    target=run_child, args=(worker, seat, folder, os.getpid())
                 )
                 process.start()
-                ranks.append(_Rank(seat=seat, process=process, folder=folder))
+                ranks.append(_RankProcess(info=seat, process=process, folder=folder))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            failure = _watch(ranks, stop)
+            failure = _watch_ranks(ranks, stop)
         finally:
-            _end(ranks)
+            _end_ranks(ranks)
     if failure is not None:
         return failure
     return (
-        Exit.STOPPED if any(rank.process.exitcode == Exit.STOPPED for rank in ranks) else Exit.DONE
+        ExitCode.STOPPED
+        if any(rank.process.exitcode == ExitCode.STOPPED for rank in ranks)
+        else ExitCode.DONE
     )
 
 
@@ -221,55 +229,59 @@ def _stop_flag() -> Iterator[StopFlag]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _watch(ranks: Sequence[_Rank], stop: StopFlag) -> Failure | None:
+def _watch_ranks(ranks: Sequence[_RankProcess], stop: StopFlag) -> RankFailure | None:
     """Wait until all ranks are done, or one has failed or hangs: then say which, and how."""
     started_s = time.monotonic()
     forwarded = False
-    while live := [rank for rank in ranks if rank.alive]:
+    while live := [rank for rank in ranks if rank.is_alive]:
         if stop.requested and not forwarded:
-            _signal(live, signal.SIGTERM)
+            _send_signal(live, signal.SIGTERM)
             forwarded = True
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
-        if any(rank.failed for rank in ranks):
+        if any(rank.has_failed for rank in ranks):
             break
         if any(_silence_s(rank, started_s) > _patience_s(rank) for rank in live):
-            return _hang(live, started_s)
-    return _first_failure(ranks, started_s)
+            return _blame_hanging_rank(live, started_s)
+    return _find_first_failure(ranks, started_s)
 
 
-def _first_failure(ranks: Sequence[_Rank], started_s: float) -> Failure | None:
+def _find_first_failure(ranks: Sequence[_RankProcess], started_s: float) -> RankFailure | None:
     """The failure to blame, once the ranks have had time to settle; None when no rank has
     failed."""
     settled_s = time.monotonic() + _SETTLE_S
     while True:
-        failures = [_death(rank) for rank in ranks if rank.failed]
-        live = [rank for rank in ranks if rank.alive]
+        failures = [_describe_failure(rank) for rank in ranks if rank.has_failed]
+        live = [rank for rank in ranks if rank.is_alive]
         first = min(failures, key=lambda failure: (failure.blame, failure.at_s), default=None)
-        if first is None or first.blame is Blame.CAUSE or not live:
+        if first is None or first.blame is FailureKind.CAUSE or not live:
             return first
         if time.monotonic() > settled_s:
-            return _hang(live, started_s) if first.blame is Blame.PEER_LOST else first
+            return (
+                _blame_hanging_rank(live, started_s)
+                if first.blame is FailureKind.PEER_LOST
+                else first
+            )
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
 
 
-def _death(rank: _Rank) -> Failure:
+def _describe_failure(rank: _RankProcess) -> RankFailure:
     """What is known of a rank that has failed: its own note, else its exit code."""
-    seat, code = rank.seat, rank.process.exitcode or 0
-    note = read_failure(rank.file("failure"))
+    seat, code = rank.info, rank.process.exitcode or 0
+    note = read_failure(rank.note_path("failure"))
     if note is not None:
         return note
     killer = signal.Signals(-code).name if code < 0 else ""
-    beat = last_beat(rank.file("beat"))
-    return Failure(
+    beat = read_last_beat(rank.note_path("beat"))
+    return RankFailure(
         rank=seat.rank,
         step=beat[0] if beat else 0,
         at_s=time.monotonic(),
-        blame=Blame.ABORT if killer == "SIGABRT" else Blame.CAUSE,
+        blame=FailureKind.ABORT if killer == "SIGABRT" else FailureKind.CAUSE,
         what=f"was killed by {killer}" if killer else f"exited with code {code}",
     )
 
 
-def _hang(live: Sequence[_Rank], started_s: float) -> Failure:
+def _blame_hanging_rank(live: Sequence[_RankProcess], started_s: float) -> RankFailure:
     """Blame one of the ranks that still live: a suspended one, one that never came to meet the
     others, else the one silent for longest.
     """
@@ -277,34 +289,34 @@ def _hang(live: Sequence[_Rank], started_s: float) -> Failure:
         live,
         key=lambda each: (
             _is_suspended(each),
-            not each.file("met").exists(),
+            not each.note_path("met").exists(),
             _silence_s(each, started_s),
         ),
     )
-    beat = last_beat(rank.file("beat"))
+    beat = read_last_beat(rank.note_path("beat"))
     how = "it is suspended (SIGSTOP)" if _is_suspended(rank) else "the others wait for it"
-    return Failure(
-        rank=rank.seat.rank,
+    return RankFailure(
+        rank=rank.info.rank,
         step=beat[0] if beat else 0,
         at_s=time.monotonic(),
-        blame=Blame.CAUSE,
+        blame=FailureKind.CAUSE,
         what="stopped answering",
         error=f"{how}, silent for {_silence_s(rank, started_s):.0f} s",
     )
 
 
-def _silence_s(rank: _Rank, started_s: float) -> float:
-    beat = last_beat(rank.file("beat"))
+def _silence_s(rank: _RankProcess, started_s: float) -> float:
+    beat = read_last_beat(rank.note_path("beat"))
     return time.monotonic() - (beat[1] if beat else started_s)
 
 
-def _patience_s(rank: _Rank) -> float:
-    timeouts = rank.seat.timeouts
-    started = last_beat(rank.file("beat")) is not None
+def _patience_s(rank: _RankProcess) -> float:
+    timeouts = rank.info.timeouts
+    started = read_last_beat(rank.note_path("beat")) is not None
     return (timeouts.collective_s if started else timeouts.rendezvous_s) + _HANG_MARGIN_S
 
 
-def _is_suspended(rank: _Rank) -> bool:
+def _is_suspended(rank: _RankProcess) -> bool:
     """Linux process state T; the state follows the last ")" of the stat line."""
     try:
         stat = Path(f"/proc/{rank.process.pid}/stat").read_text()
@@ -313,28 +325,28 @@ def _is_suspended(rank: _Rank) -> bool:
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def _signal(ranks: Sequence[_Rank], number: signal.Signals) -> None:
+def _send_signal(ranks: Sequence[_RankProcess], number: signal.Signals) -> None:
     for rank in ranks:
-        if rank.alive and rank.process.pid is not None:
+        if rank.is_alive and rank.process.pid is not None:
             os.kill(rank.process.pid, number)
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def _end_ranks(ranks: Sequence[_RankProcess]) -> None:
     """Leave no rank behind: SIGTERM, then SIGKILL, which a suspended rank takes too."""
-    _signal(ranks, signal.SIGTERM)
+    _send_signal(ranks, signal.SIGTERM)
     deadline_s = time.monotonic() + _GRACE_S
     for rank in ranks:
         rank.process.join(max(0.0, deadline_s - time.monotonic()))
-    _signal(ranks, signal.SIGKILL)
+    _send_signal(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.process.join()
 
 
-def _report(failure: Failure) -> Exit:
+def _report(failure: RankFailure) -> ExitCode:
     """Say what failed, the first line first; a BadInput goes on to the caller."""
     if failure.reasons:
         raise BadInput(*failure.reasons)
     with suppress(OSError, ValueError):
         print(f"{failure}; start again to go on from the last checkpoint", file=sys.stderr)
         print(failure.detail, end="", file=sys.stderr, flush=True)
-    return Exit.RANK_FAILED
+    return ExitCode.RANK_FAILED

@@ -7,20 +7,20 @@ import os
 
 from moewright.spec.errors import BadInput, Reason
 
-_RANKS_A_CORE = 8
+_RANKS_PER_CORE = 8
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def refuse_crowd(nproc: int, *, field: str = "nproc") -> None:
+def refuse_too_many_processes(nproc: int, *, field: str = "nproc") -> None:
     """Raise BadInput for more processes than a machine survives: each holds a torch and takes a
     share of a core."""
-    most = _RANKS_A_CORE * cores()
+    most = _RANKS_PER_CORE * count_cores()
     if not 1 <= nproc <= most:
-        rule = f"must be in 1..{most} on a machine of {cores()} cores"
+        rule = f"must be in 1..{most} on a machine of {count_cores()} cores"
         raise BadInput(
             Reason(field=field, value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most)))
         )

@@ -23,39 +23,44 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Door:
+class Rendezvous:
     """Where ranks meet: `opens` it is this rank, `attempt` counts the restarts of the job there."""
 
     host: str
     port: int
-    opens: bool
+    hosts_store: bool
     attempt: str
 
 
-def meet(door: Door, *, rank: int, world: int, patience_s: float) -> Store:
+def open_rendezvous(
+    rendezvous: Rendezvous, *, rank: int, world_size: int, timeout_s: float
+) -> Store:
     """The store that all ranks share, once each of them has come.
 
     All ranks raise the same BadInput where two came as one rank or with different world sizes, and
     the same TimeoutError, which names those that are missing, `patience_s` after the first of them
     came.
     """
-    deadline_s = time.monotonic() + patience_s
-    store = PrefixStore(f"moewright/{door.attempt}", _store(door, patience_s))
-    refused = _sign(store, rank, world)
+    deadline_s = time.monotonic() + timeout_s
+    store = PrefixStore(f"moewright/{rendezvous.attempt}", _open_store(rendezvous, timeout_s))
+    refused = _sign_in(store, rank, world_size)
     if refused is not None:
         store.set(_END, json.dumps({"refused": asdict(refused)}))
     try:
         store.wait([_END], timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
     except DistStoreError:
-        store.set(_END, json.dumps({"missing": _missing(store, door, world, patience_s)}))
+        store.set(
+            _END,
+            json.dumps({"missing": _describe_missing(store, rendezvous, world_size, timeout_s)}),
+        )
     except DistError as error:
         raise TimeoutError(
-            f"rank 0 left {door.host}:{door.port} before all ranks had come"
+            f"rank 0 left {rendezvous.host}:{rendezvous.port} before all ranks had come"
         ) from error
     end = store.get(_END)
     if not end:
         return store
-    if door.opens:
+    if rendezvous.hosts_store:
         time.sleep(_LINGER_S)
     said = json.loads(end)
     if "refused" in said:
@@ -63,12 +68,12 @@ def meet(door: Door, *, rank: int, world: int, patience_s: float) -> Store:
     raise TimeoutError(said["missing"])
 
 
-def _store(door: Door, patience_s: float) -> TCPStore:
+def _open_store(door: Rendezvous, patience_s: float) -> TCPStore:
     try:
         return TCPStore(
             door.host,
             door.port,
-            is_master=door.opens,
+            is_master=door.hosts_store,
             timeout=timedelta(seconds=patience_s),
             wait_for_workers=False,
             multi_tenant=True,
@@ -80,7 +85,7 @@ def _store(door: Door, patience_s: float) -> TCPStore:
             raise BadInput(
                 Reason(field=field, value=value, rule=rule, nearest="a free port")
             ) from error
-        if door.opens:
+        if door.hosts_store:
             raise
         where = f"{door.host}:{door.port}"
         raise TimeoutError(
@@ -88,7 +93,7 @@ def _store(door: Door, patience_s: float) -> TCPStore:
         ) from error
 
 
-def _sign(store: Store, rank: int, world: int) -> Reason | None:
+def _sign_in(store: Store, rank: int, world: int) -> Reason | None:
     """Say that this rank is here; the last one ends the roll call. A Reason where it must not
     be."""
     mine = f"{world} {rank}"
@@ -97,7 +102,7 @@ def _sign(store: Store, rank: int, world: int) -> Reason | None:
     if theirs != str(world):
         rule = f"rank {rank} was started with it, rank {other} with {theirs}"
         return Reason(field="WORLD_SIZE", value=str(world), rule=rule, nearest=theirs)
-    if store.add(_name(rank), 1) > 1:
+    if store.add(_rank_key(rank), 1) > 1:
         rule = "two processes were started with it"
         return Reason(
             field="RANK", value=str(rank), rule=rule, nearest=f"each of 0..{world - 1} once"
@@ -107,12 +112,12 @@ def _sign(store: Store, rank: int, world: int) -> Reason | None:
     return None
 
 
-def _missing(store: Store, door: Door, world: int, patience_s: float) -> str:
-    absent = [str(rank) for rank in range(world) if not store.check([_name(rank)])]
+def _describe_missing(store: Store, door: Rendezvous, world: int, patience_s: float) -> str:
+    absent = [str(rank) for rank in range(world) if not store.check([_rank_key(rank)])]
     more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
     who = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(absent[:_NAMED]) + more
     return f"{who} of {world} did not come to {door.host}:{door.port} within {patience_s:.0f} s"
 
 
-def _name(rank: int) -> str:
+def _rank_key(rank: int) -> str:
     return f"rank {rank}"

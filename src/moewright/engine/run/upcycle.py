@@ -18,35 +18,35 @@ import torch
 
 from moewright.codec import from_data, to_data
 from moewright.engine.checkpoint import (
-    Order,
     PayloadReader,
-    Shard,
+    SaveRequest,
+    StoredShard,
     TensorEntry,
-    checkpoint_at,
     checkpoint_path,
-    payload_name,
-    read_box,
+    find_checkpoint,
+    payload_file_name,
     read_index,
+    read_tensor_box,
     verify_file,
-    write_alone,
+    write_single_process,
 )
 from moewright.engine.hf import names
-from moewright.engine.hf.folder import HfReader, open_folder
-from moewright.engine.model.transformer import normal
+from moewright.engine.hf.folder import HfReader, open_hf_folder
+from moewright.engine.model.transformer import draw_normal
 from moewright.rules.parameters import Param, parameters
-from moewright.rules.upcycling import Upcycling
+from moewright.rules.upcycling import UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import CheckpointSpec
 
-Read = Callable[[Param], torch.Tensor]  # a parameter of the dense model, whole, fp32
+ReadParameter = Callable[[Param], torch.Tensor]  # a parameter of the dense model, whole, fp32
 
 _MLP, _EXPERTS = ".mlp.", ".moe.experts."
 
 
-def stored_model(path: Path) -> ModelSpec:
+def read_checkpoint_model(path: Path) -> ModelSpec:
     """The model of our newest checkpoint at `path`. Raises BadInput when there is none."""
-    checkpoint = checkpoint_at(path)
+    checkpoint = find_checkpoint(path)
     found = read_index(checkpoint).extra.get("model")
     if found is None:
         raise BadInput(Reason(field=str(checkpoint), rule="does not say which model it is of"))
@@ -54,34 +54,40 @@ def stored_model(path: Path) -> ModelSpec:
 
 
 @contextmanager
-def of_checkpoint(path: Path) -> Iterator[Read]:
+def open_checkpoint_parameters(path: Path) -> Iterator[ReadParameter]:
     """Parameters of our newest checkpoint at `path`, once the checksum of every file holds. Raises
     BadInput."""
-    checkpoint = checkpoint_at(path)
+    checkpoint = find_checkpoint(path)
     index = read_index(checkpoint)
     for file in index.files:
         verify_file(checkpoint, file)
     tensors = {tensor.name: tensor for tensor in index.tensors}
     with PayloadReader(checkpoint) as reader:
-        yield lambda param: read_box(
+        yield lambda param: read_tensor_box(
             reader, tensors[param.name], (0,) * len(param.shape), param.shape
         )
 
 
 @contextmanager
-def of_hugging_face(model: ModelSpec, path: Path) -> Iterator[Read]:
+def open_hf_parameters(model: ModelSpec, path: Path) -> Iterator[ReadParameter]:
     """Parameters of a Hugging Face folder, once it is known to be of this model. Raises
     BadInput."""
-    folder = open_folder(path)
-    table = names.table_of(model, folder)
+    folder = open_hf_folder(path)
+    table = names.build_name_table(model, folder)
     with HfReader(folder) as reader:
-        yield lambda param: names.read_box(
+        yield lambda param: names.read_parameter_box(
             reader, table[param.name], (0,) * len(param.shape), param.shape
         )
 
 
 def upcycle(
-    read: Read, dense: ModelSpec, model: ModelSpec, choice: Upcycling, *, seed: int, out: Path
+    read_parameter: ReadParameter,
+    dense: ModelSpec,
+    model: ModelSpec,
+    choice: UpcyclingSpec,
+    *,
+    seed: int,
+    out: Path,
 ) -> Path:
     """Write `model`, which `choice` makes of `dense`, as a checkpoint in `out`; its path.
 
@@ -89,44 +95,46 @@ def upcycle(
     """
     ours = {param.name: param for param in parameters(dense)}
     theirs = {param.name: param for param in parameters(model)}
-    up, down = choice.factors
+    up, down = choice.weight_factors
 
-    def made(tensor: TensorEntry, shard: Shard) -> torch.Tensor:
+    def made(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
         param = theirs[tensor.name]
         if param.name in ours:
-            return read(ours[param.name])
-        if not param.expert:
-            return _router(model, param, choice, seed)
-        whole = read(ours[param.name.replace(_EXPERTS, _MLP)])  # [2,F,H] or [H,F]
+            return read_parameter(ours[param.name])
+        if not param.is_expert:
+            return _build_router(model, param, choice, seed)
+        whole = read_parameter(ours[param.name.replace(_EXPERTS, _MLP)])  # [2,F,H] or [H,F]
         return whole.unflatten(1, (choice.granularity, -1)).transpose(0, 1) * (
             down if whole.dim() == 2 else up
         )
 
-    order = Order(
-        final=checkpoint_path(out, 0),
+    order = SaveRequest(
+        path=checkpoint_path(out, 0),
         step=0,
         extra={"model": to_data(model)},
-        tensors=tuple(_placed(param, choice) for param in theirs.values()),
+        tensors=tuple(_plan_shards(param, choice) for param in theirs.values()),
         pieces=(),
-        keep=CheckpointSpec(),
+        retention=CheckpointSpec(),
     )
-    return write_alone(order, made)
+    return write_single_process(order, made)
 
 
-def _placed(param: Param, choice: Upcycling) -> TensorEntry:
+def _plan_shards(param: Param, choice: UpcyclingSpec) -> TensorEntry:
     """A box a copy of an MLP, and one for any other tensor."""
-    rows = choice.granularity if param.expert else param.shape[0]
+    rows = choice.granularity if param.is_expert else param.shape[0]
     shards = (
-        Shard(
+        StoredShard(
             box=((first, *(0,) * (len(param.shape) - 1)), (rows, *param.shape[1:])),
-            file=payload_name(param.layer + 1),  # the embedding's is -1
+            file=payload_file_name(param.layer + 1),  # the embedding's is -1
         )
         for first in range(0, param.shape[0], rows)
     )
     return TensorEntry(name=param.name, dtype="F32", shape=param.shape, shards=tuple(shards))
 
 
-def _router(model: ModelSpec, param: Param, choice: Upcycling, seed: int) -> torch.Tensor:
+def _build_router(model: ModelSpec, param: Param, choice: UpcyclingSpec, seed: int) -> torch.Tensor:
     """[E,H]: a random row a copy, the same for all of its slices."""
-    rows = normal(seed, param.name, (choice.copies, model.hidden_size), model.initializer_range)
+    rows = draw_normal(
+        seed, param.name, (choice.copies, model.hidden_size), model.initializer_range
+    )
     return rows.repeat_interleave(choice.granularity, 0)

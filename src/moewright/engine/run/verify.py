@@ -20,51 +20,58 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from moewright.engine.checkpoint import Coordinator, Piece, alone, load, read_index, save
-from moewright.engine.comm import collectives
-from moewright.engine.data.batch import Batch, batch_here
-from moewright.engine.data.sampler import rows_of
-from moewright.engine.hf.folder import HfFolder, HfReader, open_folder, open_weights
-from moewright.engine.hf.names import (
-    in_their_names,
-    read_box,
-    read_part,
-    table_of,
-    without_absent_mtp,
+from moewright.engine.checkpoint import (
+    Coordinator,
+    LocalShard,
+    load_checkpoint,
+    read_index,
+    save_checkpoint,
+    single_process,
 )
-from moewright.engine.model.layers import Slot
-from moewright.engine.model.router import routers_of
-from moewright.engine.model.transformer import Output
-from moewright.engine.observe.record import finite
-from moewright.engine.optim.update import adamw_update, sgd_update
+from moewright.engine.comm import collectives
+from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.data.sampler import micro_batch_rows
+from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_safetensors
+from moewright.engine.hf.names import (
+    build_name_table,
+    drop_absent_mtp,
+    read_local_part,
+    read_parameter_box,
+    to_hf_tensors,
+)
+from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.router import list_routers
+from moewright.engine.model.transformer import ModelOutput
+from moewright.engine.observe.record import clamp_to_finite
+from moewright.engine.optim.update_rules import adamw_update, sgd_update
 from moewright.engine.pipeline.executor import Key
-from moewright.engine.pipeline.run_batch import evaluate
-from moewright.engine.run.batch_file import NAMES, workload_of
-from moewright.engine.run.build import join, trainee
+from moewright.engine.pipeline.run_batch import evaluate_batch
+from moewright.engine.run.batch_file import BATCH_TENSORS, read_batch_workload
+from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import Clock, Trainee, accumulate, apply
-from moewright.engine.run.worker import Exit, Outcome, RankContext
+from moewright.engine.run.step import PhaseClock, TrainState, apply_update, forward_backward
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
-from moewright.rules.context_parallel import held
+from moewright.rules.context_parallel import rank_positions
+from moewright.rules.engine_limits import require_runnable
 from moewright.rules.legality import micro_batches
 from moewright.rules.parameters import parameters, selection_bias_name
-from moewright.rules.runnable import refuse_unrunnable
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import OptimizerSpec, Workload
 
-_IGNORED = -100
-_GATHERED = ".verify"  # a checkpoint through which the ranks' parts become whole tensors
+_IGNORED_LABEL = -100
+_GATHER_FOLDER = ".verify"  # a checkpoint through which the ranks' parts become whole tensors
 
 
-class Rule(StrEnum):
+class UpdateKind(StrEnum):
     SGD = "sgd"
     ADAMW = "adamw"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verification:
+class VerifyJob:
     """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is the
     folder."""
 
@@ -73,7 +80,7 @@ class Verification:
     batch: Path
     layout: Layout
     steps: int
-    rule: Rule
+    update_kind: UpdateKind
     lr: float
     optimizer: OptimizerSpec
 
@@ -86,17 +93,17 @@ class FixedBatches:
     inputs: torch.Tensor
     targets: torch.Tensor
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> Batch:
-        rows = rows_here(run, micro_batch)
+    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        rows = local_rows(run, micro_batch)
         batch = step % len(self.inputs)
         inputs, targets = (x[batch, rows.start : rows.stop] for x in (self.inputs, self.targets))
-        return batch_here(run, inputs, targets, None)
+        return build_micro_batch(run, inputs, targets, None)
 
 
-def rows_here(run: Runtime, micro_batch: int) -> range:
+def local_rows(run: Runtime, micro_batch: int) -> range:
     """Rows of the global batch in a micro-batch of this rank."""
     layout = run.mesh.layout
-    return rows_of(
+    return micro_batch_rows(
         global_batch=run.workload.global_batch,
         dp=layout.dp,
         dp_rank=run.mesh.coordinate("dp"),
@@ -105,26 +112,26 @@ def rows_here(run: Runtime, micro_batch: int) -> range:
     )
 
 
-def verify(job: Verification, out: Path) -> Exit:
+def verify(job: VerifyJob, out: Path) -> ExitCode:
     """Write `out`/tensors.safetensors (logits, nll, grad/<their name> of the first batch) and
     `out`/curve.json.
 
     Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not
     run by the engine.
     """
-    work = workload_of(job.batch, steps=job.steps, optimizer=job.optimizer)
+    work = read_batch_workload(job.batch, steps=job.steps, optimizer=job.optimizer)
     batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
-    folder = open_folder(job.weights)
+    folder = open_hf_folder(job.weights)
     job = _without_absent_mtp(job, folder)
-    refuse_unrunnable(job.model, work, job.layout)
-    table_of(job.model, folder)
+    require_runnable(job.model, work, job.layout)
+    build_name_table(job.model, folder)
     return launch(
         partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out
     )
 
 
-def _without_absent_mtp(job: Verification, folder: HfFolder) -> Verification:
-    model = without_absent_mtp(job.model, folder.tensors.keys())
+def _without_absent_mtp(job: VerifyJob, folder: HfFolder) -> VerifyJob:
+    model = drop_absent_mtp(job.model, folder.tensors.keys())
     if model is not job.model:
         print(f"{job.weights}: holds no MTP layer; it is left out", file=sys.stderr)
     return replace(job, model=model)
@@ -136,9 +143,9 @@ def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
 
     Raises BadInput for an id that is not of the vocabulary.
     """
-    with open_weights(path) as file:
-        ids, labels = (file.get_tensor(name) for name in NAMES)
-    for name, tensor, low in zip(NAMES, (ids, labels), (0, _IGNORED), strict=True):
+    with open_safetensors(path) as file:
+        ids, labels = (file.get_tensor(name) for name in BATCH_TENSORS)
+    for name, tensor, low in zip(BATCH_TENSORS, (ids, labels), (0, _IGNORED_LABEL), strict=True):
         wrong = (tensor >= vocab_size) | ((tensor < 0) & (tensor != low))
         if wrong.any():
             value = str(int(tensor[wrong][0]))
@@ -147,77 +154,79 @@ def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
                     field=f"{path}: {name}", value=value, rule=f"ids must be in 0..{vocab_size - 1}"
                 )
             )
-    targets = torch.full_like(ids, _IGNORED, dtype=torch.int64)
+    targets = torch.full_like(ids, _IGNORED_LABEL, dtype=torch.int64)
     targets[:, :, :-1] = labels[:, :, 1:]
     return FixedBatches(inputs=ids.long(), targets=targets)
 
 
 def _verify_rank(
-    job: Verification, work: Workload, batches: FixedBatches, out: Path, seat: RankContext
-) -> Outcome:
-    device = join(seat)
-    folder = open_folder(job.weights)
-    table = table_of(job.model, folder)
+    job: VerifyJob, work: Workload, batches: FixedBatches, out: Path, seat: RankContext
+) -> RankOutcome:
+    device = init_distributed(seat)
+    folder = open_hf_folder(job.weights)
+    table = build_name_table(job.model, folder)
     with HfReader(folder) as reader:
 
-        def stored(slot: Slot, run: Runtime) -> torch.Tensor:
-            return read_part(reader, table[slot.name], slot.placement)
+        def stored(slot: NamedParameter, run: Runtime) -> torch.Tensor:
+            return read_local_part(reader, table[slot.name], slot.placement)
 
-        rule = sgd_update if job.rule is Rule.SGD else adamw_update
-        here = trainee(
+        rule = sgd_update if job.update_kind is UpdateKind.SGD else adamw_update
+        here = build_train_state(
             job.model,
             work,
             job.layout,
             batches,
             rank=seat.rank,
             device=device,
-            initial=stored,
-            rule=rule,
+            initial_value=stored,
+            update_rule=rule,
         )
-        for router in routers_of(here.model):
+        for router in list_routers(here.model):
             if router.selection_bias is not None:
-                bias = table[selection_bias_name(router.number)]
+                bias = table[selection_bias_name(router.layer_number)]
                 router.selection_bias.copy_(
-                    read_box(reader, bias, (0,), router.selection_bias.shape)
+                    read_parameter_box(reader, bias, (0,), router.selection_bias.shape)
                 )
-    pieces = _outputs(here, batches)
+    pieces = _compute_outputs(here, batches)
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):
         seat.beat(step)
-        clock = Clock()
-        found = accumulate(here, clock, step=step)
+        clock = PhaseClock()
+        found = forward_backward(here, clock, step=step)
         if step == 1:
-            comm = Coordinator(rank=seat.rank, world=seat.world, gather=collectives.gather_json)
-            whole = save(
-                out / _GATHERED,
+            comm = Coordinator(
+                rank=seat.rank, world_size=seat.world_size, gather=collectives.gather_json
+            )
+            whole = save_checkpoint(
+                out / _GATHER_FOLDER,
                 step=1,
-                pieces=[*pieces, *here.optimizer.gradients()],
+                shards=[*pieces, *here.optimizer.gradient_shards()],
                 extra={},
                 keep=1,
                 comm=comm,
             )
-        apply(here, clock, found, lr=job.lr)
-        curve.append((finite(found.loss), finite(found.norm)))
+        apply_update(here, clock, found, lr=job.lr)
+        curve.append((clamp_to_finite(found.loss), clamp_to_finite(found.grad_norm)))
     if seat.rank == 0:
-        _write(job, whole, curve, out)
-    here.optimizer.settle()
-    collectives.stop()
-    return Outcome.DONE
+        _write_results(job, whole, curve, out)
+    here.optimizer.finish_pending()
+    collectives.leave_world()
+    return RankOutcome.DONE
 
 
-def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
+def _compute_outputs(here: TrainState, batches: FixedBatches) -> list[LocalShard]:
     """Logits and token losses of the first batch: this rank's rows and part of the vocabulary, if
     it has the head."""
-    run = here.run
+    run = here.runtime
     rows, length, vocab = run.workload.global_batch, run.workload.seq_len, run.model.vocab_size
     cp = run.mesh.layout.cp
-    parts = held(length, cp, run.mesh.coordinate("cp"))
+    parts = rank_positions(length, cp, run.mesh.coordinate("cp"))
     found = []
 
-    def see(key: Key, out: Output) -> None:
-        if not here.model.chunks[key[1]].loss:
+    def see(key: Key, out: ModelOutput) -> None:
+        if not here.model.chunks[key[1]].has_loss:
             return
-        first = rows_here(run, key[0]).start
+        first = local_rows(run, key[0]).start
         width = out.logits.shape[1]
         start = run.mesh.coordinate("tp") * width
         logits = out.logits.unflatten(0, (-1, length // cp))[:, :, : max(0, vocab - start)].float()
@@ -225,7 +234,7 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
         for place, part in enumerate(parts):
             columns = slice(place * len(part), (place + 1) * len(part))
             found.append(
-                Piece(
+                LocalShard(
                     name="logits",
                     global_shape=(rows, length, vocab),
                     offsets=(first, part.start, start),
@@ -233,7 +242,7 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
                 )
             )
             found.append(
-                Piece(
+                LocalShard(
                     name="nll",
                     global_shape=(rows, length),
                     offsets=(first, part.start),
@@ -242,31 +251,33 @@ def _outputs(here: Trainee, batches: FixedBatches) -> list[Piece]:
             )
 
     count = micro_batches(run.workload, run.mesh.layout)
-    evaluate(
+    evaluate_batch(
         run,
         here.model,
         [batches.micro_batch(run, 0, number) for number in range(count)],
         see,
-        logits=True,
+        needs_logits=True,
     )
     return found
 
 
-def _write(job: Verification, whole: Path, curve: Sequence[tuple[float, float]], out: Path) -> None:
+def _write_results(
+    job: VerifyJob, whole: Path, curve: Sequence[tuple[float, float]], out: Path
+) -> None:
     """The gathered tensors in their names, and the curve; the gathering folder goes."""
     tensors = {entry.name: torch.empty(entry.shape) for entry in read_index(whole).tensors}
-    load(
+    load_checkpoint(
         whole,
-        pieces=[
-            Piece(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
+        shards=[
+            LocalShard(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
             for name, t in tensors.items()
         ],
-        comm=alone(),
+        comm=single_process(),
     )
     given = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
-    table = table_of(job.model, open_folder(job.weights))
+    table = build_name_table(job.model, open_hf_folder(job.weights))
     for param in parameters(job.model):
-        for name, grad in in_their_names(tensors[f"grad/{param.name}"], table[param.name]):
+        for name, grad in to_hf_tensors(tensors[f"grad/{param.name}"], table[param.name]):
             given[f"grad/{name}"] = grad
     part = out / "tensors.safetensors.part"
     save_file(given, str(part))

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
     Store,
 )  # torch.distributed re-exports them, unseen by type checkers
 
-from moewright.engine.run.rendezvous import Door, meet
+from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
@@ -46,7 +46,7 @@ _PEER_LOST = (
 _PR_SET_PDEATHSIG = 1
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     """Exit codes of a job."""
 
     DONE = 0
@@ -55,7 +55,7 @@ class Exit(IntEnum):
     STOPPED = 143  # saved on SIGTERM
 
 
-class Outcome(StrEnum):
+class RankOutcome(StrEnum):
     """How a worker ended: DONE, or STOPPED because the ranks agreed on a stop and saved."""
 
     DONE = "done"
@@ -95,7 +95,7 @@ class StopFlag:
         self._requested = True
 
 
-class Heart:
+class Heartbeat:
     """Writes the step that a rank is on, and when, for the launcher to read."""
 
     def __init__(self, path: Path | None) -> None:
@@ -114,7 +114,7 @@ class Heart:
             os.pwrite(self._handle, _BEAT.pack(step, time.monotonic()), 0)
 
 
-def last_beat(path: Path) -> tuple[int, float] | None:
+def read_last_beat(path: Path) -> tuple[int, float] | None:
     """Step and monotonic second of the last beat, or None before the first."""
     try:
         return _BEAT.unpack(path.read_bytes())
@@ -123,19 +123,19 @@ def last_beat(path: Path) -> tuple[int, float] | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class RankInfo:
     """What a rank is told before it starts. Ranks meet over a file of the launcher, or at the door
     of torchrun."""
 
     rank: int
     local_rank: int
-    world: int
+    world_size: int
     timeouts: Timeouts
     device: DeviceKind
-    meeting: Path | Door
+    rendezvous: Path | Rendezvous
 
 
-def rank_file(folder: Path, kind: str, rank: int) -> Path:
+def rank_file_path(folder: Path, kind: str, rank: int) -> Path:
     """The file of a rank in the launcher's folder; `kind` is "beat", "met" or "failure"."""
     return folder / f"{kind}-{rank:05d}"
 
@@ -145,41 +145,43 @@ class RankContext:
     """Handed to the worker. `beat(step)` at the start of every step; `stop.requested` is this
     rank's own flag."""
 
-    seat: Seat
+    info: RankInfo
     stop: StopFlag
     beat: Callable[[int], None]
 
     @property
     def rank(self) -> int:
-        return self.seat.rank
+        return self.info.rank
 
     @property
     def local_rank(self) -> int:
-        return self.seat.local_rank
+        return self.info.local_rank
 
     @property
-    def world(self) -> int:
-        return self.seat.world
+    def world_size(self) -> int:
+        return self.info.world_size
 
     @property
     def timeouts(self) -> Timeouts:
-        return self.seat.timeouts
+        return self.info.timeouts
 
-    def store(self) -> Store:
+    def open_store(self) -> Store:
         """Where the ranks meet. Call once."""
-        meeting, patience_s = self.seat.meeting, self.timeouts.rendezvous_s
-        if isinstance(meeting, Door):
-            return meet(meeting, rank=self.rank, world=self.world, patience_s=patience_s)
-        rank_file(meeting.parent, "met", self.rank).touch()  # whoever lacks one is waited for
-        store = FileStore(str(meeting), self.world)
+        meeting, patience_s = self.info.rendezvous, self.timeouts.rendezvous_s
+        if isinstance(meeting, Rendezvous):
+            return open_rendezvous(
+                meeting, rank=self.rank, world_size=self.world_size, timeout_s=patience_s
+            )
+        rank_file_path(meeting.parent, "met", self.rank).touch()  # whoever lacks one is waited for
+        store = FileStore(str(meeting), self.world_size)
         store.set_timeout(timedelta(seconds=patience_s))
         return store
 
 
-Worker = Callable[[RankContext], Outcome]
+Worker = Callable[[RankContext], RankOutcome]
 
 
-class Blame(IntEnum):
+class FailureKind(IntEnum):
     """How likely a failure is the cause of the others, most likely first."""
 
     CAUSE = 0
@@ -188,14 +190,14 @@ class Blame(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class RankFailure:
     """How a rank ended: `what` it did ("was killed by SIGKILL"), the `error` in one line, `detail`
     for the log."""
 
     rank: int
     step: int
     at_s: float  # on the monotonic clock
-    blame: Blame
+    blame: FailureKind
     what: str
     error: str = ""
     detail: str = ""
@@ -206,33 +208,35 @@ class Failure:
         return f"rank {self.rank} {self.what} {where}" + (f": {self.error}" if self.error else "")
 
 
-def write_failure(path: Path, failure: Failure) -> None:
+def write_failure(path: Path, failure: RankFailure) -> None:
     with suppress(OSError):  # a full disk must not hide the first error
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(failure)), "utf-8")
         part.rename(path)
 
 
-def read_failure(path: Path) -> Failure | None:
+def read_failure(path: Path) -> RankFailure | None:
     if not path.exists():
         return None
     data = json.loads(path.read_text("utf-8"))
-    return Failure(
+    return RankFailure(
         **{
             **data,
-            "blame": Blame(data["blame"]),
+            "blame": FailureKind(data["blame"]),
             "reasons": tuple(Reason(**reason) for reason in data["reasons"]),
         }
     )
 
 
-def failure_of(error: Exception, *, rank: int, step: int) -> Failure:
+def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure:
     text = " ".join(str(error).split())
-    return Failure(
+    return RankFailure(
         rank=rank,
         step=step,
         at_s=time.monotonic(),
-        blame=Blame.PEER_LOST if any(sign in text for sign in _PEER_LOST) else Blame.CAUSE,
+        blame=FailureKind.PEER_LOST
+        if any(sign in text for sign in _PEER_LOST)
+        else FailureKind.CAUSE,
         what="failed",
         error=f"{type(error).__name__}: {text}" if text else type(error).__name__,
         detail="".join(traceback.format_exception(error)),
@@ -246,28 +250,28 @@ def die_with_parent(parent: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before the call
-        os._exit(Exit.RANK_FAILED)
+        os._exit(ExitCode.RANK_FAILED)
 
 
-def child_main(worker: Worker, seat: Seat, folder: Path, parent: int) -> None:
+def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int) -> None:
     """The life of a launched rank; never returns. Stop signals arrive blocked and open once the
     flag is in place."""
     die_with_parent(parent)
     stop = StopFlag()
     stop.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    heart = Heart(rank_file(folder, "beat", seat.rank))
+    heart = Heartbeat(rank_file_path(folder, "beat", info.rank))
     heart.beat(0)
-    if seat.device is DeviceKind.CPU:
+    if info.device is DeviceKind.CPU:
         torch.set_num_threads(1)  # ranks share the cores
-    code = Exit.RANK_FAILED
+    code = ExitCode.RANK_FAILED
     try:
-        outcome = worker(RankContext(seat=seat, stop=stop, beat=heart.beat))
-        code = Exit.DONE if outcome is Outcome.DONE else Exit.STOPPED
+        outcome = worker(RankContext(info=info, stop=stop, beat=heart.beat))
+        code = ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
     except Exception as error:
-        failure = failure_of(error, rank=seat.rank, step=heart.step)
-        code = Exit.BAD_INPUT if failure.reasons else Exit.RANK_FAILED
-        write_failure(rank_file(folder, "failure", seat.rank), failure)
+        failure = failure_from_error(error, rank=info.rank, step=heart.step)
+        code = ExitCode.BAD_INPUT if failure.reasons else ExitCode.RANK_FAILED
+        write_failure(rank_file_path(folder, "failure", info.rank), failure)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

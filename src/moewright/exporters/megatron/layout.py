@@ -6,32 +6,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from moewright.exporters.megatron.model import Flag, number
-from moewright.rules.batch_rampup import batch_of
-from moewright.rules.context_parallel import factors
-from moewright.rules.stages import chunks
+from moewright.exporters.megatron.model import Flag, format_number
+from moewright.rules.batch_rampup import step_samples
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.stages import pipeline_chunks
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
-    Dispatcher,
-    Graphs,
+    CudaGraphScope,
+    DispatcherKind,
     Layout,
     Offload,
     Overlap,
     Recompute,
 )
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Documents, Dtype, SaveMode, Workload
+from moewright.spec.workload import DocumentMasking, Dtype, SaveMode, Workload
 
-DISPATCHERS = {
-    Dispatcher.ALL_GATHER: (("--moe-token-dispatcher-type", "allgather"),),
-    Dispatcher.ALL_TO_ALL: (("--moe-token-dispatcher-type", "alltoall"),),
-    Dispatcher.DEEPEP: (
+DISPATCHER_FLAGS = {
+    DispatcherKind.ALL_GATHER: (("--moe-token-dispatcher-type", "allgather"),),
+    DispatcherKind.ALL_TO_ALL: (("--moe-token-dispatcher-type", "alltoall"),),
+    DispatcherKind.DEEPEP: (
         ("--moe-token-dispatcher-type", "flex"),
         ("--moe-flex-dispatcher-backend", "deepep"),
     ),
-    Dispatcher.HYBRIDEP: (
+    DispatcherKind.HYBRIDEP: (
         ("--moe-token-dispatcher-type", "flex"),
         ("--moe-flex-dispatcher-backend", "hybridep"),
     ),
@@ -63,10 +63,10 @@ def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
     """
     if precision is Dtype.FP8:
         return "hybrid", "tensorwise"
-    return ("e4m3", "mxfp8") if mx_blocks(hardware) else ("e4m3", "blockwise")
+    return ("e4m3", "mxfp8") if has_mx_tensor_cores(hardware) else ("e4m3", "blockwise")
 
 
-def mx_blocks(hardware: Hardware) -> bool:
+def has_mx_tensor_cores(hardware: Hardware) -> bool:
     """Whether the device multiplies MX blocks: Blackwell, which the names of catalogue parts
     tell."""
     return re.match(r"G?B\d", hardware.device.name) is not None
@@ -80,7 +80,7 @@ def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[F
     if layout.cp > 1:
         yield "--cp-comm-type", layout.cp_comm.value
     if layout.cp_comm is CpComm.A2A_P2P:
-        yield "--hierarchical-context-parallel-sizes", *map(str, factors(layout))
+        yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(layout))
     yield "--pipeline-model-parallel-size", str(layout.pp)
     if layout.stages:
         yield "--pipeline-model-parallel-layout", layout.stages
@@ -88,7 +88,7 @@ def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[F
         if layout.vpp > 1:
             yield "--num-virtual-stages-per-pipeline-rank", str(layout.vpp)
         if (
-            len({len(chunk.layers) for chunk in chunks(model, layout)}) > 1
+            len({len(chunk.layers) for chunk in pipeline_chunks(model, layout)}) > 1
         ):  # embedding and loss count as layers
             yield ("--account-for-embedding-in-pipeline-split",)
             yield ("--account-for-loss-in-pipeline-split",)
@@ -97,9 +97,9 @@ def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[F
     if model.moe:
         yield "--expert-model-parallel-size", str(layout.ep)
         yield "--expert-tensor-parallel-size", str(layout.etp)  # always: left out, it would be tp
-        yield from DISPATCHERS[layout.dispatcher]
+        yield from DISPATCHER_FLAGS[layout.dispatcher]
         if layout.capacity:
-            yield "--moe-expert-capacity-factor", number(layout.capacity)
+            yield "--moe-expert-capacity-factor", format_number(layout.capacity)
             yield "--moe-token-drop-policy", workload.router.drop_policy.value
         if layout.capacity_fill is CapacityFill.PADDED:
             yield ("--moe-pad-expert-input-to-capacity",)
@@ -139,7 +139,7 @@ def _overlap(layout: Layout) -> Iterator[Flag]:
             yield (flags[each],)
     if layout.vpp > 1 and Overlap.P2P not in layout.overlap:
         yield ("--no-overlap-p2p-communication",)  # on by itself with virtual stages
-    if Graphs.FULL in layout.graphs:
+    if CudaGraphScope.FULL in layout.graphs:
         yield "--cuda-graph-impl", "full_iteration"
         yield ("--no-check-for-nan-in-loss-and-grad",)
     elif layout.graphs:
@@ -185,21 +185,21 @@ def _duration(workload: Workload) -> Iterator[Flag]:
         str(ramp.ramp_samples),
     )
     if workload.steps:
-        yield "--train-samples", str(batch_of(workload, workload.steps).first)
-    yield "--lr-warmup-samples", str(batch_of(workload, optimizer.warmup_steps).first)
+        yield "--train-samples", str(step_samples(workload, workload.steps).first)
+    yield "--lr-warmup-samples", str(step_samples(workload, optimizer.warmup_steps).first)
     if decay:
-        yield "--lr-decay-samples", str(batch_of(workload, decay).first)
+        yield "--lr-decay-samples", str(step_samples(workload, decay).first)
 
 
 def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
     precision, scaling = workload.precision, workload.scaling
     if precision is Dtype.FP32:
         return
-    yield (f"--{Dtype.BF16 if precision.narrow else precision}",)
+    yield (f"--{Dtype.BF16 if precision.is_narrow else precision}",)
     if precision is Dtype.NVFP4:
         yield "--fp4-format", "e2m1"
         yield "--fp4-recipe", "nvfp4"
-    elif precision.narrow:
+    elif precision.is_narrow:
         form, recipe = fp8_recipe(precision, hardware)
         yield "--fp8-format", form
         yield "--fp8-recipe", recipe
@@ -208,8 +208,8 @@ def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
     else:
         yield ("--accumulate-allreduce-grads-in-fp32",)
     if precision is Dtype.FP16:
-        yield "--initial-loss-scale", number(scaling.initial_loss_scale)
-        yield "--min-loss-scale", number(scaling.min_loss_scale)
+        yield "--initial-loss-scale", format_number(scaling.initial_loss_scale)
+        yield "--min-loss-scale", format_number(scaling.min_loss_scale)
         yield "--loss-scale-window", str(scaling.loss_scale_window)
         yield "--hysteresis", str(HYSTERESIS)
 
@@ -220,19 +220,19 @@ def _optimizer(workload: Workload, layout: Layout) -> Iterator[Flag]:
     if offloaded:
         yield ("--optimizer-cpu-offload",)
         if layout.offload_fraction < 1:
-            yield "--optimizer-offload-fraction", number(layout.offload_fraction)
+            yield "--optimizer-offload-fraction", format_number(layout.offload_fraction)
     if offloaded or moments is not Dtype.FP32:
         yield ("--use-precision-aware-optimizer",)
         yield "--exp-avg-dtype", moments.value
         yield "--exp-avg-sq-dtype", moments.value
-    yield "--lr", number(optimizer.lr)
-    yield "--min-lr", number(optimizer.lr * optimizer.min_lr_fraction)
+    yield "--lr", format_number(optimizer.lr)
+    yield "--min-lr", format_number(optimizer.lr * optimizer.min_lr_fraction)
     yield "--lr-decay-style", "cosine"
-    yield "--adam-beta1", number(optimizer.beta1)
-    yield "--adam-beta2", number(optimizer.beta2)
-    yield "--adam-eps", number(optimizer.eps)
-    yield "--weight-decay", number(optimizer.weight_decay)
-    yield "--clip-grad", number(optimizer.clip_norm)
+    yield "--adam-beta1", format_number(optimizer.beta1)
+    yield "--adam-beta2", format_number(optimizer.beta2)
+    yield "--adam-eps", format_number(optimizer.eps)
+    yield "--weight-decay", format_number(optimizer.weight_decay)
+    yield "--clip-grad", format_number(optimizer.clip_norm)
     yield "--ddp-bucket-size", str(optimizer.bucket_elements)
 
 
@@ -246,10 +246,10 @@ def _data(workload: Workload) -> Iterator[Flag]:
         yield "--split", "1,0,0"
     else:
         yield ("--mock-data",)
-    if data.documents is not Documents.JOINED:
+    if data.documents is not DocumentMasking.JOINED:
         yield ("--reset-attention-mask",)
         yield ("--eod-mask-loss",)
-    if data.documents is Documents.RESTARTED:
+    if data.documents is DocumentMasking.RESTARTED:
         yield ("--reset-position-ids",)
     if data.heldout and workload.eval_every_steps:
         yield "--eval-interval", str(workload.eval_every_steps)

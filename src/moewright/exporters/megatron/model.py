@@ -16,7 +16,7 @@ from moewright.spec.model import (
     RouterSpec,
     ScoreFunction,
 )
-from moewright.spec.workload import Assignment, Dtype, LossSpec, RouterForce, Workload
+from moewright.spec.workload import Dtype, LossSpec, RouterAssignment, RouterForce, Workload
 
 Flag = tuple[str, ...]  # the flag, then its values
 
@@ -27,7 +27,7 @@ POSITIONS = {
 }
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """As the parser reads it back to the same float."""
     return f"{value:.12g}"
 
@@ -51,8 +51,8 @@ def _shape(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield "--null-tokenizer-eod-id", str(model.vocab_size - 1)
     yield "--position-embedding-type", POSITIONS[model.position]
     yield "--normalization", "RMSNorm" if model.norm is NormKind.RMS else "LayerNorm"
-    yield "--norm-epsilon", number(model.norm_eps)
-    yield "--init-method-std", number(model.initializer_range)
+    yield "--norm-epsilon", format_number(model.norm_eps)
+    yield "--init-method-std", format_number(model.initializer_range)
     yield "--attention-dropout", "0"
     yield "--hidden-dropout", "0"
     if model.gated:
@@ -63,7 +63,7 @@ def _shape(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield ("--untie-embeddings-and-output-weights",)
     if model.mtp_layers:
         yield "--mtp-num-layers", str(model.mtp_layers)
-        yield "--mtp-loss-scaling-factor", number(workload.loss.mtp_coeff)
+        yield "--mtp-loss-scaling-factor", format_number(workload.loss.mtp_coeff)
 
 
 def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Flag]:
@@ -97,12 +97,12 @@ def _rope(attention: AttentionSpec) -> Iterator[Flag]:
     if attention.kind is AttentionKind.MLA:
         yield "--rope-type", "yarn" if rope.scaling == "yarn" else "rope"
     if rope.scaling == "yarn":
-        yield "--rotary-scaling-factor", number(rope.factor)
-        yield "--mscale", number(rope.mscale)
-        yield "--mscale-all-dim", number(rope.mscale_all_dim)
+        yield "--rotary-scaling-factor", format_number(rope.factor)
+        yield "--mscale", format_number(rope.mscale)
+        yield "--mscale-all-dim", format_number(rope.mscale_all_dim)
     elif rope.scaling == "llama3":
         yield ("--use-rope-scaling",)
-        yield "--rope-scaling-factor", number(rope.factor)
+        yield "--rope-scaling-factor", format_number(rope.factor)
 
 
 def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
@@ -114,7 +114,7 @@ def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield from _router(moe.router)
     yield "--moe-router-dtype", workload.router.router_dtype.value
     if workload.router.jitter_eps:
-        yield "--moe-input-jitter-eps", number(workload.router.jitter_eps)
+        yield "--moe-input-jitter-eps", format_number(workload.router.jitter_eps)
     yield from _balance(moe.router, workload)
     if moe.shared_ffn_size:
         yield "--moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
@@ -122,7 +122,7 @@ def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield "--moe-latent-size", str(moe.latent_size)
     if moe.shared_gate:
         yield ("--moe-shared-expert-gate",)
-    if workload.precision is Dtype.BF16 or workload.precision.narrow:
+    if workload.precision is Dtype.BF16 or workload.precision.is_narrow:
         yield ("--moe-grouped-gemm",)  # the parser takes it with --bf16 only
 
 
@@ -134,7 +134,7 @@ def _router(router: RouterSpec) -> Iterator[Flag]:
             "--moe-router-pre-softmax",
         )  # with renormalisation softmax-then-top-k equals the default order
     if router.scaling_factor != 1:
-        yield "--moe-router-topk-scaling-factor", number(router.scaling_factor)
+        yield "--moe-router-topk-scaling-factor", format_number(router.scaling_factor)
     if router.groups > 1:
         yield "--moe-router-num-groups", str(router.groups)
         yield "--moe-router-group-topk", str(router.top_groups)
@@ -142,19 +142,19 @@ def _router(router: RouterSpec) -> Iterator[Flag]:
 
 def _balance(router: RouterSpec, workload: Workload) -> Iterator[Flag]:
     losses = balance_losses(workload.loss)
-    alone = "sinkhorn" if workload.router.assignment is Assignment.SINKHORN else "none"
+    alone = "sinkhorn" if workload.router.assignment is RouterAssignment.SINKHORN else "none"
     yield "--moe-router-load-balancing-type", *(name for name, _ in losses or ((alone, 0.0),))
     if losses:
-        yield "--moe-aux-loss-coeff", *(number(coeff) for _, coeff in losses)
+        yield "--moe-aux-loss-coeff", *(format_number(coeff) for _, coeff in losses)
     if workload.loss.z_coeff:
-        yield "--moe-z-loss-coeff", number(workload.loss.z_coeff)
+        yield "--moe-z-loss-coeff", format_number(workload.loss.z_coeff)
     if router.selection_bias:
         yield ("--moe-router-enable-expert-bias",)
-        yield "--moe-router-bias-update-rate", number(workload.router.bias_update_rate)
+        yield "--moe-router-bias-update-rate", format_number(workload.router.bias_update_rate)
     if workload.router.force is RouterForce.BALANCED:
         yield ("--moe-router-force-load-balancing",)
     elif workload.router.force is RouterForce.SKEWED:
-        yield "--moe-router-force-biased", number(workload.router.force_std)
+        yield "--moe-router-force-biased", format_number(workload.router.force_std)
 
 
 def balance_losses(loss: LossSpec) -> tuple[tuple[str, float], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import (
-    Dispatcher,
+    DispatcherKind,
     ExpertPlacement,
     Layout,
     Offload,
@@ -24,7 +24,7 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Assignment, Dtype, Workload
+from moewright.spec.workload import Dtype, RouterAssignment, Workload
 
 MLA_YARN_DEFAULTS = (
     4096,
@@ -34,7 +34,7 @@ MLA_YARN_DEFAULTS = (
 LLAMA3_POSITIONS = 8192  # the original length its llama3 scaling is written for
 
 
-def refusals(plan: Plan) -> tuple[Reason, ...]:
+def find_refusals(plan: Plan) -> tuple[Reason, ...]:
     """A Reason for everything in the plan that has no Megatron-LM flag; () when all of it has."""
     return (
         *_device(plan),
@@ -128,10 +128,10 @@ def _router(model: ModelSpec) -> Iterator[Reason]:
         yield _no(
             "model.moe.router.logit_bias", True, "export has no bias on the router's logits", False
         )
-    if router.groups > 1 and router.counted_in_group != max(1, router.top_k // router.top_groups):
+    if router.groups > 1 and router.scores_per_group != max(1, router.top_k // router.top_groups):
         rule = f"rates a group by its top_k // top_groups = {router.top_k // router.top_groups} highest scores"
         nearest = router.top_k // router.top_groups
-        yield _no("model.moe.router.group_scores", router.counted_in_group, rule, nearest)
+        yield _no("model.moe.router.group_scores", router.scores_per_group, rule, nearest)
     if router.score is ScoreFunction.SOFTMAX:
         if router.selection_bias:
             rule = "corrects the selection of sigmoid-like scores only"
@@ -151,9 +151,9 @@ def _layout(layout: Layout, workload: Workload) -> Iterator[Reason]:
     if layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
         nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
         yield _no("layout.schedule", layout.schedule, "has 1f1b and interleaved", nearest)
-    if layout.dispatcher is Dispatcher.DEDUP:
+    if layout.dispatcher is DispatcherKind.DEDUP:
         rule = "de-duplicates tokens in DeepEP and HybridEP only"
-        yield _no("layout.dispatcher", layout.dispatcher, rule, Dispatcher.DEEPEP)
+        yield _no("layout.dispatcher", layout.dispatcher, rule, DispatcherKind.DEEPEP)
     if layout.shard:
         yield _no("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
@@ -215,7 +215,7 @@ def _overlap(layout: Layout) -> Iterator[Reason]:
 
 def _training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     router, loss = workload.router, workload.loss
-    if router.assignment is Assignment.SINKHORN:
+    if router.assignment is RouterAssignment.SINKHORN:
         if router.sinkhorn_iterations:
             yield _no(
                 "workload.sinkhorn_iterations",
@@ -226,9 +226,9 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Reason]:
         if loss.aux_coeff or loss.seq_aux_coeff or loss.global_aux_coeff:
             yield _no(
                 "workload.assignment",
-                Assignment.SINKHORN,
+                RouterAssignment.SINKHORN,
                 "has it instead of balance losses",
-                Assignment.TOP_K,
+                RouterAssignment.TOP_K,
             )
         if layout.capacity:
             yield _no("layout.capacity", layout.capacity, "drops no rows under sinkhorn", 0)
@@ -245,7 +245,7 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Reason]:
 def _precision(plan: Plan) -> Iterator[Reason]:
     workload, layout = plan.workload, plan.layout
     precision = workload.precision
-    if precision.narrow and not any(peak.dtype.narrow for peak in plan.hardware.device.peaks):
+    if precision.is_narrow and not any(peak.dtype.is_narrow for peak in plan.hardware.device.peaks):
         rule = f"needs 8-bit tensor cores, which {plan.hardware.device.name} has not"
         yield _no("workload.precision", precision, rule, Dtype.BF16)
     if precision is Dtype.FP16 and layout.ep > 1:

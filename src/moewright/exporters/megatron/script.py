@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from shlex import quote
 
-from moewright.codec import layout_text
+from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, workload_flags
 from moewright.exporters.megatron.model import Flag, model_flags
-from moewright.exporters.megatron.refusals import refusals
-from moewright.exporters.torchrun import launcher
+from moewright.exporters.megatron.refusals import find_refusals
+from moewright.exporters.torchrun import torchrun_command
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.plan import Plan
@@ -18,18 +18,18 @@ from moewright.spec.plan import Plan
 TRAINER = "pretrain_gpt.py"
 
 
-def megatron(plan: Plan) -> str:
+def render_megatron_script(plan: Plan) -> str:
     """A shell script that starts pretrain_gpt.py on every node. Raises BadInput for what
     Megatron-LM cannot say."""
     lines = flag_lines(megatron_flags(plan))
-    exports = (f"export {name}={value}" for name, value in environment(plan.layout))
-    command = " \\\n  ".join((f"{launcher(plan)} {TRAINER}", *lines))
-    return "\n".join(("#!/bin/sh", *comments(plan), *exports, command)) + "\n"
+    exports = (f"export {name}={value}" for name, value in environment_variables(plan.layout))
+    command = " \\\n  ".join((f"{torchrun_command(plan)} {TRAINER}", *lines))
+    return "\n".join(("#!/bin/sh", *comment_lines(plan), *exports, command)) + "\n"
 
 
-def comments(plan: Plan) -> Iterator[str]:
+def comment_lines(plan: Plan) -> Iterator[str]:
     """Lines that say where a script comes from, and what it says otherwise than the plan."""
-    yield f"# {plan.model.name or 'model'}, {layout_text(plan.layout)}, plan {plan.fingerprint}".replace(
+    yield f"# {plan.model.name or 'model'}, {format_layout(plan.layout)}, plan {plan.fingerprint}".replace(
         "\n", " "
     )
     if plan.workload.ramp.ramp_start:
@@ -49,7 +49,7 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
     What only predictions read (expert load, the step that is counted) has no flag. Raises BadInput
     with a Reason for each thing that Megatron-LM cannot say.
     """
-    reasons = refusals(plan)
+    reasons = find_refusals(plan)
     if reasons:
         raise BadInput(*reasons)
     return (
@@ -59,7 +59,7 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
     )
 
 
-def environment(layout: Layout) -> tuple[tuple[str, str], ...]:
+def environment_variables(layout: Layout) -> tuple[tuple[str, str], ...]:
     """Variables that Megatron-LM reads or asserts."""
     connections = ("CUDA_DEVICE_MAX_CONNECTIONS", str(_connections(layout)))
     if (

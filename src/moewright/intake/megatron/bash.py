@@ -15,9 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from moewright.intake.megatron.bash_words import Statements, Token, expressions, tokens, unread
+from moewright.intake.megatron.bash_tokens import (
+    ShellToken,
+    TokenReader,
+    split_expressions,
+    syntax_refusal,
+    tokenize,
+)
 
-MISSING = re.compile("\0([^\0]*)\0")
+UNKNOWN_VALUE = re.compile("\0([^\0]*)\0")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
@@ -52,7 +58,7 @@ class Command:
     line: int
 
 
-def commands(
+def read_commands(
     text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> tuple[Command, ...]:
     """Every command of a script that bash would reach, with its words expanded; BadInput names a
@@ -63,18 +69,18 @@ def commands(
     """
     found: list[Command] = []
     try:
-        for command in _Script(environment, arguments).run(text, first_line=1, depth=0):
+        for command in _Interpreter(environment, arguments).run(text, first_line=1, depth=0):
             found.append(command)
-    except _Exit:
+    except _ScriptExit:
         pass
     return tuple(found)
 
 
-class _Exit(Exception):
+class _ScriptExit(Exception):
     """The script ends here."""
 
 
-class _Script:
+class _Interpreter:
     """Variables while the script is read from top to bottom; every variable is an array."""
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
@@ -91,36 +97,36 @@ class _Script:
 
     def run(self, text: str, *, first_line: int, depth: int) -> Iterator[Command]:
         if depth > _DEEPEST:
-            raise unread(first_line, f"starts shells more than {_DEEPEST} deep")
-        reader = Statements(tuple(tokens(text, first_line)))
+            raise syntax_refusal(first_line, f"starts shells more than {_DEEPEST} deep")
+        reader = TokenReader(tuple(tokenize(text, first_line)))
         yield from self._block(reader, (), True, depth)
 
     def _block(
-        self, reader: Statements, ends: tuple[str, ...], live: bool, depth: int
+        self, reader: TokenReader, ends: tuple[str, ...], live: bool, depth: int
     ) -> Iterator[Command]:
         """Statements up to one of the words in `ends`; those of a branch that is not taken are read
         past."""
         while (token := reader.peek()) is not None:
-            if (token.text if token.operator else token.bare) in ends:
+            if (token.text if token.is_operator else token.unquoted) in ends:
                 return
-            if token.separator:
+            if token.is_separator:
                 reader.take()
-            elif token.bare == "if":
+            elif token.unquoted == "if":
                 yield from self._if(reader, live, depth)
-            elif token.bare in ("while", "until", "for", "select"):
+            elif token.unquoted in ("while", "until", "for", "select"):
                 yield from self._loop(reader, live, depth)
-            elif token.bare == "case":
+            elif token.unquoted == "case":
                 yield from self._case(reader, live, depth)
-            elif token.bare == "{" or reader.function():
+            elif token.unquoted == "{" or reader.skip_function_header():
                 reader.take()
-                yield from self._block(reader, ("}",), live and token.bare == "{", depth)
+                yield from self._block(reader, ("}",), live and token.unquoted == "{", depth)
                 reader.expect("}")
             else:
                 yield from self._list(reader, live, depth)
         if ends:
-            raise unread(reader.line, f"`{ends[-1]}` is missing")
+            raise syntax_refusal(reader.line, f"`{ends[-1]}` is missing")
 
-    def _if(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
+    def _if(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
         reader.take()
         done = not live
         while True:
@@ -131,7 +137,7 @@ class _Script:
             reader.expect("then")
             yield from self._block(reader, ("elif", "else", "fi"), taken, depth)
             done = done or taken
-            word = reader.take().bare
+            word = reader.take().unquoted
             if word == "fi":
                 return
             if word == "else":
@@ -139,38 +145,44 @@ class _Script:
                 reader.expect("fi")
                 return
 
-    def _loop(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
+    def _loop(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
         """A loop that ends before it begins, such as one over arguments that nobody gives; others
         are refused."""
         token, runs = reader.take(), False
-        if token.bare in ("while", "until"):
+        if token.unquoted in ("while", "until"):
             yield from self._block(reader, ("do",), live, depth)
-            runs = self.status == (token.bare == "while")
+            runs = self.status == (token.unquoted == "while")
         else:
             reader.take()
-            while (word := reader.take()).bare != "do":
-                runs = runs or (word.bare != "in" and not word.operator and bool(self.fields(word)))
-        if token.bare in ("while", "until"):
+            while (word := reader.take()).unquoted != "do":
+                runs = runs or (
+                    word.unquoted != "in" and not word.is_operator and bool(self.fields(word))
+                )
+        if token.unquoted in ("while", "until"):
             reader.expect("do")
         if live and runs:
-            raise unread(token.line, f"`{token.bare}` is not read; write the commands out")
+            raise syntax_refusal(
+                token.line, f"`{token.unquoted}` is not read; write the commands out"
+            )
         yield from self._block(reader, ("done",), False, depth)
         reader.expect("done")
         self.status = True
 
-    def _case(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
+    def _case(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
         line, word = reader.take().line, reader.take()
         value = self._asked(" ".join(self.fields(word)), line) if live else ""
         reader.expect("in")
         while True:
-            while (token := reader.peek()) is not None and (token.separator or token.text == "("):
+            while (token := reader.peek()) is not None and (
+                token.is_separator or token.text == "("
+            ):
                 reader.take()
-            if (token := reader.take()).bare == "esac":
+            if (token := reader.take()).unquoted == "esac":
                 return
             fits = False
-            while token.text != ")" or not token.operator:
+            while token.text != ")" or not token.is_operator:
                 fits = fits or (
-                    not token.operator and fnmatchcase(value, "".join(self.fields(token)))
+                    not token.is_operator and fnmatchcase(value, "".join(self.fields(token)))
                 )
                 token = reader.take()
             yield from self._block(reader, (";;", "esac"), live and fits, depth)
@@ -178,11 +190,11 @@ class _Script:
 
     status = True  # of the last command: what `if`, && and || ask
 
-    def _list(self, reader: Statements, live: bool, depth: int) -> Iterator[Command]:
+    def _list(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
         """Commands joined by && and ||; of a pipe the first counts."""
         wanted = live
         while True:
-            words = reader.simple()
+            words = reader.take_command()
             if wanted and words:
                 yield from self._simple(words, depth)
             joint = reader.peek()
@@ -192,25 +204,25 @@ class _Script:
             # What reads another's output trains nothing.
             wanted = joint.text != "|" and live and self.status == (joint.text == "&&")
 
-    def _simple(self, words: list[Token], depth: int) -> Iterator[Command]:
+    def _simple(self, words: list[ShellToken], depth: int) -> Iterator[Command]:
         self.status = True
         line = words[0].line
-        if words[0].bare == "!":
+        if words[0].unquoted == "!":
             yield from self._simple(words[1:], depth) if len(words) > 1 else ()
             self.status = not self.status
             return
-        if words[0].bare in ("[", "[[", "test"):
+        if words[0].unquoted in ("[", "[[", "test"):
             self.status = self._test(words)
             return
-        if words[0].bare == "exit":
-            raise _Exit
-        if words[0].bare in _DECLARING:
+        if words[0].unquoted == "exit":
+            raise _ScriptExit
+        if words[0].unquoted in _DECLARING:
             for word in words[1:]:
-                if self._assign(word) and words[0].bare == "export":
+                if self._assign(word) and words[0].unquoted == "export":
                     self._export(word.text)
             return
         before = []
-        while words and (match := _ASSIGN.fullmatch(words[0].text)) and words[0].assigns:
+        while words and (match := _ASSIGN.fullmatch(words[0].text)) and words[0].is_assignment:
             before.append((match[1], self.variables.get(match[1], ())))
             self._assign(words.pop(0))
         if not words:
@@ -231,14 +243,14 @@ class _Script:
     def _export(self, text: str) -> None:
         self.exported[_NAME.match(text)[0]] = None  # type: ignore[index]
 
-    def _assign(self, word: Token) -> bool:
+    def _assign(self, word: ShellToken) -> bool:
         """Set what the word assigns; a bare name after `export` keeps its value."""
         match = _ASSIGN.fullmatch(word.text)
         if not match:
             return _NAME.fullmatch(word.text) is not None
         name, more, value = match.groups()
         if value.startswith("(") and value.endswith(")"):
-            inside = [token for token in tokens(value[1:-1], word.line) if not token.separator]
+            inside = [token for token in tokenize(value[1:-1], word.line) if not token.is_separator]
             new: tuple[str, ...] = tuple(field for token in inside for field in self.fields(token))
         else:
             new = ("".join(self._parts(value, word.line, quoted=True)),)
@@ -253,7 +265,7 @@ class _Script:
     def _one(self, name: str) -> str:
         return next(iter(self.variables.get(name, ())), "")
 
-    def fields(self, word: Token) -> list[str]:
+    def fields(self, word: ShellToken) -> list[str]:
         """The words that bash makes of one: quotes removed, values in, unquoted values split at
         blanks."""
         found: list[str] = []
@@ -287,7 +299,7 @@ class _Script:
 
     def _parts(self, text: str, line: int, *, quoted: bool) -> Iterator[str]:
         """Text with $-expressions replaced; an assignment's value still has its quotes."""
-        for kind, piece in expressions(text, line):
+        for kind, piece in split_expressions(text, line):
             if kind == "text":
                 yield piece
             elif kind == "arithmetic":
@@ -324,23 +336,25 @@ class _Script:
         return f"\0{name}\0" if value is None else value
 
     def _text(self, word: str, line: int) -> str:
-        return "".join("".join(self.fields(token)) for token in tokens(word, line)) if word else ""
+        return (
+            "".join("".join(self.fields(token)) for token in tokenize(word, line)) if word else ""
+        )
 
     def _number(self, text: str, line: int) -> str:
         plain = "".join(self._parts(text, line, quoted=True))
-        if lacking := MISSING.search(plain):
+        if lacking := UNKNOWN_VALUE.search(plain):
             return lacking[0]
         plain = _NAME.sub(lambda match: self._one(match[0]) or f"\0{match[0]}\0", plain)
-        if lacking := MISSING.search(plain):
+        if lacking := UNKNOWN_VALUE.search(plain):
             return lacking[0]
         if match := _CHOICE.fullmatch(plain):
             plain = f"({match[2]}) if ({match[1]}) else ({match[3]})"
         try:
             return str(_computed(ast.parse(plain.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            raise unread(line, f"$(({text.strip()[:40]})) is not read") from None
+            raise syntax_refusal(line, f"$(({text.strip()[:40]})) is not read") from None
 
-    def _test(self, words: list[Token]) -> bool:
+    def _test(self, words: list[ShellToken]) -> bool:
         """[ ... ]: comparisons of texts and numbers, -z, -n, !, and of files none."""
         line, plain = words[0].line, []
         for word in words[1:]:
@@ -357,9 +371,13 @@ class _Script:
     def _asked(self, text: str, line: int) -> str:
         """A text that decides what is run next: variables without value are empty; BadInput for
         what programs print."""
-        text = MISSING.sub(lambda match: match[0] if match[1].startswith(_OUTPUT) else "", text)
-        if found := MISSING.search(text):
-            raise unread(line, f"what follows depends on the {found[1]}, which only running tells")
+        text = UNKNOWN_VALUE.sub(
+            lambda match: match[0] if match[1].startswith(_OUTPUT) else "", text
+        )
+        if found := UNKNOWN_VALUE.search(text):
+            raise syntax_refusal(
+                line, f"what follows depends on the {found[1]}, which only running tells"
+            )
         return text
 
     def _compare(self, plain: list[str], line: int) -> bool:
@@ -381,9 +399,11 @@ class _Script:
                 try:
                     compared: bool = getattr(operator, name[1:])(int(left), int(right))
                 except ValueError:
-                    raise unread(line, f"{left!r} {name} {right!r} compares no numbers") from None
+                    raise syntax_refusal(
+                        line, f"{left!r} {name} {right!r} compares no numbers"
+                    ) from None
                 return compared
-        raise unread(line, "the test is not read; write the branch out")
+        raise syntax_refusal(line, "the test is not read; write the branch out")
 
 
 def _inner(words: list[str]) -> str:

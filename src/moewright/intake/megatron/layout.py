@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moewright.intake.megatron.arguments import Given
-from moewright.rules.context_parallel import factors
-from moewright.rules.stages import chunks, parse_stages, stage_reasons
+from moewright.intake.megatron.arguments import Arguments
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.stages import check_stages, parse_stages, pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
-    Dispatcher,
-    Graphs,
+    CudaGraphScope,
+    DispatcherKind,
     Layout,
     Offload,
     Overlap,
@@ -30,8 +30,8 @@ _NOT_PLANNED = {
 }
 
 
-def layout_of(
-    given: Given, model: ModelSpec, world: int, zero: int | None
+def read_layout(
+    arguments: Arguments, model: ModelSpec, world_size: int, zero: int | None
 ) -> tuple[Layout, tuple[str, ...]]:
     """The layout over `world` ranks, and notes on defaults that surprise. `zero`: what a DeepSpeed
     config says.
@@ -40,55 +40,57 @@ def layout_of(
     planned here and for options that Megatron-LM itself does not take together.
     """
     for name, what in _NOT_PLANNED.items():
-        if given.has(name):
+        if arguments.has(name):
             raise BadInput(Reason(field=name, rule=f"{what} cannot be planned here"))
     tp, pp = (
-        given.whole("--tensor-model-parallel-size", 1),
-        given.whole("--pipeline-model-parallel-size", 1),
+        arguments.integer("--tensor-model-parallel-size", 1),
+        arguments.integer("--pipeline-model-parallel-size", 1),
     )
     notes = []
     layout = Layout(
-        world_size=world,
+        world_size=world_size,
         tp=tp,
-        sp=given.has("--sequence-parallel") and tp > 1,
-        cp=given.whole("--context-parallel-size", 1),
+        sp=arguments.has("--sequence-parallel") and tp > 1,
+        cp=arguments.integer("--context-parallel-size", 1),
         pp=pp,
-        mbs=_micro_batch(given),
-        zero=_zero(given) if zero is None else zero,
+        mbs=_micro_batch(arguments),
+        zero=_zero(arguments) if zero is None else zero,
     )
-    layout = _context(given, layout)
+    layout = _context(arguments, layout)
     if model.moe is not None:
-        layout = _experts(given, layout)
-        if not given.has("--expert-tensor-parallel-size") and tp > 1:
+        layout = _experts(arguments, layout)
+        if not arguments.has("--expert-tensor-parallel-size") and tp > 1:
             notes.append(
                 "--expert-tensor-parallel-size is not given, so it is the tensor-parallel size: experts are cut in "
                 f"{tp}; 1 keeps them whole"
             )
-        if not given.has("--moe-token-dispatcher-type") and not given.has("--moe-enable-deepep"):
+        if not arguments.has("--moe-token-dispatcher-type") and not arguments.has(
+            "--moe-enable-deepep"
+        ):
             notes.append(
                 "--moe-token-dispatcher-type is not given, so it is allgather; alltoall is what training wants"
             )
-    layout = _stages(given, model, layout)
+    layout = _stages(arguments, model, layout)
     layout = replace(
-        layout, vpp_group=given.whole("--microbatch-group-size-per-virtual-pipeline-stage")
+        layout, vpp_group=arguments.integer("--microbatch-group-size-per-virtual-pipeline-stage")
     )
-    block, span, recompute = _recompute(given)
+    block, span, recompute = _recompute(arguments)
     layout = replace(layout, recompute=recompute, recompute_block=block, recompute_span=span)
-    fraction, offload = _offload(given)
-    graphs, said = _graphs(given)
+    fraction, offload = _offload(arguments)
+    graphs, said = _graphs(arguments)
     return (
         replace(
             layout,
             offload=offload,
             offload_fraction=fraction,
-            overlap=_overlap(given, layout),
+            overlap=_overlap(arguments, layout),
             graphs=graphs,
         ),
         (*notes, *said),
     )
 
 
-def _micro_batch(given: Given) -> int:
+def _micro_batch(given: Arguments) -> int:
     if given.has("--batch-size"):
         raise BadInput(Reason(field="--batch-size", rule="is gone", nearest="--micro-batch-size"))
     if given.has("--model-parallel-size"):
@@ -102,12 +104,12 @@ def _micro_batch(given: Given) -> int:
     if not given.has("--micro-batch-size"):
         rule = "is missing, and Megatron-LM has no default for it"
         raise BadInput(Reason(field="--micro-batch-size", rule=rule, nearest="1"))
-    return given.whole("--micro-batch-size")
+    return given.integer("--micro-batch-size")
 
 
-def _zero(given: Given) -> int:
+def _zero(given: Arguments) -> int:
     sharded = given.has("--use-distributed-optimizer")
-    if given.whole("--num-distributed-optimizer-instances", 1) > 1:
+    if given.integer("--num-distributed-optimizer-instances", 1) > 1:
         rule = "optimizer states sharded within several groups cannot be planned here"
         raise BadInput(
             Reason(field="--num-distributed-optimizer-instances", rule=rule, nearest="1")
@@ -131,8 +133,8 @@ def _zero(given: Given) -> int:
     return {"no_shard": 0, "optim": 1, "optim_grads_params": 3}[strategy]
 
 
-def _context(given: Given, layout: Layout) -> Layout:
-    kinds = set(given.many("--cp-comm-type", "p2p"))
+def _context(given: Arguments, layout: Layout) -> Layout:
+    kinds = set(given.values("--cp-comm-type", "p2p"))
     if len(kinds) > 1:
         rule = "layers that exchange keys in different ways cannot be planned here"
         raise BadInput(
@@ -145,9 +147,9 @@ def _context(given: Given, layout: Layout) -> Layout:
             Reason(field="--cp-comm-type", value=kind[:60], rule=rule, nearest=CpComm.P2P)
         )
     layout = replace(layout, cp_comm=CpComm(kind) if layout.cp > 1 else CpComm.P2P)
-    sizes = tuple(map(int, given.many("--hierarchical-context-parallel-sizes")))
-    if layout.cp_comm is CpComm.A2A_P2P and sizes != factors(layout):
-        inner, outer = factors(layout)
+    sizes = tuple(map(int, given.values("--hierarchical-context-parallel-sizes")))
+    if layout.cp_comm is CpComm.A2A_P2P and sizes != cp_factors(layout):
+        inner, outer = cp_factors(layout)
         rule = f"two levels of {layout.cp} ranks are planned here as {inner} x {outer}"
         raise BadInput(
             Reason(
@@ -160,7 +162,7 @@ def _context(given: Given, layout: Layout) -> Layout:
     return layout
 
 
-def _experts(given: Given, layout: Layout) -> Layout:
+def _experts(given: Arguments, layout: Layout) -> Layout:
     kind = given.text("--moe-token-dispatcher-type", "allgather")
     backend = given.text("--moe-flex-dispatcher-backend", "deepep")
     if given.has("--moe-enable-deepep"):
@@ -174,17 +176,17 @@ def _experts(given: Given, layout: Layout) -> Layout:
         )
     return replace(
         layout,
-        ep=given.whole("--expert-model-parallel-size", 1),
-        etp=given.whole("--expert-tensor-parallel-size", layout.tp),
-        dispatcher=Dispatcher(backend if kind == "flex" else kind),
-        capacity=given.real("--moe-expert-capacity-factor"),
+        ep=given.integer("--expert-model-parallel-size", 1),
+        etp=given.integer("--expert-tensor-parallel-size", layout.tp),
+        dispatcher=DispatcherKind(backend if kind == "flex" else kind),
+        capacity=given.number("--moe-expert-capacity-factor"),
         capacity_fill=CapacityFill.PADDED
         if given.has("--moe-pad-expert-input-to-capacity")
         else CapacityFill.USED,
     )
 
 
-def _stages(given: Given, model: ModelSpec, layout: Layout) -> Layout:
+def _stages(given: Arguments, model: ModelSpec, layout: Layout) -> Layout:
     """vpp, and a layout string where the split is not one that a Layout has without."""
     ways = (
         "--num-layers-per-virtual-pipeline-stage",
@@ -210,15 +212,15 @@ def _stages(given: Given, model: ModelSpec, layout: Layout) -> Layout:
         int(given.has("--account-for-loss-in-pipeline-split")),
     )
     outer = (
-        given.whole("--decoder-first-pipeline-num-layers", -1),
-        given.whole("--decoder-last-pipeline-num-layers", -1),
+        given.integer("--decoder-first-pipeline-num-layers", -1),
+        given.integer("--decoder-last-pipeline-num-layers", -1),
     )
     if layout.pp == 1:
         return layout
     a_rank = _layers_a_rank(model, layout, ends, outer)
-    vpp = given.whole("--num-virtual-stages-per-pipeline-rank", 1)
+    vpp = given.integer("--num-virtual-stages-per-pipeline-rank", 1)
     if given.has("--num-layers-per-virtual-pipeline-stage"):
-        each = given.whole("--num-layers-per-virtual-pipeline-stage")
+        each = given.integer("--num-layers-per-virtual-pipeline-stage")
         if max(outer) >= 0:
             raise BadInput(
                 Reason(field=said[0], rule="excludes uneven first and last ranks", nearest=ways[1])
@@ -235,8 +237,8 @@ def _stages(given: Given, model: ModelSpec, layout: Layout) -> Layout:
     counts = [a_rank[stage % layout.pp] // vpp for stage in range(layout.pp * vpp)]
     counts[0] -= ends[0]
     counts[-1] -= ends[1]
-    if not stage_reasons(model, layout) and counts == [
-        len(chunk.layers) for chunk in chunks(model, layout)
+    if not check_stages(model, layout) and counts == [
+        len(chunk.layers) for chunk in pipeline_chunks(model, layout)
     ]:
         return layout
     return replace(layout, stages=_spelled(counts, model.mtp_layers))
@@ -282,7 +284,7 @@ def _scheduled(layout: Layout) -> Layout:
     )
 
 
-def _recompute(given: Given) -> tuple[int, int, tuple[Recompute, ...]]:
+def _recompute(given: Arguments) -> tuple[int, int, tuple[Recompute, ...]]:
     """Layers of a block (0: all), layers a checkpoint, and the modules."""
     granularity = given.text("--recompute-granularity")
     if given.has("--checkpoint-activations"):
@@ -295,8 +297,8 @@ def _recompute(given: Given) -> tuple[int, int, tuple[Recompute, ...]]:
         )
     if given.has("--recompute-activations"):
         granularity = "selective"  # what it means, whatever else is said
-    method, number = given.text("--recompute-method"), given.whole("--recompute-num-layers", 1)
-    modules = given.many("--recompute-modules", "core_attn")
+    method, number = given.text("--recompute-method"), given.integer("--recompute-num-layers", 1)
+    modules = given.values("--recompute-modules", "core_attn")
     more = (Recompute.MOE,) if given.has("--moe-layer-recompute") else ()
     if granularity == "full":
         if not method:
@@ -338,15 +340,15 @@ def _module(name: str) -> Recompute:
     return Recompute(name)
 
 
-def _offload(given: Given) -> tuple[float, tuple[Offload, ...]]:
+def _offload(given: Arguments) -> tuple[float, tuple[Offload, ...]]:
     found = []
-    if given.whole("--cpu-offloading-num-layers"):
+    if given.integer("--cpu-offloading-num-layers"):
         rule = "whole layers on the host cannot be planned here"
         raise BadInput(
             Reason(field="--cpu-offloading-num-layers", rule=rule, nearest="--offload-modules")
         )
     if given.has("--fine-grained-activation-offloading"):
-        for name in given.many("--offload-modules"):
+        for name in given.values("--offload-modules"):
             if name not in [module.value for module in Offload if module is not Offload.OPTIMIZER]:
                 raise BadInput(
                     Reason(
@@ -354,16 +356,16 @@ def _offload(given: Given) -> tuple[float, tuple[Offload, ...]]:
                     )
                 )
             found.append(Offload(name))
-    if given.real("--activation-offload-fraction", 1.0) != 1.0:
+    if given.number("--activation-offload-fraction", 1.0) != 1.0:
         rule = "a part of a module's activations on the host cannot be planned here"
         raise BadInput(Reason(field="--activation-offload-fraction", rule=rule, nearest="1"))
-    fraction = given.real("--optimizer-offload-fraction", 1.0)
+    fraction = given.number("--optimizer-offload-fraction", 1.0)
     if not given.has("--optimizer-cpu-offload") or not fraction:
         return 1.0, tuple(sorted(found))
     return fraction, tuple(sorted((*found, Offload.OPTIMIZER)))
 
 
-def _overlap(given: Given, layout: Layout) -> tuple[Overlap, ...]:
+def _overlap(given: Arguments, layout: Layout) -> tuple[Overlap, ...]:
     flags = {
         "--overlap-grad-reduce": Overlap.GRAD,
         "--overlap-param-gather": Overlap.PARAM,
@@ -379,10 +381,10 @@ def _overlap(given: Given, layout: Layout) -> tuple[Overlap, ...]:
     return tuple(sorted(found))
 
 
-def _graphs(given: Given) -> tuple[tuple[Graphs, ...], tuple[str, ...]]:
+def _graphs(given: Arguments) -> tuple[tuple[CudaGraphScope, ...], tuple[str, ...]]:
     impl = given.text("--cuda-graph-impl", "none")
     notes: tuple[str, ...] = ()
-    modules = given.many("--cuda-graph-modules") or given.many("--cuda-graph-scope")
+    modules = given.values("--cuda-graph-modules") or given.values("--cuda-graph-scope")
     for name, means in (
         ("--external-cuda-graph", "transformer_engine"),
         ("--enable-cuda-graph", "local"),
@@ -395,10 +397,10 @@ def _graphs(given: Given) -> tuple[tuple[Graphs, ...], tuple[str, ...]]:
     if impl == "none":
         return (), notes
     if impl == "full_iteration" or "full_iteration" in modules:
-        return (Graphs.FULL,), notes
-    legal = [part.value for part in Graphs if part is not Graphs.FULL]
+        return (CudaGraphScope.FULL,), notes
+    legal = [part.value for part in CudaGraphScope if part is not CudaGraphScope.FULL]
     words = [word for module in modules for word in module.replace(",", " ").split()]
     if not words or not set(words) <= set(legal):
         rule = f"graphs of {', '.join(words) or 'whole layers'} cannot be planned here; of {', '.join(legal)} they can"
         raise BadInput(Reason(field="--cuda-graph-modules", rule=rule, nearest="attn"))
-    return tuple(sorted(map(Graphs, words))), notes
+    return tuple(sorted(map(CudaGraphScope, words))), notes

@@ -10,7 +10,7 @@ import ast
 import shlex
 from collections.abc import Iterator, Sequence
 
-from moewright.intake.megatron.options import Option, table
+from moewright.intake.megatron.options import MegatronOption, option_table
 
 _SHAPING = frozenset(
     (
@@ -118,13 +118,13 @@ _SHAPING = frozenset(
 )
 
 
-def command_of(arguments: Sequence[tuple[str, str]]) -> str:
+def rebuild_command(arguments: Sequence[tuple[str, str]]) -> str:
     """The launch command of a dump; "" when the dump does not say how many ranks there were."""
     said = dict(arguments)
     world = said.get("world_size", "")
     if not world.isdigit():
         return ""
-    options = {option.dest: option for option in table().values() if option.dest in _SHAPING}
+    options = {option.dest: option for option in option_table().values() if option.dest in _SHAPING}
     if said.get(
         "padded_vocab_size", ""
     ).isdigit():  # the tokenizer's own size is often not among the arguments
@@ -138,16 +138,16 @@ def command_of(arguments: Sequence[tuple[str, str]]) -> str:
     return f"torchrun --nproc_per_node={world} pretrain_gpt.py {shlex.join(words)}\n"
 
 
-def _words(option: Option, value: str) -> Iterator[str]:
+def _words(option: MegatronOption, value: str) -> Iterator[str]:
     """The option as one would write it; nothing for one that was not set."""
-    if option.count == "0":
+    if option.value_count == "0":
         off = option.name.startswith(
             ("--no-", "--disable-")
         )  # such an option makes its argument False
         yield from (option.name,) if value == str(not off) else ()
     elif value not in ("None", "", "[]"):
         yield option.name
-        yield from _items(value) if option.count in ("+", "*") else (value,)
+        yield from _items(value) if option.value_count in ("+", "*") else (value,)
 
 
 def _items(value: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 
 from moewright.intake import catalogue
-from moewright.intake.megatron.arguments import Given
+from moewright.intake.megatron.arguments import Arguments
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     AttentionKind,
@@ -49,12 +49,12 @@ _NOT_PLANNED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadModel:
+class ScriptModel:
     model: ModelSpec
     note: str
 
 
-def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
+def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptModel:
     """The model that the flags shape: a known one's by its name. `named` stands in where they give
     no sizes.
 
@@ -62,10 +62,10 @@ def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
     `named`.
     """
     for name, what in _NOT_PLANNED.items():
-        if given.has(name):
+        if arguments.has(name):
             raise BadInput(Reason(field=name, rule=f"{what} cannot be planned here"))
-    if not given.has("--num-layers"):
-        if named is None:
+    if not arguments.has("--num-layers"):
+        if named_model is None:
             rule = "is missing: the model is not in the script; give its name or config.json before --from-flags"
             raise BadInput(
                 Reason(
@@ -74,26 +74,33 @@ def model_of(given: Given, named: ModelSpec | None) -> ReadModel:
                     nearest="estimate Qwen3-30B-A3B --from-flags ...",
                 )
             )
-        return ReadModel(model=named, note=f"model {named.name}: the script gives no sizes")
-    shaped = _shape(given)
-    if named is not None:
-        for name, wanted in (("--num-layers", named.layers), ("--hidden-size", named.hidden_size)):
-            if given.whole(name) != wanted:
-                rule = f"{named.name} has {wanted}"
+        return ScriptModel(
+            model=named_model, note=f"model {named_model.name}: the script gives no sizes"
+        )
+    shaped = _shape(arguments)
+    if named_model is not None:
+        for name, wanted in (
+            ("--num-layers", named_model.layers),
+            ("--hidden-size", named_model.hidden_size),
+        ):
+            if arguments.integer(name) != wanted:
+                rule = f"{named_model.name} has {wanted}"
                 raise BadInput(
-                    Reason(field=name, value=given.text(name), rule=rule, nearest=str(wanted))
+                    Reason(field=name, value=arguments.text(name), rule=rule, nearest=str(wanted))
                 )
-        return ReadModel(model=named, note=f"model {named.name} (given)")
+        return ScriptModel(model=named_model, note=f"model {named_model.name} (given)")
     known = [
         model for model in map(catalogue.model, catalogue.model_names()) if _same(shaped, model)
     ]
     known.sort(key=lambda model: model.max_position != shaped.max_position)
     if known:
-        return ReadModel(model=_own(shaped, known[0]), note=f"model {known[0].name}, by its sizes")
+        return ScriptModel(
+            model=_own(shaped, known[0]), note=f"model {known[0].name}, by its sizes"
+        )
     if not shaped.vocab_size:
         rule = "is missing, and the tokenizer that would tell it is not read"
         raise BadInput(Reason(field="--vocab-size", rule=rule, nearest="--vocab-size 128000"))
-    return ReadModel(model=shaped, note="model of the script's own sizes, none that is known")
+    return ScriptModel(model=shaped, note="model of the script's own sizes, none that is known")
 
 
 def _same(shaped: ModelSpec, known: ModelSpec) -> bool:
@@ -129,7 +136,7 @@ def _plain(model: ModelSpec, longest: int) -> ModelSpec:
         router = moe.router
         router = replace(
             router,
-            group_scores=router.counted_in_group if router.groups > 1 else 0,
+            group_scores=router.scores_per_group if router.groups > 1 else 0,
             pre_softmax=False,
             renormalize=True,
         )
@@ -151,15 +158,15 @@ def _plain(model: ModelSpec, longest: int) -> ModelSpec:
     )
 
 
-def _shape(given: Given) -> ModelSpec:
-    layers, hidden = given.whole("--num-layers"), _needed(given, "--hidden-size")
+def _shape(given: Arguments) -> ModelSpec:
+    layers, hidden = given.integer("--num-layers"), _needed(given, "--hidden-size")
     heads = _needed(given, "--num-attention-heads")
     biased = not given.has("--disable-bias-linear")
     gated = given.has("--swiglu") or given.has("--quick-geglu")
     for name in ("--squared-relu", "--openai-gelu"):
         given.has(name)
     usual = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
-    ffn = given.whole("--ffn-hidden-size")
+    ffn = given.integer("--ffn-hidden-size")
     moe_layers = _moe_layers(given, layers)
     position = given.text("--position-embedding-type", "learned_absolute")
     if given.has("--use-rotary-position-embeddings"):
@@ -176,7 +183,7 @@ def _shape(given: Given) -> ModelSpec:
         family="",
         hidden_size=hidden,
         layers=layers,
-        vocab_size=given.whole("--vocab-size"),
+        vocab_size=given.integer("--vocab-size"),
         attention=_attention(given, hidden, heads, biased, position),
         dense_ffn_size=ffn or (0 if all(moe_layers) else usual),
         moe=_moe(given, ffn or usual, biased) if any(moe_layers) else None,
@@ -186,22 +193,24 @@ def _shape(given: Given) -> ModelSpec:
         norm=NormKind.RMS
         if given.text("--normalization", "LayerNorm") == "RMSNorm"
         else NormKind.LAYER,
-        norm_eps=given.real("--norm-epsilon", 1e-5),
+        norm_eps=given.number("--norm-epsilon", 1e-5),
         position=_POSITIONS[position],
-        max_position=given.whole("--max-position-embeddings"),
+        max_position=given.integer("--max-position-embeddings"),
         tie_embeddings=not given.has("--untie-embeddings-and-output-weights"),
-        mtp_layers=given.whole("--mtp-num-layers"),
-        initializer_range=given.real("--init-method-std", 0.02),
+        mtp_layers=given.integer("--mtp-num-layers"),
+        initializer_range=given.number("--init-method-std", 0.02),
     )
 
 
-def _needed(given: Given, name: str) -> int:
+def _needed(given: Arguments, name: str) -> int:
     if not given.has(name):
         raise BadInput(Reason(field=name, rule="is missing, and Megatron-LM has no default for it"))
-    return given.whole(name)
+    return given.integer(name)
 
 
-def _attention(given: Given, hidden: int, heads: int, biased: bool, position: str) -> AttentionSpec:
+def _attention(
+    given: Arguments, hidden: int, heads: int, biased: bool, position: str
+) -> AttentionSpec:
     normed = given.has("--qk-layernorm")
     window, every = _window(given)
     common = {
@@ -213,21 +222,26 @@ def _attention(given: Given, hidden: int, heads: int, biased: bool, position: st
         "window_every": every,
     }
     if given.has("--multi-latent-attention"):
-        nope, turned = given.whole("--qk-head-dim", 128), given.whole("--qk-pos-emb-head-dim", 64)
+        nope, turned = (
+            given.integer("--qk-head-dim", 128),
+            given.integer("--qk-pos-emb-head-dim", 64),
+        )
         return AttentionSpec(
             **common,  # type: ignore[arg-type]
             kind=AttentionKind.MLA,
             kv_heads=heads,
             head_dim=nope + turned,
-            v_head_dim=given.whole("--v-head-dim", 128),
-            q_lora_rank=given.whole("--q-lora-rank"),
-            kv_lora_rank=given.whole("--kv-lora-rank", 32),
+            v_head_dim=given.integer("--v-head-dim", 128),
+            q_lora_rank=given.integer("--q-lora-rank"),
+            kv_lora_rank=given.integer("--kv-lora-rank", 32),
             qk_nope_head_dim=nope,
             qk_rope_head_dim=turned,
             rope=_latent_rope(given),
         )
-    width = given.whole("--kv-channels", hidden // heads)
-    groups = given.whole("--num-query-groups", 1) if given.has("--group-query-attention") else heads
+    width = given.integer("--kv-channels", hidden // heads)
+    groups = (
+        given.integer("--num-query-groups", 1) if given.has("--group-query-attention") else heads
+    )
     return AttentionSpec(
         **common,  # type: ignore[arg-type]
         kind=AttentionKind.GQA,
@@ -239,7 +253,7 @@ def _attention(given: Given, hidden: int, heads: int, biased: bool, position: st
     )
 
 
-def _window(given: Given) -> tuple[int, int]:
+def _window(given: Arguments) -> tuple[int, int]:
     """Width of sliding windows, this token included, and every how many layers one is."""
     if not given.has("--window-size"):
         return 0, 0
@@ -257,9 +271,12 @@ def _window(given: Given) -> tuple[int, int]:
     return int(left) + 1, 2 if skip else 1
 
 
-def _latent_rope(given: Given) -> RopeSpec:
-    theta, factor = given.real("--rotary-base", 10000.0), given.real("--rotary-scaling-factor", 1.0)
-    mscale, all_dim = given.real("--mscale", 1.0), given.real("--mscale-all-dim", 0.0)
+def _latent_rope(given: Arguments) -> RopeSpec:
+    theta, factor = (
+        given.number("--rotary-base", 10000.0),
+        given.number("--rotary-scaling-factor", 1.0),
+    )
+    mscale, all_dim = given.number("--mscale", 1.0), given.number("--mscale-all-dim", 0.0)
     if given.text("--rope-type", "yarn") == "rope" or factor == 1:
         return RopeSpec(theta=theta, interleaved=True)
     return RopeSpec(
@@ -273,20 +290,20 @@ def _latent_rope(given: Given) -> RopeSpec:
     )
 
 
-def _rope(given: Given, position: str) -> RopeSpec:
-    theta, interleaved = given.real("--rotary-base", 10000.0), given.has("--rotary-interleaved")
+def _rope(given: Arguments, position: str) -> RopeSpec:
+    theta, interleaved = given.number("--rotary-base", 10000.0), given.has("--rotary-interleaved")
     if position == "yarn":
         return RopeSpec(
             theta=theta,
             scaling="yarn",
-            factor=given.real("--rotary-scaling-factor", 1.0),
-            original_max_position=given.whole("--yarn-original-max-position-embeddings"),
-            beta_fast=given.real("--yarn-beta-fast", 32.0),
-            beta_slow=given.real("--yarn-beta-slow", 1.0),
+            factor=given.number("--rotary-scaling-factor", 1.0),
+            original_max_position=given.integer("--yarn-original-max-position-embeddings"),
+            beta_fast=given.number("--yarn-beta-fast", 32.0),
+            beta_slow=given.number("--yarn-beta-slow", 1.0),
             interleaved=interleaved,
         )
     if given.has("--use-rope-scaling"):
-        factor = given.real("--rope-scaling-factor", 8.0)
+        factor = given.number("--rope-scaling-factor", 8.0)
         return RopeSpec(
             theta=theta,
             scaling="llama3",
@@ -297,8 +314,8 @@ def _rope(given: Given, position: str) -> RopeSpec:
     return RopeSpec(theta=theta, interleaved=interleaved)
 
 
-def _moe_layers(given: Given, layers: int) -> tuple[bool, ...]:
-    if not given.whole("--num-experts"):
+def _moe_layers(given: Arguments, layers: int) -> tuple[bool, ...]:
+    if not given.integer("--num-experts"):
         return (False,) * layers
     text = given.text("--moe-layer-freq", "1")
     if text.isdigit() and int(text):
@@ -341,26 +358,26 @@ def _pattern(node: ast.expr) -> list[int] | int | None:
     return None
 
 
-def _moe(given: Given, ffn: int, biased: bool) -> MoeSpec:
+def _moe(given: Arguments, ffn: int, biased: bool) -> MoeSpec:
     score = ScoreFunction(given.text("--moe-router-score-function", "softmax"))
     before = given.has("--moe-router-pre-softmax")
-    groups = given.whole("--moe-router-num-groups", 1)
+    groups = given.integer("--moe-router-num-groups", 1)
     router = RouterSpec(
-        top_k=given.whole("--moe-router-topk", 2),
+        top_k=given.integer("--moe-router-topk", 2),
         score=score,
         pre_softmax=before,
         renormalize=not before,
-        scaling_factor=given.real("--moe-router-topk-scaling-factor", 1.0),
+        scaling_factor=given.number("--moe-router-topk-scaling-factor", 1.0),
         groups=groups,
-        top_groups=given.whole("--moe-router-group-topk", 1),
+        top_groups=given.integer("--moe-router-group-topk", 1),
         selection_bias=given.has("--moe-router-enable-expert-bias"),
     )
     return MoeSpec(
-        experts=given.whole("--num-experts"),
-        ffn_size=given.whole("--moe-ffn-hidden-size", ffn),
+        experts=given.integer("--num-experts"),
+        ffn_size=given.integer("--moe-ffn-hidden-size", ffn),
         router=router,
-        shared_ffn_size=given.whole("--moe-shared-expert-intermediate-size"),
+        shared_ffn_size=given.integer("--moe-shared-expert-intermediate-size"),
         shared_gate=given.has("--moe-shared-expert-gate"),
         expert_bias=biased,
-        latent_size=given.whole("--moe-latent-size"),
+        latent_size=given.integer("--moe-latent-size"),
     )

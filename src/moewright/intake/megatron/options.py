@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from moewright.codec import nearest
-from moewright.intake.megatron.aliases import OLD
-from moewright.intake.megatron.bash import MISSING, Command
+from moewright.codec import closest_match
+from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS
 from moewright.spec.errors import BadInput, Reason
 
 _LAUNCHER_SWITCHES = (
@@ -32,36 +32,36 @@ _NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class MegatronOption:
     """A row of the table: how many values (0, 1, a number, + or *), of which type, out of what."""
 
     name: str
     dest: str
-    count: str
+    value_count: str
     type: str
     choices: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class LaunchCommand:
     """A training command: ranks (0 where only running tells), what is exported, and the options
     with their values."""
 
     nodes: int
     ranks_per_node: int
     exported: Mapping[str, str]
-    given: Mapping[str, tuple[str, ...]]
-    old: Mapping[
+    options: Mapping[str, tuple[str, ...]]
+    foreign_options: Mapping[
         str, tuple[str, ...]
     ]  # options that its parser has not, with the values that stand behind them
     notes: tuple[str, ...]
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
 
-def table() -> Mapping[str, Option]:
+def option_table() -> Mapping[str, MegatronOption]:
     """Every long option of Megatron-LM's own parser at d98e8a64 (2026-08-22)."""
     text = (
         resources.files("moewright.intake.megatron")
@@ -69,10 +69,10 @@ def table() -> Mapping[str, Option]:
         .read_text(encoding="utf-8")
     )
     return {
-        row["flag"]: Option(
+        row["flag"]: MegatronOption(
             name=row["flag"],
             dest=row["dest"],
-            count=row["nargs"] or "1",
+            value_count=row["nargs"] or "1",
             type=row["type"],
             choices=tuple(choice.rpartition(".")[2] for choice in row["choices"].split()),
         )
@@ -80,7 +80,7 @@ def table() -> Mapping[str, Option]:
     }
 
 
-def launch(commands: Sequence[Command]) -> Launch:
+def find_launch(commands: Sequence[Command]) -> LaunchCommand:
     """The command that trains, out of all commands of a script; BadInput when there is none."""
     for command in commands:
         words = list(command.words)
@@ -104,8 +104,8 @@ _KNOWING = (
 )
 
 
-def _launch(words: list[str], exported: dict[str, str]) -> Launch:
-    known = table()
+def _launch(words: list[str], exported: dict[str, str]) -> LaunchCommand:
+    known = option_table()
     ranks: dict[str, str] = {}
     given: dict[str, tuple[str, ...]] = {}
     old: dict[str, tuple[str, ...]] = {}
@@ -143,25 +143,25 @@ def _launch(words: list[str], exported: dict[str, str]) -> Launch:
             at += 0 if equals else len(taken)
             given[name] = tuple(taken)
             faults += _faults(option, taken)
-        elif name in OLD or name.replace("_", "-") in OLD:
-            name = name if name in OLD else name.replace("_", "-")
-            values = [value] if equals else behind[: OLD[name].values]
+        elif name in FOREIGN_OPTIONS or name.replace("_", "-") in FOREIGN_OPTIONS:
+            name = name if name in FOREIGN_OPTIONS else name.replace("_", "-")
+            values = [value] if equals else behind[: FOREIGN_OPTIONS[name].value_count]
             at += 0 if equals else len(values)
             old[name] = tuple(values)
         else:
-            close = nearest(name.replace("_", "-"), [*known, *OLD])
+            close = closest_match(name.replace("_", "-"), [*known, *FOREIGN_OPTIONS])
             faults.append(
                 Reason(field=name[:60], rule="is no option of Megatron-LM", nearest=close)
             )
     if faults:
         raise BadInput(*faults)
     nodes, per_node = _ranks(ranks)
-    return Launch(
+    return LaunchCommand(
         nodes=nodes,
         ranks_per_node=per_node,
         exported=exported,
-        given=given,
-        old=old,
+        options=given,
+        foreign_options=old,
         notes=tuple(notes),
     )
 
@@ -177,36 +177,38 @@ def _behind(words: list[str], at: int) -> list[str]:
 def _stray(word: str, before: str) -> str:
     """What a word that no option takes may be: the trainer, a module's name, a variable without
     value."""
-    bare = MISSING.sub("", word)
+    bare = UNKNOWN_VALUE.sub("", word)
     if not bare or word.endswith(".py") or before == "-m" or "pretrain" in word:
         return ""
     return word
 
 
-def _take(option: Option, behind: list[str]) -> list[str]:
+def _take(option: MegatronOption, behind: list[str]) -> list[str]:
     """The words that the option takes; variables without value take no place where values are
     optional."""
-    if option.count in ("+", "*"):
-        whole = [word for word in behind if MISSING.sub("", word)]
+    if option.value_count in ("+", "*"):
+        whole = [word for word in behind if UNKNOWN_VALUE.sub("", word)]
         return whole or behind[:1]
-    return behind[: int(option.count)]
+    return behind[: int(option.value_count)]
 
 
-def _faults(option: Option, values: Sequence[str]) -> Iterator[Reason]:
-    wanted = {"+": len(values) >= 1, "*": True}.get(option.count, str(len(values)) == option.count)
+def _faults(option: MegatronOption, values: Sequence[str]) -> Iterator[Reason]:
+    wanted = {"+": len(values) >= 1, "*": True}.get(
+        option.value_count, str(len(values)) == option.value_count
+    )
     if not wanted:
         count = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}.get(
-            option.count
+            option.value_count
         )
-        yield Reason(field=option.name, rule=f"takes {count or f'{option.count} values'}")
+        yield Reason(field=option.name, rule=f"takes {count or f'{option.value_count} values'}")
         return
     for value in values:
-        if MISSING.search(value):
+        if UNKNOWN_VALUE.search(value):
             continue  # whoever needs it says so
         if option.choices and value not in option.choices:
-            close = nearest(value, option.choices) or option.choices[0]
+            close = closest_match(value, option.choices) or option.choices[0]
             rule = (
-                OLD_VALUES.get((option.name, value))
+                RETIRED_VALUES.get((option.name, value))
                 or f"is one of {', '.join(option.choices[:12])}"
             )
             yield Reason(field=option.name, value=value[:60], rule=rule, nearest=close)
@@ -215,7 +217,7 @@ def _faults(option: Option, values: Sequence[str]) -> Iterator[Reason]:
             yield Reason(field=option.name, value=value[:60], rule=rule)
 
 
-OLD_VALUES = {
+RETIRED_VALUES = {
     (
         "--dataloader-type",
         "dynamic",
@@ -238,7 +240,7 @@ def _ranks(ranks: Mapping[str, str]) -> tuple[int, int]:
         if (
             value
             and not value.isdigit()
-            and not MISSING.search(value)
+            and not UNKNOWN_VALUE.search(value)
             and value not in ("gpu", "auto")
         ):
             rule = "must be a whole number: the layout does not change while training"

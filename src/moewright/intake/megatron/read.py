@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moewright.codec import json_data, read_text
-from moewright.intake.megatron.aliases import OLD, Use
-from moewright.intake.megatron.arguments import Given
-from moewright.intake.megatron.bash import commands
-from moewright.intake.megatron.layout import layout_of
-from moewright.intake.megatron.model import model_of
-from moewright.intake.megatron.options import Launch, launch
-from moewright.intake.megatron.workload import workload_of
+from moewright.codec import read_json_data, read_text
+from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.bash import read_commands
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
+from moewright.intake.megatron.layout import read_layout
+from moewright.intake.megatron.model import read_model
+from moewright.intake.megatron.options import LaunchCommand, find_launch
+from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
@@ -21,7 +21,7 @@ from moewright.spec.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
+class ScriptJob:
     """A job as a script says it; `notes` are what was taken otherwise than written, one line
     each."""
 
@@ -31,32 +31,34 @@ class Read:
     notes: tuple[str, ...]
 
 
-def launch_of(
+def read_launch(
     script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
-) -> Launch:
+) -> LaunchCommand:
     """The training command of a script, its variables from the script, then from `environment`.
     Raises BadInput."""
-    return launch(commands(read_text(script), environment, arguments))
+    return find_launch(read_commands(read_text(script), environment, arguments))
 
 
-def read(command: Launch, *, world: int, folder: Path, named: ModelSpec | None = None) -> Read:
+def interpret_launch(
+    command: LaunchCommand, *, world_size: int, folder: Path, named_model: ModelSpec | None = None
+) -> ScriptJob:
     """The job of a training command over `world` ranks. `folder`: where a DeepSpeed config would
     lie.
 
     Raises BadInput for options that contradict each other or cannot be planned here.
     """
     old = tuple(_old(command))
-    given = Given({**command.given, **{name: () for _, names in old for name in names}})
-    found = model_of(given, named)
-    pipelined = given.whole("--pipeline-model-parallel-size", 1) > 1
+    given = Arguments({**command.options, **{name: () for _, names in old for name in names}})
+    found = read_model(given, named_model)
+    pipelined = given.integer("--pipeline-model-parallel-size", 1) > 1
     zero = _deepspeed(command, folder, pipelined=pipelined)
-    layout, notes = layout_of(given, found.model, world, zero)
+    layout, notes = read_layout(given, found.model, world_size, zero)
     notes += tuple(_queues(command.exported.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), layout))
     batch, counted = _batch(given, command, layout)
-    workload, said = workload_of(given, layout, batch)
-    past = f"not part of a plan: {' '.join(given.past)}" if given.past else ""
+    workload, said = read_workload(given, layout, batch)
+    past = f"not part of a plan: {' '.join(given.unread_names)}" if given.unread_names else ""
     lines = (found.note, *command.notes, *(line for line, _ in old), *notes, *counted, *said, past)
-    return Read(
+    return ScriptJob(
         model=found.model,
         workload=workload,
         layout=layout,
@@ -64,14 +66,14 @@ def read(command: Launch, *, world: int, folder: Path, named: ModelSpec | None =
     )
 
 
-def _old(command: Launch) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _old(command: LaunchCommand) -> Iterator[tuple[str, tuple[str, ...]]]:
     """A note on every option that is not Megatron-LM's, and the options that say it today."""
-    for name in command.old:
-        old = OLD[name]
-        if old.use is Use.REFUSE:
-            raise BadInput(Reason(field=name, rule=old.why))
-        means = f": read as {' '.join(old.means)}" if old.means else ""
-        yield f"{name} {old.why}{means}", old.means
+    for name in command.foreign_options:
+        old = FOREIGN_OPTIONS[name]
+        if old.treatment is Treatment.REFUSE:
+            raise BadInput(Reason(field=name, rule=old.reason))
+        means = f": read as {' '.join(old.replacements)}" if old.replacements else ""
+        yield f"{name} {old.reason}{means}", old.replacements
 
 
 def _queues(said: str, layout: Layout) -> Iterator[str]:
@@ -87,17 +89,17 @@ def _queues(said: str, layout: Layout) -> Iterator[str]:
         yield f"{name} is not 1: before Blackwell Megatron-LM stops at tensor or context parallelism without"
 
 
-def _whole(command: Launch, name: str) -> int:
+def _whole(command: LaunchCommand, name: str) -> int:
     """The value of a number that Megatron-LM derives by itself; 0 when nobody gives it."""
-    value = next(iter(command.old.get(name, ())), "")
-    if name in command.old and not (value.isdigit() and int(value)):
+    value = next(iter(command.foreign_options.get(name, ())), "")
+    if name in command.foreign_options and not (value.isdigit() and int(value)):
         raise BadInput(
             Reason(field=name, value=value[:60].strip("\0"), rule="must be a whole number above 0")
         )
     return int(value or 0)
 
 
-def _batch(given: Given, command: Launch, layout: Layout) -> tuple[int, tuple[str, ...]]:
+def _batch(given: Arguments, command: LaunchCommand, layout: Layout) -> tuple[int, tuple[str, ...]]:
     """The global batch, held against whatever else the script says of it."""
     model_ranks = layout.tp * layout.cp * layout.pp
     if layout.world_size % model_ranks:
@@ -121,7 +123,7 @@ def _batch(given: Given, command: Launch, layout: Layout) -> tuple[int, tuple[st
         return mbs * dp * count, (
             f"global batch {mbs * dp * count} = micro-batch {mbs} x data-parallel {dp} x {count}",
         )
-    batch = given.whole("--global-batch-size")
+    batch = given.integer("--global-batch-size")
     if batch < 1 or batch % (mbs * dp):
         near = max(1, round(batch / (mbs * dp))) * mbs * dp
         rule = f"micro-batch {mbs} x data-parallel {dp} = {mbs * dp} must divide it"
@@ -142,12 +144,18 @@ def _batch(given: Given, command: Launch, layout: Layout) -> tuple[int, tuple[st
     return batch, ()
 
 
-def _deepspeed(command: Launch, folder: Path, *, pipelined: bool) -> int | None:
+def _deepspeed(command: LaunchCommand, folder: Path, *, pipelined: bool) -> int | None:
     """ZeRO as DeepSpeed's options say it; None when there are none."""
-    names = [name for name in command.old if OLD[name].use is Use.SHARDING]
+    names = [
+        name
+        for name in command.foreign_options
+        if FOREIGN_OPTIONS[name].treatment is Treatment.SHARDING
+    ]
     if not names:
         return None
-    values = {name.replace("_", "-"): next(iter(command.old[name]), "") for name in names}
+    values = {
+        name.replace("_", "-"): next(iter(command.foreign_options[name]), "") for name in names
+    }
     stage, where = values.get("--zero-stage", ""), "--zero-stage"
     if config := values.get("--deepspeed-config"):
         where, path = f"--deepspeed_config {config}"[:80], folder / config.strip("\0")
@@ -155,7 +163,7 @@ def _deepspeed(command: Launch, folder: Path, *, pipelined: bool) -> int | None:
             rule = "Megatron-LM takes no DeepSpeed config, and no such file tells its ZeRO stage: 1 is "
             rule += "--use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
             raise BadInput(Reason(field=where, rule=rule, nearest="--use-distributed-optimizer"))
-        section = json_data(path)
+        section = read_json_data(path)
         zero = section.get("zero_optimization", {}) if isinstance(section, dict) else {}
         stage = str(zero.get("stage", 0)) if isinstance(zero, dict) else "0"
     if stage not in ("", "0", "1", "2", "3"):

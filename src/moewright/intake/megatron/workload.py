@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.intake.megatron.arguments import Given
-from moewright.rules.batch_rampup import batch_of
+from moewright.intake.megatron.arguments import Arguments
+from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.workload import (
-    Assignment,
+    BatchRampSpec,
     CheckpointSpec,
     DataSpec,
-    Documents,
+    DocumentMasking,
     DropPolicy,
     Dtype,
+    LossScalingSpec,
     LossSpec,
     OptimizerSpec,
-    RampSpec,
+    RouterAssignment,
     RouterDtype,
     RouterForce,
     RouterTraining,
     SaveMode,
-    ScalingSpec,
     Workload,
 )
 
@@ -38,47 +38,51 @@ _LOSSES = {
 _MOST_STEPS = 10**9
 
 
-def workload_of(given: Given, layout: Layout, batch: int) -> tuple[Workload, tuple[str, ...]]:
+def read_workload(
+    arguments: Arguments, layout: Layout, global_batch: int
+) -> tuple[Workload, tuple[str, ...]]:
     """The workload, its global batch as checked, and notes on what it cannot hold. BadInput as for
     the layout."""
     notes: list[str] = []
-    seq_len = given.whole("--seq-length") or given.whole("--encoder-seq-length")
+    seq_len = arguments.integer("--seq-length") or arguments.integer("--encoder-seq-length")
     if not seq_len:
         raise BadInput(
             Reason(field="--seq-length", rule="is missing, and Megatron-LM has no default for it")
         )
-    ramp = RampSpec()
-    if given.has("--rampup-batch-size"):
-        start, more, samples = map(int, given.many("--rampup-batch-size"))
-        ramp = RampSpec(ramp_start=start, ramp_increment=more, ramp_samples=samples)
-        if given.has("--train-iters"):
+    ramp = BatchRampSpec()
+    if arguments.has("--rampup-batch-size"):
+        start, more, samples = map(int, arguments.values("--rampup-batch-size"))
+        ramp = BatchRampSpec(ramp_start=start, ramp_increment=more, ramp_samples=samples)
+        if arguments.has("--train-iters"):
             rule = "goes with --train-samples; --train-iters excludes it"
             raise BadInput(
                 Reason(field="--rampup-batch-size", rule=rule, nearest="--train-samples")
             )
-    timed = Workload(seq_len=seq_len, global_batch=batch, ramp=ramp)
-    steps = given.whole("--train-iters") or _steps(timed, given.whole("--train-samples"))
-    precision, grad_dtype = _precision(given)
-    every = given.whole("--save-interval") if given.has("--save") else 0
-    data, eval_batches = _data(given, notes)
+    timed = Workload(seq_len=seq_len, global_batch=global_batch, ramp=ramp)
+    steps = arguments.integer("--train-iters") or _steps(
+        timed, arguments.integer("--train-samples")
+    )
+    precision, grad_dtype = _precision(arguments)
+    every = arguments.integer("--save-interval") if arguments.has("--save") else 0
+    data, eval_batches = _data(arguments, notes)
     workload = Workload(
         seq_len=seq_len,
-        global_batch=batch,
+        global_batch=global_batch,
         steps=steps,
-        seed=given.whole("--seed", 1234),
+        seed=arguments.integer("--seed", 1234),
         precision=precision,
         grad_dtype=grad_dtype,
-        eval_every_steps=given.whole("--eval-interval") if data.heldout else 0,
+        eval_every_steps=arguments.integer("--eval-interval") if data.heldout else 0,
         eval_batches=eval_batches,
-        optimizer=_optimizer(given, timed, layout, steps, notes),
-        loss=_loss(given),
-        router=_router(given),
-        scaling=_scaling(given, precision),
+        optimizer=_optimizer(arguments, timed, layout, steps, notes),
+        loss=_loss(arguments),
+        router=_router(arguments),
+        scaling=_scaling(arguments, precision),
         ramp=ramp,
         data=data,
         checkpoint=CheckpointSpec(
             every_steps=every,
-            mode=SaveMode.ASYNC if given.has("--async-save") and every else SaveMode.SYNC,
+            mode=SaveMode.ASYNC if arguments.has("--async-save") and every else SaveMode.SYNC,
         ),
     )
     return workload, tuple(notes)
@@ -92,12 +96,12 @@ def _steps(workload: Workload, samples: int) -> int:
     while low < high:
         middle = (low + high) // 2
         low, high = (
-            (low, middle) if batch_of(workload, middle).first >= samples else (middle + 1, high)
+            (low, middle) if step_samples(workload, middle).first >= samples else (middle + 1, high)
         )
     return low
 
 
-def _precision(given: Given) -> tuple[Dtype, Dtype]:
+def _precision(given: Arguments) -> tuple[Dtype, Dtype]:
     """What is computed in, and what gradients are summed in."""
     half, brain, eight = given.has("--fp16"), given.has("--bf16"), given.text("--fp8-format")
     if half and brain:
@@ -128,7 +132,7 @@ def _precision(given: Given) -> tuple[Dtype, Dtype]:
 
 
 def _optimizer(
-    given: Given, timed: Workload, layout: Layout, steps: int, notes: list[str]
+    given: Arguments, timed: Workload, layout: Layout, steps: int, notes: list[str]
 ) -> OptimizerSpec:
     kind = given.text("--optimizer", "adam")
     if kind != "adam":
@@ -140,11 +144,13 @@ def _optimizer(
             f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, training here would"
         )
     usual = OptimizerSpec()
-    lr = given.real("--lr", usual.lr)
-    decay = given.whole("--lr-decay-iters") or _steps(timed, given.whole("--lr-decay-samples"))
-    warmup = given.whole("--lr-warmup-iters") or _steps(timed, given.whole("--lr-warmup-samples"))
+    lr = given.number("--lr", usual.lr)
+    decay = given.integer("--lr-decay-iters") or _steps(timed, given.integer("--lr-decay-samples"))
+    warmup = given.integer("--lr-warmup-iters") or _steps(
+        timed, given.integer("--lr-warmup-samples")
+    )
     if given.has("--lr-warmup-fraction"):
-        warmup = int(given.real("--lr-warmup-fraction") * (decay or steps))
+        warmup = int(given.number("--lr-warmup-fraction") * (decay or steps))
     moments = given.text("--exp-avg-dtype", "fp32")
     if moments != given.text("--exp-avg-sq-dtype", "fp32"):
         rule = "both moments are planned in one type"
@@ -153,27 +159,27 @@ def _optimizer(
         rule = "goes with --use-precision-aware-optimizer"
         raise BadInput(Reason(field="--exp-avg-dtype", value=moments, rule=rule, nearest="fp32"))
     given.has("--use-precision-aware-optimizer")
-    bucket = given.whole("--ddp-bucket-size") or max(
+    bucket = given.integer("--ddp-bucket-size") or max(
         _BUCKET, _BUCKET_A_RANK * layout.dp * layout.cp
     )
     return OptimizerSpec(
         lr=lr,
-        min_lr_fraction=float(f"{given.real('--min-lr') / lr:.10g}") if lr else 0.0,
+        min_lr_fraction=float(f"{given.number('--min-lr') / lr:.10g}") if lr else 0.0,
         warmup_steps=warmup,
         decay_steps=0 if decay == steps else decay,
-        beta1=given.real("--adam-beta1", 0.9),
-        beta2=given.real("--adam-beta2", 0.999),
-        eps=given.real("--adam-eps", 1e-8),
-        weight_decay=given.real("--weight-decay", 0.01),
-        clip_norm=given.real("--clip-grad", 1.0),
+        beta1=given.number("--adam-beta1", 0.9),
+        beta2=given.number("--adam-beta2", 0.999),
+        eps=given.number("--adam-eps", 1e-8),
+        weight_decay=given.number("--weight-decay", 0.01),
+        clip_norm=given.number("--clip-grad", 1.0),
         moment_dtype=Dtype(moments),
         bucket_elements=bucket,
     )
 
 
-def _loss(given: Given) -> LossSpec:
-    kinds = given.many("--moe-router-load-balancing-type", "aux_loss")
-    coeffs = [float(value) for value in given.many("--moe-aux-loss-coeff", "0")]
+def _loss(given: Arguments) -> LossSpec:
+    kinds = given.values("--moe-router-load-balancing-type", "aux_loss")
+    coeffs = [float(value) for value in given.values("--moe-aux-loss-coeff", "0")]
     if "quantile_balancing" in kinds:
         rule = "this way to balance cannot be planned here"
         raise BadInput(
@@ -195,42 +201,42 @@ def _loss(given: Given) -> LossSpec:
         aux_coeff=on.get("aux_coeff", 0.0),
         seq_aux_coeff=on.get("seq_aux_coeff", 0.0),
         global_aux_coeff=on.get("global_aux_coeff", 0.0),
-        z_coeff=given.real("--moe-z-loss-coeff"),
-        mtp_coeff=given.real("--mtp-loss-scaling-factor", usual.mtp_coeff),
+        z_coeff=given.number("--moe-z-loss-coeff"),
+        mtp_coeff=given.number("--mtp-loss-scaling-factor", usual.mtp_coeff),
     )
 
 
-def _router(given: Given) -> RouterTraining:
+def _router(given: Arguments) -> RouterTraining:
     usual = RouterTraining()
     force = (
         RouterForce.BALANCED if given.has("--moe-router-force-load-balancing") else RouterForce.NONE
     )
     skewed = given.has("--moe-router-force-biased")
-    balance = given.many("--moe-router-load-balancing-type")
+    balance = given.values("--moe-router-load-balancing-type")
     return RouterTraining(
-        bias_update_rate=given.real("--moe-router-bias-update-rate", usual.bias_update_rate),
+        bias_update_rate=given.number("--moe-router-bias-update-rate", usual.bias_update_rate),
         force=RouterForce.SKEWED if skewed else force,
-        force_std=given.real("--moe-router-force-biased", usual.force_std),
+        force_std=given.number("--moe-router-force-biased", usual.force_std),
         drop_policy=DropPolicy(given.text("--moe-token-drop-policy", "probs")),
         router_dtype=RouterDtype(given.text("--moe-router-dtype", "fp32")),
-        assignment=Assignment.SINKHORN if "sinkhorn" in balance else Assignment.TOP_K,
-        jitter_eps=given.real("--moe-input-jitter-eps"),
+        assignment=RouterAssignment.SINKHORN if "sinkhorn" in balance else RouterAssignment.TOP_K,
+        jitter_eps=given.number("--moe-input-jitter-eps"),
     )
 
 
-def _scaling(given: Given, precision: Dtype) -> ScalingSpec:
+def _scaling(given: Arguments, precision: Dtype) -> LossScalingSpec:
     """fp16 alone scales its loss; Megatron-LM starts from 2**32."""
     if precision is not Dtype.FP16:
-        return ScalingSpec()
+        return LossScalingSpec()
     given.has("--hysteresis")
-    return ScalingSpec(
-        initial_loss_scale=given.real("--initial-loss-scale", 2.0**32),
-        min_loss_scale=given.real("--min-loss-scale", 1.0),
-        loss_scale_window=int(given.real("--loss-scale-window", 1000.0)),
+    return LossScalingSpec(
+        initial_loss_scale=given.number("--initial-loss-scale", 2.0**32),
+        min_loss_scale=given.number("--min-loss-scale", 1.0),
+        loss_scale_window=int(given.number("--loss-scale-window", 1000.0)),
     )
 
 
-def _data(given: Given, notes: list[str]) -> tuple[DataSpec, int]:
+def _data(given: Arguments, notes: list[str]) -> tuple[DataSpec, int]:
     """Prefixes of data, one each, and batches of an evaluation."""
     train = _prefix(given, "--train-data-path", notes) or _prefix(given, "--data-path", notes)
     heldout = _prefix(given, "--valid-data-path", notes)
@@ -240,16 +246,16 @@ def _data(given: Given, notes: list[str]) -> tuple[DataSpec, int]:
         "--dataloader-inter-document-masking"
     )
     given.has("--eod-mask-loss")
-    documents = Documents.BOUNDED if bounded else Documents.JOINED
+    documents = DocumentMasking.BOUNDED if bounded else DocumentMasking.JOINED
     if given.has("--reset-position-ids") and bounded:
-        documents = Documents.RESTARTED
-    batches = given.whole("--eval-iters", 100)
+        documents = DocumentMasking.RESTARTED
+    batches = given.integer("--eval-iters", 100)
     return DataSpec(
         train=train, heldout=heldout, documents=documents
     ), batches if heldout and batches else 8
 
 
-def _prefix(given: Given, name: str, notes: list[str]) -> str:
+def _prefix(given: Arguments, name: str, notes: list[str]) -> str:
     """One prefix; of a blend none, and a word on it. Where data lies changes no prediction."""
     if not given.has(name):
         return ""

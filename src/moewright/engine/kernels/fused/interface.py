@@ -16,11 +16,11 @@ import torch
 from moewright.spec.model import RouterSpec
 
 
-class Kernels(Protocol):
-    def spread(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+class KernelSet(Protocol):
+    def permute(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
         """Row i is x[tokens[i]]: [R,H]."""
 
-    def sum_slots(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
         """The sum of each token's own rows in their fixed order, in fp32: [T,H]; rows_Tk holds R
         where a slot has no row, which is nowhere so where `full`.
         """
@@ -44,13 +44,13 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients of x and, where there is one, of weight."""
 
-    def norm(
+    def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [...,K] times its scale 1 / sqrt(mean(x^2) + eps), rounded, times weight [K]; the scale
         [...,1] fp32."""
 
-    def norm_backward(
+    def rms_norm_backward(
         self,
         grad: torch.Tensor,
         x: torch.Tensor,
@@ -67,14 +67,14 @@ class Kernels(Protocol):
         first * sin, in fp32; cos and sin [S, D/2] or [B, S, D/2] fp32.
         """
 
-    def losses(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         """Negative log-likelihood [T] fp32 of targets; anything finite where a target is
         negative."""
 
-    def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
+    def sum_exp(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
         """sum over V of exp(logit - top): [T] fp32."""
 
-    def losses_backward(
+    def cross_entropy_backward(
         self,
         grad_T: torch.Tensor,
         logits_TV: torch.Tensor,
@@ -86,7 +86,7 @@ class Kernels(Protocol):
         A column of -1 is none of these; log_sum [T] fp32 is that of all V where it is None.
         """
 
-    def weigh(
+    def route_tokens(
         self,
         logits_TE: torch.Tensor,
         spec: RouterSpec,

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from moewright.rules.row_blocks import LOSS_ROWS, rows_at_a_time
+from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 # Of gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are
 # clamped to.
-SLOPE, LIMIT = 1.702, 7.0
-TINY = 1e-20  # under a sum of independent scores, all of which may be zero
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+SCORE_SUM_EPS = 1e-20  # under a sum of independent scores, all of which may be zero
 
 
-class Plain:
+class TorchKernels:
     """See seam.Kernels. A function does all that it does to about `at_a_time` numbers of a tensor
     before it goes on to the next ones; 0 takes all at once.
     """
@@ -26,13 +26,13 @@ class Plain:
 
     def _parts(self, count: int, width: int, *, most: int = 0) -> Iterator[slice]:
         """Of `count` rows of `width`; `most` rows where all would be taken."""
-        step = rows_at_a_time(width, self._at_a_time) if self._at_a_time else most or max(1, count)
+        step = rows_per_block(width, self._at_a_time) if self._at_a_time else most or max(1, count)
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
-    def spread(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+    def permute(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
         return x_TH.index_select(0, tokens_R)
 
-    def sum_slots(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
         """Deterministic, unlike a scatter-add."""
         if not full:
             rows_RH = torch.cat((rows_RH, rows_RH.new_zeros((1, *rows_RH.shape[1:]))))
@@ -45,8 +45,8 @@ class Plain:
         for part in self._parts(*x_R2F.shape):
             gate, up = x_R2F[part].float().chunk(2, -1)
             if clamped:
-                gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
-                act = torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up)
+                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+                act = torch.sigmoid(SWIGLU_ALPHA * gate).mul_(gate).mul_(up)
             else:
                 act = F.silu(gate).mul_(up)
             out[part] = act if weight_R is None else act.mul_(weight_R[part, None])
@@ -65,8 +65,8 @@ class Plain:
             gate, up = whole_gate, whole_up = x_R2F[part].float().chunk(2, -1)
             wide = grad_RF[part].float()
             if clamped:
-                gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
-                opened = torch.sigmoid(SLOPE * gate)
+                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+                opened = torch.sigmoid(SWIGLU_ALPHA * gate)
                 act = opened * gate
             else:
                 act = F.silu(gate)
@@ -77,15 +77,15 @@ class Plain:
                 act.mul_(weight_R[part, None])
             of_gate, of_up = grad_x[part].chunk(2, -1)
             if clamped:
-                slope = (1 - opened).mul_(gate).mul_(SLOPE).add_(1).mul_(opened)
-                of_gate.copy_(slope.mul_(of_act).mul_(whole_gate <= LIMIT))
-                of_up.copy_(act.mul_(wide).mul_(whole_up.abs() <= LIMIT))
+                slope = (1 - opened).mul_(gate).mul_(SWIGLU_ALPHA).add_(1).mul_(opened)
+                of_gate.copy_(slope.mul_(of_act).mul_(whole_gate <= SWIGLU_LIMIT))
+                of_up.copy_(act.mul_(wide).mul_(whole_up.abs() <= SWIGLU_LIMIT))
             else:
                 of_gate.copy_(torch.ops.aten.silu_backward(of_act, gate))
                 torch.mul(act, wide, out=of_up)
         return grad_x, grad_weight
 
-    def norm(
+    def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, out = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -97,7 +97,7 @@ class Plain:
             torch.mul((wide * found).to(x.dtype), weight, out=out.flatten(0, -2)[part])
         return out, scale
 
-    def norm_backward(
+    def rms_norm_backward(
         self,
         grad: torch.Tensor,
         x: torch.Tensor,
@@ -141,20 +141,20 @@ class Plain:
                 high.copy_((second * c[part]).addcmul_(first, s[part]))
         return out
 
-    def losses(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         found = torch.empty(len(targets_T), device=targets_T.device)
-        for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
+        for part in self._parts(*logits_TV.shape, most=MAX_LOSS_ROWS):
             log_probs = torch.log_softmax(logits_TV[part].float(), -1)
             found[part] = log_probs.gather(1, targets_T[part].clamp(min=0)[:, None])[:, 0].neg_()
         return found
 
-    def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
+    def sum_exp(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
         found = torch.empty_like(top_T)
-        for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
+        for part in self._parts(*logits_TV.shape, most=MAX_LOSS_ROWS):
             found[part] = (logits_TV[part].float() - top_T[part, None]).exp_().sum(-1)
         return found
 
-    def losses_backward(
+    def cross_entropy_backward(
         self,
         grad_T: torch.Tensor,
         logits_TV: torch.Tensor,
@@ -164,7 +164,7 @@ class Plain:
     ) -> torch.Tensor:
         out = torch.empty_like(logits_TV)
         columns, minus = columns_T.clamp(min=0)[:, None], -(columns_T >= 0).float()[:, None]
-        for part in self._parts(*logits_TV.shape, most=LOSS_ROWS):
+        for part in self._parts(*logits_TV.shape, most=MAX_LOSS_ROWS):
             wide = logits_TV[part].float()
             probs = (
                 torch.softmax(wide, -1)
@@ -175,25 +175,27 @@ class Plain:
             out[part] = probs.scatter_add_(1, columns[part], minus[part]).mul_(grad_T[part, None])
         return out
 
-    def weigh(
+    def route_tokens(
         self,
         logits_TE: torch.Tensor,
         spec: RouterSpec,
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scores = scores_of(logits_TE, spec.score)
-        experts = choose(scores, spec, bias_E) if forced_Tk is None else forced_Tk
+        scores = compute_scores(logits_TE, spec.score)
+        experts = choose_experts(scores, spec, bias_E) if forced_Tk is None else forced_Tk
         weights = scores.gather(1, experts)
         if spec.renormalize:
             total = weights.sum(-1, keepdim=True)
-            weights = weights / (total if spec.score is ScoreFunction.SOFTMAX else total + TINY)
+            weights = weights / (
+                total if spec.score is ScoreFunction.SOFTMAX else total + SCORE_SUM_EPS
+            )
         if spec.scaling_factor != 1.0:
             weights = weights * spec.scaling_factor
         return experts, weights, scores
 
 
-def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
+def compute_scores(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
     """Scores [T,E]: of all experts together (softmax), or of each alone."""
     if score is ScoreFunction.SOFTMAX:
         return torch.softmax(logits_TE, -1)
@@ -203,7 +205,7 @@ def scores_of(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
 
 
 @torch.no_grad()
-def choose(
+def choose_experts(
     scores_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Ids [T,k] of the experts with the highest scores plus bias, inside each token's best groups
@@ -212,7 +214,7 @@ def choose(
     if spec.top_groups < spec.groups:
         of_group = wanted.unflatten(1, (spec.groups, -1))
         best = (
-            of_group.topk(spec.counted_in_group, -1)
+            of_group.topk(spec.scores_per_group, -1)
             .values.sum(-1)
             .topk(spec.top_groups, -1)
             .indices

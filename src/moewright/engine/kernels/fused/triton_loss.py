@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.triton_rows import by_rows, tile
+from moewright.engine.kernels.fused.triton_rows import flatten_rows, tile_shape
 
 _WIDEST = 4096  # columns held at a time
 
@@ -25,7 +25,7 @@ def _rows(count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _top_and_sum(logits, row, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _max_and_sum_exp(logits, row, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Of each row the largest logit, and the sum of exp(logit - largest)."""
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -40,16 +40,18 @@ def _top_and_sum(logits, row, width, stride, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _losses(logits, targets, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy(
+    logits, targets, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = _rows(count, ROWS)
-    top, total = _top_and_sum(logits, row, width, stride, ROWS, BLOCK)
+    top, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
     target = tl.maximum(tl.load(targets + row), 0)
     chosen = tl.load(logits + row * stride + target).to(tl.float32)
     tl.store(out + row, tl.log(total) - (chosen - top))
 
 
 @triton.jit
-def _sums(logits, tops, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_exp(logits, tops, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = _rows(count, ROWS)
     top, total = tl.load(tops + row), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
@@ -62,7 +64,7 @@ def _sums(logits, tops, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _losses_backward(
+def _cross_entropy_backward(
     grad, logits, columns, log_sums, out, count, width, stride, size,
     SUMMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +72,7 @@ def _losses_backward(
     if SUMMED:
         top, total = tl.load(log_sums + row), tl.full((ROWS,), 1.0, tl.float32)
     else:
-        top, total = _top_and_sum(logits, row, width, stride, ROWS, BLOCK)
+        top, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
     wide, target = tl.load(grad + row), tl.load(columns + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -82,22 +84,22 @@ def _losses_backward(
         tl.store(out + row[:, None] * width + column, back, column < width)
 
 
-def losses(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
     """seam.Kernels.losses."""
-    return _one_a_row(_losses, logits_TV, targets_T)
+    return _one_a_row(_cross_entropy, logits_TV, targets_T)
 
 
-def sums(logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
+def sum_exp(logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
     """seam.Kernels.sums."""
-    return _one_a_row(_sums, logits_TV, top_T)
+    return _one_a_row(_sum_exp, logits_TV, top_T)
 
 
 def _one_a_row(kernel: Any, logits_TV: torch.Tensor, beside_T: torch.Tensor) -> torch.Tensor:
     """One fp32 number of each row of logits and what stands beside it: [T]."""
-    logits, (count, width) = by_rows(logits_TV), logits_TV.shape
+    logits, (count, width) = flatten_rows(logits_TV), logits_TV.shape
     out = torch.empty(count, device=logits.device)
     if count:
-        rows, block = tile(width, _WIDEST)
+        rows, block = tile_shape(width, _WIDEST)
         kernel[(triton.cdiv(count, rows),)](
             logits,
             beside_T.contiguous(),
@@ -111,7 +113,7 @@ def _one_a_row(kernel: Any, logits_TV: torch.Tensor, beside_T: torch.Tensor) -> 
     return out
 
 
-def losses_backward(
+def cross_entropy_backward(
     grad_T: torch.Tensor,
     logits_TV: torch.Tensor,
     columns_T: torch.Tensor,
@@ -119,11 +121,11 @@ def losses_backward(
     size: int,
 ) -> torch.Tensor:
     """seam.Kernels.losses_backward."""
-    logits, (count, width) = by_rows(logits_TV), logits_TV.shape
+    logits, (count, width) = flatten_rows(logits_TV), logits_TV.shape
     out = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
     if out.numel():
-        rows, block = tile(width, _WIDEST)
-        _losses_backward[(triton.cdiv(count, rows),)](
+        rows, block = tile_shape(width, _WIDEST)
+        _cross_entropy_backward[(triton.cdiv(count, rows),)](
             grad_T.contiguous(),
             logits,
             columns_T.contiguous(),

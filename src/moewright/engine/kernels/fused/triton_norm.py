@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.triton_rows import by_rows, tile
+from moewright.engine.kernels.fused.triton_rows import flatten_rows, tile_shape
 
 _WIDEST = (
     512  # columns held at a time: the more rows, the fewer partial sums of the weight's gradient
@@ -19,7 +19,7 @@ _WIDEST = (
 
 
 @triton.jit
-def _norm(
+def _rms_norm(
     x, weight, out, scale, count, width, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -41,7 +41,7 @@ def _norm(
 
 
 @triton.jit
-def _norm_backward(
+def _rms_norm_backward(
     grad, x, weight, scale, grad_x, of_weight, count, width, grad_stride, stride, eps, first, last,
     SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -83,14 +83,16 @@ def _norm_backward(
         tl.store(of_weight + tl.program_id(0).to(tl.int64) * width + column, summed, column < width)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """seam.Kernels.norm."""
-    x_NK, out = by_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x_NK, out = flatten_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if out.numel():
         count, width = x_NK.shape
-        rows, block = tile(width, _WIDEST)
-        _norm[(triton.cdiv(count, rows),)](
+        rows, block = tile_shape(width, _WIDEST)
+        _rms_norm[(triton.cdiv(count, rows),)](
             x_NK,
             weight.contiguous(),
             out,
@@ -105,7 +107,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tenso
     return out, scale
 
 
-def norm_backward(
+def rms_norm_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -116,17 +118,17 @@ def norm_backward(
     """seam.Kernels.norm_backward. The weight's gradient is a sum over programs of what each summed,
     without atomics."""
     x_NK, grad_NK, grad_x = (
-        by_rows(x),
-        by_rows(grad),
+        flatten_rows(x),
+        flatten_rows(grad),
         torch.empty_like(x, memory_format=torch.contiguous_format),
     )
     count, width = x_NK.shape
-    rows, block = tile(width, _WIDEST)
+    rows, block = tile_shape(width, _WIDEST)
     programs = triton.cdiv(count, rows)
     of_weight = weight.new_empty((programs, width), dtype=torch.float32)
     if programs:
         first, last, _ = mine.indices(count)
-        _norm_backward[(programs,)](
+        _rms_norm_backward[(programs,)](
             grad_NK,
             x_NK,
             weight.contiguous(),

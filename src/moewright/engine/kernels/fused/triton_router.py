@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.reference import TINY
+from moewright.engine.kernels.fused.reference import SCORE_SUM_EPS
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 _HELD = 4096  # scores that a program holds
@@ -35,7 +35,7 @@ def _softplus(x):
 
 
 @triton.jit
-def _weigh(
+def _route(
     logits, bias, forced, experts, weights, totals, scores, count, factor: tl.constexpr, tiny: tl.constexpr,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, FORCED: tl.constexpr,
     RENORMALIZED: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
@@ -81,7 +81,7 @@ def _weigh(
 
 
 @triton.jit
-def _weigh_backward(
+def _route_backward(
     grad_weights, grad_scores, logits, scores, experts, weights, totals, grad_logits, count, factor: tl.constexpr,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, SCORED: tl.constexpr, RENORMALIZED: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
@@ -115,7 +115,7 @@ def _weigh_backward(
     tl.store(grad_logits + at, back, there)
 
 
-class Weigh(torch.autograd.Function):
+class RouteTokens(torch.autograd.Function):
     """seam.Kernels.weigh; `forced` may be None where experts have no groups that shut others
     out."""
 
@@ -131,9 +131,9 @@ class Weigh(torch.autograd.Function):
         experts = torch.empty((tokens, spec.top_k), dtype=torch.int64, device=logits.device)
         weights, totals = logits.new_empty((tokens, spec.top_k)), logits.new_empty(tokens)
         scores = torch.empty_like(logits)
-        tiny = 0.0 if spec.score is ScoreFunction.SOFTMAX else TINY
+        tiny = 0.0 if spec.score is ScoreFunction.SOFTMAX else SCORE_SUM_EPS
         if tokens:
-            _weigh[_grid(tokens, extent)](
+            _route[_grid(tokens, extent)](
                 logits,
                 logits if bias_E is None else bias_E.contiguous(),
                 experts if forced_Tk is None else forced_Tk.contiguous(),
@@ -172,7 +172,7 @@ class Weigh(torch.autograd.Function):
         if grad_weights is None:
             grad_weights = scores.new_zeros(experts.shape)
         if tokens:
-            _weigh_backward[_grid(tokens, extent)](
+            _route_backward[_grid(tokens, extent)](
                 grad_weights.contiguous(),
                 scores if grad_scores is None else grad_scores.contiguous(),
                 scores if logits is None else logits,

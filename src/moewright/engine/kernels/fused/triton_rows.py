@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.reference import LIMIT, SLOPE
+from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _HELD = 4096  # elements that a program holds at a time
 _WIDEST = 1024  # columns of them
-_SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
+_SLOPE, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
-def _spread(x, tokens, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _permute(x, tokens, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
@@ -29,7 +29,7 @@ def _spread(x, tokens, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _sum_slots(
+def _unpermute(
     rows,
     rows_of,
     out,
@@ -149,24 +149,24 @@ def _rotate(
     tl.store(out + into + half, second * c + first * s, inside)
 
 
-def spread(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+def permute(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
     """seam.Kernels.spread."""
     x, out = x_TH.contiguous(), x_TH.new_empty((len(tokens_R), x_TH.shape[1]))
     if out.numel():
-        rows, block = tile(x.shape[1])
+        rows, block = tile_shape(x.shape[1])
         grid = (triton.cdiv(len(out), rows), triton.cdiv(x.shape[1], block))
-        _spread[grid](x, tokens_R.contiguous(), out, len(out), x.shape[1], ROWS=rows, BLOCK=block)
+        _permute[grid](x, tokens_R.contiguous(), out, len(out), x.shape[1], ROWS=rows, BLOCK=block)
     return out
 
 
-def sum_slots(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
     """seam.Kernels.sum_slots; slots without a row are told by their number."""
     routed, (tokens, slots), width = rows_RH.contiguous(), rows_Tk.shape, rows_RH.shape[1]
     out = routed.new_empty((tokens, width))
     if out.numel():
-        rows, block = tile(width)
+        rows, block = tile_shape(width)
         grid = (triton.cdiv(tokens, rows), triton.cdiv(width, block))
-        _sum_slots[grid](
+        _unpermute[grid](
             routed,
             rows_Tk.contiguous(),
             out,
@@ -186,7 +186,7 @@ def swiglu(x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) ->
     out = x.new_empty((count, width))
     if out.numel():
         weight, weighted = (x, False) if weight_R is None else (weight_R.contiguous(), True)
-        rows, block = tile(width)
+        rows, block = tile_shape(width)
         grid = (triton.cdiv(count, rows), triton.cdiv(width, block))
         _swiglu[grid](
             x, weight, out, count, width, CLAMPED=clamped, WEIGHTED=weighted, ROWS=rows, BLOCK=block
@@ -208,7 +208,7 @@ def swiglu_backward(
         )
         grad_weight = of_weight
     if grad.numel():
-        rows, block = tile(width)
+        rows, block = tile_shape(width)
         _swiglu_backward[(triton.cdiv(count, rows),)](
             grad,
             x,
@@ -232,7 +232,7 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     if out.numel():
         _, tokens, heads, width = x.shape
         count, half = out.numel() // width, width // 2
-        rows, block = tile(half)
+        rows, block = tile_shape(half)
         # of an element a program has two numbers, two angles and their addresses: more do not fit
         # registers
         rows //= 2
@@ -254,13 +254,13 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return out
 
 
-def tile(width: int, widest: int = _WIDEST) -> tuple[int, int]:
+def tile_shape(width: int, widest: int = _WIDEST) -> tuple[int, int]:
     """Rows and columns that a program holds of rows of `width`."""
     block = min(widest, triton.next_power_of_2(width))
     return _HELD // block, block
 
 
-def by_rows(x: torch.Tensor) -> torch.Tensor:
+def flatten_rows(x: torch.Tensor) -> torch.Tensor:
     """x [...,K] as [N,K] with columns side by side: it is copied only where that, and one stride of
     rows, is not so."""
     rows = x.flatten(0, -2)
