@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: train test check report bench verify-layouts
+.PHONY: train test check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -23,7 +23,18 @@ report:
 
 bench: | $(VENV)/.ready
 	$(BIN)/moewright bench search
-	$(BIN)/moewright bench engine
+	$(BIN)/python -m benchmarks.engine
+
+bench-engine: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.engine
+
+# The engine in turns with other trainers, which are installed under runs/peers.
+bench-peers: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.peers
+
+# How near tuning comes to the best of a space; every point of it is run.
+bench-tuning: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.tuning recipes/tune_bad_start.toml
 
 test: check
 	$(BIN)/pytest
@@ -36,6 +47,7 @@ verify-layouts: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

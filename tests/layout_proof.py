@@ -38,6 +38,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
+from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.step import (
     PhaseClock,
     TrainState,
@@ -45,10 +46,10 @@ from moewright.engine.run.step import (
     forward_backward,
     train_step,
 )
-from moewright.engine.run.train import _record_ledger
 from moewright.engine.run.verify import FixedBatches, _compute_outputs, local_rows
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import Job
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
@@ -286,9 +287,7 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
 
     def start(rule: UpdateRule, work: Workload) -> TrainState:
         job = build_train_state(
-            plan.model,
-            work,
-            plan.layout,
+            Job(model=plan.model, workload=work, layout=plan.layout),
             data,
             rank=seat.rank,
             device=device,
@@ -345,7 +344,7 @@ def _curve(
             job.optimizer.finish_pending()
             digests.append(dict(_digests(job)))
         if step == _COUNTED:
-            _record_ledger(job, folder, step, result, seat)
+            record_ledger(job, folder, step, result, seat)
     return Curve(steps=tuple(steps), digests=tuple(digests))
 
 

@@ -23,6 +23,7 @@ from moewright.engine.observe.counters import Counters
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import PhaseClock, forward_backward
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
 from moewright.spec.workload import (
@@ -224,9 +225,7 @@ def gradients(
 
     work, chosen = replace(WORK, loss=loss), parse_layout(layout, world_size=1)
     job = build_train_state(
-        MODEL,
-        work,
-        chosen,
+        Job(model=MODEL, workload=work, layout=chosen),
         batches(MODEL),
         rank=0,
         device=torch.device("cpu"),

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.report.console import make_console, print_estimate, print_plans, show_flops
+from moewright.report.console import make_console, print_estimate, print_plans, format_flops
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
@@ -74,7 +74,7 @@ def test_constants_of_one_source_share_a_row(out):
     ],
 )
 def test_flops_are_shown_in_the_unit_that_fits(flops, said):
-    assert show_flops(flops) == said
+    assert format_flops(flops) == said
 
 
 def test_no_plan_is_said_with_the_rules_that_rejected(out):

@@ -1,1 +1,1 @@
-"""Measures this machine and writes it down as a hardware file."""
+"""Benchmarks that the product uses: they measure a machine for its hardware file, and the search."""

@@ -13,6 +13,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import (
     AttentionKind,
@@ -119,9 +120,7 @@ def build_tiny_step(shape: TinyShape, device: torch.device) -> Callable[[], obje
     )
     ids = torch.arange(_SEQ_LEN + 1, device=device)[None] % _VOCAB
     job = build_train_state(
-        model,
-        work,
-        Layout(world_size=1),
+        Job(model=model, workload=work, layout=Layout(world_size=1)),
         FixedTokens(ids=ids),
         rank=0,
         device=device,

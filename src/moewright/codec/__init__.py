@@ -3,7 +3,6 @@ out."""
 
 from moewright.codec.data import (
     FloatPolicy,
-    closest_match,
     default_values,
     fingerprint,
     format_value,
@@ -24,6 +23,8 @@ from moewright.codec.files import (
     write_toml,
 )
 from moewright.codec.layout_text import explicit_fields, format_layout, parse_layout
+from moewright.codec.names import closest_match
+from moewright.codec.numbers import parse_count
 from moewright.codec.run_files import RANK_TIMINGS_FILE, format_record, read_run
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "format_record",
     "format_value",
     "from_data",
+    "parse_count",
     "parse_json",
     "parse_layout",
     "read_complete_lines",

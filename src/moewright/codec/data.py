@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -16,6 +15,7 @@ from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
 from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
+from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 
 T = TypeVar("T")
@@ -39,13 +39,6 @@ class _Refused(Exception):
         self.rule = rule
         self.value = format_value(value)
         self.nearest = nearest_value
-
-
-def closest_match(word: str, legal: Iterable[str]) -> str:
-    """The legal word most like `word`, letter case aside; "" when none is much like it."""
-    by_folded = {name.casefold(): name for name in legal}
-    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.5)
-    return by_folded[close[0]] if close else ""
 
 
 def to_data(record: object) -> Any:

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 
 import tomli_w
 
-from moewright.codec.data import FloatPolicy, closest_match, from_data, to_data
+from moewright.codec.data import FloatPolicy, from_data, to_data
+from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 
 T = TypeVar("T")

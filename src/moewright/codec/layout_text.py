@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from moewright.codec.data import closest_match
+from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CapacityFill,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from moewright.rules.legality import divisors
+from moewright.rules.divisibility import divisors
 from moewright.spec.finding import Cause
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from moewright.rules.fsdp import is_fsdp_sharded
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
@@ -21,12 +22,12 @@ _PACKAGES: Mapping[DispatcherKind, tuple[str, ...]] = MappingProxyType(
 _GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
 
 
-def require_runnable(model: ModelSpec, workload: Workload, layout: Layout) -> None:
-    """Raise BadInput with every reason why this job is not legal, or not run by the engine."""
+def require_runnable(job: Job) -> None:
+    """Raise BadInput with every reason why a job is not legal or not run by the engine."""
     reasons = (
-        *unsupported_model(model, workload),
-        *check_legality(model, workload, layout),
-        *unsupported_layout(layout, model=model, workload=workload),
+        *unsupported_model(job.model, job.workload),
+        *check_legality(job.model, job.workload, job.layout),
+        *unsupported_layout(job.layout, model=job.model, workload=job.workload),
     )
     if reasons:
         raise BadInput(*reasons)
@@ -35,7 +36,7 @@ def require_runnable(model: ModelSpec, workload: Workload, layout: Layout) -> No
 def unsupported_layout(
     layout: Layout, *, model: ModelSpec, workload: Workload
 ) -> tuple[Reason, ...]:
-    """The choices of a layout that the engine cannot run yet, or not for this model."""
+    """Return the choices of the layout that the engine cannot run yet, or not for this model."""
     runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
         (
@@ -62,7 +63,7 @@ def unsupported_layout(
         *choices,
         *_library(layout, workload),
         *_replicated(layout),
-        *_too_fine(layout, model, workload),
+        *_too_fine(Job(model=model, workload=workload, layout=layout)),
     )
 
 
@@ -137,9 +138,10 @@ def _replicated(layout: Layout) -> Iterator[Reason]:
             yield Reason(field=f"layout.{field}", value=value, rule=rule, nearest=near)
 
 
-def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
-    """Cuts that would leave a rank part of a row, or expert rows that grouped GEMM cannot
-    address."""
+def _too_fine(job: Job) -> Iterator[Reason]:
+    """Yield cuts that leave a rank part of a row, or expert rows that grouped GEMM cannot address."""
+    model = job.model
+    layout = job.layout
     attention = model.attention
     if attention.kind is AttentionKind.GQA and attention.kv_width % layout.tp:
         rule = f"must divide the {attention.kv_width} rows of the key projection"
@@ -151,7 +153,7 @@ def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[
     if model.moe.expert_bias and model.expert_width % layout.etp:
         rule = f"must divide the {model.expert_width} rows of an expert's output, over which the experts' biases are cut"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
-    step = _GROUPED_ROW_BYTES // workload.precision.nbytes
+    step = _GROUPED_ROW_BYTES // job.workload.precision.nbytes
     if model.moe.ffn_size // layout.etp % step:
         rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")

@@ -6,18 +6,23 @@ illegal layout yields Reasons, never a bare False.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd, isfinite, isqrt, lcm
+from math import gcd, isfinite, lcm
 
 from moewright.rules.batch_rampup import check_ramp, workload_at_step
 from moewright.rules.compatibility import check_compatibility, has_experts
+from moewright.rules.divisibility import divisors as divisors
+from moewright.rules.divisibility import nearest_legal, nearest_multiples
 from moewright.rules.expert_placement import check_placement
 from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
+from moewright.rules.job import Job
+from moewright.rules.micro_batches import check_batch
+from moewright.rules.micro_batches import micro_batches as micro_batches
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import check_stages
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import DispatcherKind, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -30,14 +35,6 @@ _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
 _MAX_DEGREE = 10**15
 _ZERO_LEVELS = (0, 1, 3)
-
-
-def micro_batches(workload: Workload, layout: Layout) -> int:
-    """Micro-batches of a step, GBS / (mbs * dp). Raises BadInput when that is not whole."""
-    reasons = tuple(_batch_reasons(workload, layout))
-    if reasons:
-        raise BadInput(*reasons)
-    return workload.global_batch // (layout.mbs * layout.dp)
 
 
 def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
@@ -55,7 +52,7 @@ def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tupl
     reasons += _tensor_reasons(model, layout)
     reasons += _sequence_reasons(model, workload, layout)
     reasons += check_stages(model, layout)
-    batch = list(_batch_reasons(workload, layout)) if grid_fits else []
+    batch = list(check_batch(workload, layout)) if grid_fits else []
     reasons += batch
     reasons += _shard_reasons(layout) if grid_fits else ()
     if grid_fits and not batch:
@@ -65,9 +62,8 @@ def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tupl
         )  # the fewest micro-batches; () without a ramp is the workload itself
         reasons += ramp or check_schedule(layout, micro_batches(least, layout))
     reasons += check_compatibility(model, workload, layout)
-    reasons += check_placement(model, workload, layout) or check_load_histogram(
-        model, workload, layout
-    )
+    job = Job(model=model, workload=workload, layout=layout)
+    reasons += check_placement(job) or check_load_histogram(job)
     return tuple(reasons)
 
 
@@ -81,25 +77,6 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     rule = f"{device.name} has no rates for it"
     best = next((str(one) for one in (Dtype.MXFP8, Dtype.FP8) if one in listed), str(Dtype.BF16))
     return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a positive number, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
-
-
-def nearest_legal(value: int, legal: Iterable[int]) -> str:
-    """The closest legal values on both sides of `value`: "64 or 128"; "" when nothing is legal."""
-    others = sorted(set(legal))
-    below = [other for other in others if other < value][-1:]
-    above = [other for other in others if other > value][:1]
-    return " or ".join(str(other) for other in below + above)
-
-
-def _multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return nearest_legal(value, [n for n in (below, below + step) if n > 0])
 
 
 def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
@@ -166,7 +143,7 @@ def _grid_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     world, pp = layout.world_size, layout.pp
     if world % pp:
         rule = f"must divide world_size={world}"
-        near = f"{nearest_legal(pp, _pp_choices(model, layout))}, or world_size {_multiples(world, pp)}"
+        near = f"{nearest_legal(pp, _pp_choices(model, layout))}, or world_size {nearest_multiples(world, pp)}"
         yield Reason(field="layout.pp", value=str(pp), rule=rule, nearest=near)
         return
     stage = world // pp
@@ -199,7 +176,10 @@ def _grid_reason(
         )
         world = layout.world_size
         return Reason(
-            field="layout.world_size", value=str(world), rule=rule, nearest=_multiples(world, least)
+            field="layout.world_size",
+            value=str(world),
+            rule=rule,
+            nearest=nearest_multiples(world, least),
         )
     axis, near = fixes[0]
     also = "".join(f", or {other} {values}" for other, values in fixes[1:])
@@ -360,7 +340,7 @@ def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
     """Context parallelism cuts a sequence in 2 cp chunks, sequence parallelism a rank's part of it
     in tp."""
     seq_len, tp, cp = workload.seq_len, layout.tp, layout.cp
-    also = f", or seq_len {_multiples(seq_len, _sequence_step(layout))}"
+    also = f", or seq_len {nearest_multiples(seq_len, _sequence_step(layout))}"
     if cp > 1 and seq_len % (2 * cp):
         legal = [
             n for n in _quotients(_stage_ranks(layout), tp) if n == 1 or seq_len % (2 * n) == 0
@@ -381,26 +361,3 @@ def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> I
             rule=rule,
             nearest=nearest_legal(tp, legal or [1]) + also,
         )
-
-
-def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
-    """GBS = mbs * dp * m with a whole m."""
-    batch, dp, mbs = workload.global_batch, layout.dp, layout.mbs
-    if dp < 1:
-        rule = f"world_size={layout.world_size} is less than tp * cp * pp = {layout.tp * layout.cp * layout.pp}"
-        least = min_world_size(
-            tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
-        )
-        yield Reason(
-            field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=str(least)
-        )
-        return
-    if batch % (mbs * dp) == 0:
-        return
-    rule = f"mbs * dp = {mbs} * {dp} must divide global_batch={batch}"
-    batches = _multiples(batch, mbs * dp)
-    if batch % dp == 0:
-        near = f"{nearest_legal(mbs, divisors(batch // dp))}, or global_batch {batches}"
-        yield Reason(field="layout.mbs", value=str(mbs), rule=rule, nearest=near)
-    else:
-        yield Reason(field="workload.global_batch", value=str(batch), rule=rule, nearest=batches)

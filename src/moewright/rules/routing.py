@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
+from moewright.rules.capacity import capacity_rows as capacity_rows
+from moewright.rules.capacity import routed_rows as routed_rows
+from moewright.rules.job import Job
+from moewright.rules.micro_batches import micro_batch_tokens as micro_batch_tokens
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
@@ -37,50 +40,6 @@ def local_slots(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
     """
     local = (model.moe.experts if model.moe else 0) // layout.ep
     return range(ep_rank * local, (ep_rank + 1) * local)
-
-
-def micro_batch_tokens(workload: Workload, layout: Layout) -> int:
-    """Tokens of one micro-batch that a rank routes: its CP part, and its TP part under sequence
-    parallelism."""
-    tokens = workload.seq_len * layout.mbs // layout.cp
-    return tokens // layout.tp if layout.sp else tokens
-
-
-def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Rows an expert takes from one source rank: ceil(tokens * top_k / experts * factor), at most
-    `tokens`.
-
-    `factor` 0 is dropless: `tokens`. docs/formulas.md 4. Exact: 0.1-like factors are read as their
-    shortest decimal.
-    """
-    if factor <= 0:
-        return tokens
-    return min(tokens, ceil(Fraction(tokens * top_k, experts) * Fraction(str(factor))))
-
-
-def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: float) -> int:
-    """Rows the experts of one rank compute per MoE layer and micro-batch, when their load is `load`
-    x the mean.
-
-    Even load: tokens * top_k rows leave every rank and as many arrive; ETP ranks share the rows of
-    their group. A capacity bounds the rows by what each source may send, or padded to makes them
-    that whatever the load.
-    """
-    if model.moe is None:
-        return 0
-    tokens, top_k, experts = (
-        micro_batch_tokens(workload, layout),
-        model.moe.router.top_k,
-        model.moe.experts,
-    )
-    even = tokens * top_k * layout.etp
-    if layout.capacity <= 0:
-        return round(load * even)
-    sources = layout.ep * layout.etp
-    most = capacity_rows(tokens, top_k, experts, layout.capacity) * sources * (experts // layout.ep)
-    if layout.capacity_fill is CapacityFill.PADDED:
-        return most
-    return min(round(load * min(even, most)), most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,32 +137,30 @@ def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
     return drops and layout.dispatcher is DispatcherKind.DEDUP
 
 
-def round_robin_selection(
-    model: ModelSpec, workload: Workload, layout: Layout, *, micro_batches: int
-) -> Selection | None:
-    """What a step would record where experts are taken in turn; None for a dense model."""
+def round_robin_selection(job: Job) -> Selection | None:
+    """Return what a step would record if experts were taken in turn; None for a dense model."""
+    model = job.model
+    layout = job.layout
     if model.moe is None:
         return None
-    tokens, top_k, experts = (
-        micro_batch_tokens(workload, layout),
-        model.moe.router.top_k,
-        model.moe.experts,
-    )
+    tokens = job.micro_batch_tokens
+    top_k = model.moe.router.top_k
+    experts = model.moe.experts
     most = capacity_rows(tokens, top_k, experts, layout.capacity)
     sent = round_robin_counts(
-        tokens, top_k, experts, most=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
+        tokens, top_k, experts, capacity=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
     )
+    source_ranks = layout.world_size // layout.pp
 
-    def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
-        return (
-            ((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),
-        ) * micro_batches
+    def repeat(counts: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
+        one_layer = (counts,) * source_ranks
+        return ((one_layer,) * len(model.routed_layers),) * job.micro_batches
 
     return Selection(
         step=1,
-        counts=everywhere(sent.rows),
-        copies=everywhere(sent.copies) if counts_copies(layout) else (),
-        nodes=everywhere(sent.nodes) if sent.nodes else (),
+        counts=repeat(sent.rows),
+        copies=repeat(sent.copies) if counts_copies(layout) else (),
+        nodes=repeat(sent.nodes) if sent.nodes else (),
     )
 
 
@@ -225,10 +182,10 @@ def expected_load_factor(model: ModelSpec, workload: Workload, layout: Layout) -
             workload.load_skew,
             capacity=layout.capacity,
         )
-    return fmean(layer_load_factors(model, workload, layout))
+    return fmean(layer_load_factors(workload, layout))
 
 
-def layer_load_factors(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[float, ...]:
+def layer_load_factors(workload: Workload, layout: Layout) -> tuple[float, ...]:
     """The measured load of the hottest EP rank over the mean, of each layer with experts."""
     if layout.spare:
         return tuple(
@@ -302,14 +259,13 @@ def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     return round(layout.etp * (mean + _largest(layout.etp) * sqrt(mean * (1 - 1 / layout.etp))))
 
 
-def check_load_histogram(
-    model: ModelSpec, workload: Workload, layout: Layout
-) -> tuple[Reason, ...]:
+def check_load_histogram(job: Job) -> tuple[Reason, ...]:
     """What is wrong with a load histogram, as there must be one where it decides: a count for every
     expert, layers as many as have experts."""
-    used = (
-        workload.routing is Routing.MEASURED or layout.expert_placement is ExpertPlacement.BALANCED
-    )
+    model = job.model
+    workload = job.workload
+    placed_by_load = job.layout.expert_placement is ExpertPlacement.BALANCED
+    used = workload.routing is Routing.MEASURED or placed_by_load
     if not used or model.moe is None:
         return ()
     found, experts = workload.load_histogram, model.moe.experts

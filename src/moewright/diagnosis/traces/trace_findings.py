@@ -20,7 +20,7 @@ from moewright.diagnosis.waterfall import (
     peak_flops,
 )
 from moewright.intake import devices as catalogue
-from moewright.rules.legality import micro_batches
+from moewright.rules.micro_batches import micro_batches
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
 from moewright.spec.plan import TimePart
 from moewright.spec.units import TERA, format_bytes, format_seconds

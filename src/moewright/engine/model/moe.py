@@ -24,13 +24,13 @@ from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertSelection, Router
 from moewright.engine.runtime import Runtime
+from moewright.rules.capacity import capacity_rows
 from moewright.rules.expert_placement import rank_slots, slot_experts
+from moewright.rules.micro_batches import micro_batch_tokens
 from moewright.rules.routing import (
     RoundRobinCounts,
-    capacity_rows,
     dispatch_nodes,
     drops_by_probability,
-    micro_batch_tokens,
     round_robin_counts,
 )
 from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Overlap, Recompute

@@ -1,5 +1,4 @@
-"""The machine's own rate beside the contest: the faster of torch's matrix products of 2048 x 2048 x
-2048.
+"""The machine's own rate beside the contest: the faster matrix product of torch, each side 2048.
 
 In fp32 torch.mm runs MKL, which is slow on some CPUs, where oneDNN is not.
 """
@@ -11,14 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from moewright.bench.peers.contest import parse_request, take_turns
+from benchmarks.peers.protocol import parse_request, take_turns
 
 _SIDE = 2048
 _FLOPS = 2 * _SIDE**3
 
 
 def best_rate(a: torch.Tensor, b: torch.Tensor) -> float:
-    """FLOP/s of the faster one."""
+    """Return the FLOP/s of the faster of torch.mm and oneDNN's product."""
 
     def rate(product: Callable[[], object]) -> float:
         started = time.perf_counter()
@@ -30,6 +29,7 @@ def best_rate(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    how = parse_request()
-    a, b = (torch.randn(_SIDE, _SIDE).to(how.torch_dtype) for _ in range(2))
+    request = parse_request()
+    a = torch.randn(_SIDE, _SIDE).to(request.torch_dtype)
+    b = torch.randn(_SIDE, _SIDE).to(request.torch_dtype)
     take_turns(lambda _: lambda: best_rate(a, b))
