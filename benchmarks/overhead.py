@@ -21,8 +21,8 @@ import torch
 from benchmarks.workloads import QUICKSTART_MODEL as MODEL
 from benchmarks.workloads import QUICKSTART_WORKLOAD as WORKLOAD
 from moewright.engine.comm import collectives
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.layers import list_parameters
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
@@ -155,7 +155,7 @@ def _plain_step(state: TrainState) -> TrainStep:
         for batch in batches:
             out = state.model(batch)
             nll = out.nll.sum()
-            (nll / targets + out.aux.sum() / _MICRO_BATCHES).backward()
+            (nll / targets + out.aux_losses.sum() / _MICRO_BATCHES).backward()
             total += float(nll.detach())
         torch.nn.utils.clip_grad_norm_(parameters, spec.clip_norm)
         optimizer.step()

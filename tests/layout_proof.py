@@ -29,11 +29,11 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm import collectives
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused import reference as reference_kernels
 from moewright.engine.model import router
 from moewright.engine.model.layers import NamedParameter, list_parameters
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.run.build_state import build_train_state, init_distributed
@@ -62,7 +62,7 @@ from moewright.spec.workload import (
     Workload,
 )
 
-BATCH, LENGTH, STEPS = 8, 16, 8
+BATCH, LENGTH, STEPS = 8, 16, 4
 _BATCHES = 4
 _COUNTED = 2  # the step whose books are kept
 _MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps

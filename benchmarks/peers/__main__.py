@@ -84,7 +84,7 @@ def _print_times(part: ContestPart, dtype: Dtype, times: Mapping[str, TurnTimes]
 def _print_split(split: Mapping[str, float]) -> None:
     total = sum(split.values())
     shares = (f"{kind} {seconds / total:.0%}" for kind, seconds in split.items())
-    print(f"where ours goes: {', '.join(shares)}")
+    print(f"the engine's time: {', '.join(shares)}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from benchmarks.peers.protocol import (
     take_turns,
 )
 from benchmarks.workloads import CONTEST_MODEL, CONTEST_WORKLOAD
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.memory.allocator import keep_freed_memory
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import TrainState, train_step
@@ -51,7 +51,11 @@ class ContestTokens:
 def build_state(request: ContestRequest) -> TrainState:
     """Build model and optimizer for the precision asked for."""
     return build_train_state(
-        Job(model=CONTEST_MODEL, workload=replace(CONTEST_WORKLOAD, precision=request.dtype), layout=_LAYOUT),
+        Job(
+            model=CONTEST_MODEL,
+            workload=replace(CONTEST_WORKLOAD, precision=request.dtype),
+            layout=_LAYOUT,
+        ),
         ContestTokens(),
         rank=0,
         device=torch.device("cpu"),

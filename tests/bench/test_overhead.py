@@ -8,6 +8,8 @@ import torch
 from benchmarks import overhead
 from moewright.spec.hardware import DeviceKind
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import tiny_jobs
 from moewright.codec import parse_layout
 from moewright.engine.comm.collectives import AsyncCollective
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.grad_ready import GradReadyTracker

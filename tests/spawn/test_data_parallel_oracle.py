@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import tiny_jobs
 from layout_proof import WORK, batches
 from moewright.engine.comm import collectives
+from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import list_parameters
-from moewright.engine.model.transformer import TransformerLayer, draw_initial_value
+from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import PhaseClock, TrainState, forward_backward

@@ -31,7 +31,7 @@ def made(shape: str, world: int, text: str) -> Plan:
     )
 
 
-@pytest.mark.sweep
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "job",
     [

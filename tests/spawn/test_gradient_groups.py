@@ -58,7 +58,11 @@ def check(model: ModelSpec, layout: Layout, seat: RankContext) -> RankOutcome:
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     nobody: Any = None
     job = build_train_state(
-        Job(model=model, workload=work, layout=layout), nobody, rank=seat.rank, device=device, initial_value=draw_initial_value
+        Job(model=model, workload=work, layout=layout),
+        nobody,
+        rank=seat.rank,
+        device=device,
+        initial_value=draw_initial_value,
     )
     slots = {
         key_of(slot): slot for bucket in job.optimizer.buckets for slot, _ in bucket.grad_views

@@ -14,7 +14,7 @@ from moewright.codec import format_layout
 from moewright.intake import catalogue
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.logged_arguments import rebuild_command
-from moewright.intake.megatron.options import LaunchCommand, find_launch
+from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason

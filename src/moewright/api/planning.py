@@ -96,12 +96,16 @@ class PlanComparison(Record):
     plans: tuple[Plan, ...]
 
     def title(self) -> str:
-        """Return the number of plans."""
-        return f"{len(self.plans)} plans: seconds by part, GiB by component"
+        """Return the layout of each plan, and what the table shows."""
+        layouts = [
+            f"plan {number}: {format_layout(plan.layout)}"
+            for number, plan in enumerate(self.plans, 1)
+        ]
+        return "\n".join((*layouts, "seconds by part, GiB by component"))
 
     def to_rows(self) -> list[Row]:
         """Return a row for each part of the step and each component of memory."""
-        names = [format_layout(plan.layout) for plan in self.plans]
+        names = [f"plan {number}" for number in range(1, len(self.plans) + 1)]
         estimates = [plan.estimate for plan in self.plans]
         rows: list[Row] = [
             {"quantity": "step, s"} | _pair(names, [one.step_s for one in estimates])

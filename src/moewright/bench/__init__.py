@@ -1,1 +1,1 @@
-"""Benchmarks that the product uses: they measure a machine for its hardware file, and the search."""
+"""Measurements behind the product: a machine for its hardware file, and the search's speed."""

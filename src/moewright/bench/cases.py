@@ -9,7 +9,6 @@ from moewright.bench.case import Case, Probe
 from moewright.bench.collective_cases import build_collective_cases, build_link_cases
 from moewright.bench.compute_cases import build_compute_cases
 from moewright.spec.hardware import DeviceKind
-from moewright.version import __version__
 
 
 def build_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:

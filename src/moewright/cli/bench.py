@@ -34,7 +34,7 @@ def bench_machine(
 
     refuse_too_many_processes(nproc, field="--nproc")
     if out.exists() and not force and _describes_this_machine(out, nproc=nproc):
-        print(f"{out} is of this machine already; --force measures again")
+        print(f"{out} describes this machine already; --force measures it again")
     else:
         write_machine_file(out, nproc=nproc)
     _print_bandwidths(out)

@@ -131,7 +131,7 @@ def _read_hardware(job: JobFile, job_path: Path, *, may_measure: bool) -> Hardwa
     path = Path(job.hardware)
     if path.suffix == ".toml" and not path.exists() and may_measure:
         _refuse_illegal(job, job_path)
-        print(f"{path} is not there: measuring this machine")
+        print(f"{path} does not exist: measuring this machine")
         write_machine_file(path, nproc=job.nproc)
     with translate_fields(to_job_keys(job_path)):
         return catalogue.hardware(f"{job.nproc}x{job.hardware}")

@@ -185,7 +185,7 @@ def _read_hardware(job: JobFile, *, on: str, predict: bool) -> Hardware:
         return read_hardware(on)
     path = Path(job.hardware)
     if path.suffix == ".toml" and not path.exists() and not predict:
-        print(f"{path} is not there: measuring this machine")
+        print(f"{path} does not exist: measuring this machine")
         write_machine_file(path, nproc=job.nproc)
     return catalogue.hardware(f"{job.nproc}x{job.hardware}")
 
@@ -251,7 +251,7 @@ def _run_tuning(
         result = tuner.run()
         watch(result)
     if result.winner is None:
-        print(f"nothing was found valid; {report_path} tells why")
+        print(f"no layout was found valid; {report_path} tells why")
         return NOTHING_VALID
     space = request.space
     hardware = tuner.predictor.learnt_hardware

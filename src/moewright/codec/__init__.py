@@ -1,5 +1,4 @@
-"""Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way
-out."""
+"""Floor 1: nouns to and from JSON, TOML and layout text; reads are strict, writes are atomic."""
 
 from moewright.codec.data import (
     FloatPolicy,

@@ -1,4 +1,4 @@
-"""Collectives of one rank in one training step: payload handed in and calls, by operation and group."""
+"""Collectives of one rank in one step: payload handed in and calls, by operation and group."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def _gradient_calls(
     """
     reductions = gathers = 1
     if layout.zero == 3:
-        reductions, gathers = micro_batches, 2 * micro_batches
+        reductions = micro_batches
+        gathers = 2 * micro_batches
     reduce_op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
     for bucket_set in sets:
         count = len(bucket_set.buckets)
@@ -174,7 +175,8 @@ def _unit_calls(
     and reduced after each backward; once a step the ranks that hold replicas of its shards sum
     their gradients.
     """
-    c, grad_bytes = activation_nbytes(workload), workload.grad_dtype.nbytes
+    c = activation_nbytes(workload)
+    grad_bytes = workload.grad_dtype.nbytes
     for unit in units:
         gathers = micro_batches * (1 if unit.stays_gathered else 2)
         reduced_bytes = grad_bytes * unit.ranks * unit.padded_numel

@@ -87,7 +87,7 @@ class CollectiveModel:
         latency_s = self._latency_s(span)
         if op is Collective.P2P:
             # A ring is as slow as its slowest hop.
-            return payload_bytes / self._Bps(span) + latency_s
+            return payload_bytes / self._bandwidth(span) + latency_s
         buffer_bytes = payload_bytes
         if op is Collective.ALL_GATHER:
             buffer_bytes = payload_bytes * span.size
@@ -104,7 +104,7 @@ class CollectiveModel:
         latency = fabric.domain_latency_s if span.is_inside_domain else fabric.network_latency_s
         return latency.value
 
-    def _Bps(self, span: GroupSpan) -> float:
+    def _bandwidth(self, span: GroupSpan) -> float:
         return self._domain_Bps if span.is_inside_domain else self._network_Bps
 
     def _all_to_all_s(self, span: GroupSpan, payload_bytes: float) -> float:
@@ -136,7 +136,7 @@ class CollectiveModel:
         c = self.constants
         nodes = span.size // layout.ep_node if layout.ep_node else span.domains
         node_copies = tokens * routing.expected_distinct(nodes, top_k)
-        between_s = node_copies * (1 - 1 / nodes) * row_bytes / self._Bps(span)
+        between_s = node_copies * (1 - 1 / nodes) * row_bytes / self._bandwidth(span)
         rank_copies = tokens * routing.expected_distinct(span.size, top_k)
         fan_out_Bps = self._fabric.domain_Bps.value * c["dedup_domain_efficiency"]
         inside_s = rank_copies * row_bytes / fan_out_Bps

@@ -89,7 +89,9 @@ def _all_to_all_calls(job: Job, rows: ExpertRows, volume: _DispatchVolume) -> It
     transposed.
     """
     etp = job.layout.etp
-    row_bytes, passes, forwards = volume.row_bytes, volume.passes, volume.forwards
+    row_bytes = volume.row_bytes
+    passes = volume.passes
+    forwards = volume.forwards
     exchanges_counts = job.layout.capacity_fill is CapacityFill.USED
     counts_bytes = exchanges_counts * INT64_BYTES * volume.slots
     sent = volume.counts.rows_sent
@@ -135,8 +137,11 @@ def _dedup_calls(job: Job, moe: MoeSpec, volume: _DispatchVolume) -> Iterator[Ca
     gather all that each other receives, parts padded to the widest, and reduce-scatter the sums; in
     backward the transposed.
     """
-    layout, counts = job.layout, volume.counts
-    row_bytes, passes, forwards = volume.row_bytes, volume.passes, volume.forwards
+    layout = job.layout
+    counts = volume.counts
+    row_bytes = volume.row_bytes
+    passes = volume.passes
+    forwards = volume.forwards
     ranks = grid.axis_size(layout, "ep_near")
     experts_bytes = INT32_BYTES * moe.router.top_k
     probs_bytes = FP32_BYTES * moe.router.top_k
@@ -170,7 +175,9 @@ def _library_calls(job: Job, moe: MoeSpec, volume: _DispatchVolume) -> Iterator[
     gradients of the sums, and those of copies and their probabilities. HybridEP keeps the
     probabilities of all local experts for a copy.
     """
-    row_bytes, passes, forwards = volume.row_bytes, volume.passes, volume.forwards
+    row_bytes = volume.row_bytes
+    passes = volume.passes
+    forwards = volume.forwards
     top_k = moe.router.top_k
     copy_probs = top_k
     if job.layout.dispatcher is DispatcherKind.HYBRIDEP:

@@ -168,7 +168,8 @@ def layer_elementwise_rows(sym: Symbols, moe: bool) -> Iterator[tuple[OpRow, OpR
 
 
 def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
-    spec, tp = sym.model.attention, sym.layout.tp
+    spec = sym.model.attention
+    tp = sym.layout.tp
     if spec.kind is AttentionKind.MLA:
         latents = sym.t * (spec.q_lora_rank + spec.kv_lora_rank)
         yield kernel_rows(RMS_NORM, "latent_norms", sym, latents)
@@ -190,7 +191,8 @@ def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
 
 
 def _moe_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
-    spec, layout = sym.model.moe, sym.layout
+    spec = sym.model.moe
+    layout = sym.layout
     assert spec is not None
     if spec.shared_ffn_size:
         choices = (Recompute.SHARED_EXPERTS, Recompute.MOE)
@@ -208,7 +210,9 @@ def _moe_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
 
 def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     """Yield the rows of what experts do with the token rows that reach them."""
-    spec, h, layout = sym.model.moe, sym.model.expert_width, sym.layout
+    spec = sym.model.moe
+    h = sym.model.expert_width
+    layout = sym.layout
     assert spec is not None
     width = spec.ffn_size / layout.etp
     if sym.is_low_precision:

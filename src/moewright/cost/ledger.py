@@ -157,7 +157,8 @@ def recomputed_flop_rows(
     model: ModelSpec, workload: Workload, layout: Layout, share: flops.RankShare
 ) -> tuple[FlopRow, ...]:
     """Return the forward FLOPs that the recompute choices repeat in backward."""
-    choices, spec = layout.recompute, model.attention
+    choices = layout.recompute
+    spec = model.attention
     repeated = [
         work
         for work in flops.forward_flops(model, layout, share, seq_len=workload.seq_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,6 +26,9 @@ _STAND_IN_CONSTANTS: Mapping[str, Op] = MappingProxyType(
         "memory_efficiency": Op.ELEMENTWISE,
         "optimizer_bytes_per_parameter": Op.OPTIMIZER,
     }
+)
+_STAND_IN_SOURCE = (
+    "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
 )
 _LARGE_GEMM_FLOPS = 1e12  # a product so large that it reaches the best rate of its curve
 
@@ -49,6 +52,9 @@ class OpRow:
     recomputed_by: tuple[Recompute, ...] = ()
     efficiency: float = 1.0
     scale_constant: str = ""
+
+
+TimedRows = Sequence[tuple[OpRow, float]]  # rows with their seconds
 
 
 def interpolate(curve: Curve, x: float) -> float:
@@ -98,9 +104,9 @@ class DeviceRates:
         return scale
 
     def peak_flops(self, dtype: Dtype) -> float:
-        """Return the dense peak in FLOP/s: that of the dtype, else of the widest dtype, listed first.
+        """Return the dense peak in FLOP/s: that of the dtype, else the first listed.
 
-        MXFP8 without a peak of its own has that of FP8.
+        The widest kind is listed first. MXFP8 without a peak of its own has that of FP8.
         """
         if dtype is Dtype.MXFP8 and dtype not in self._peaks:
             dtype = Dtype.FP8
@@ -186,9 +192,10 @@ def _uncovered_rate(rates: DeviceRates, row: OpRow) -> Assumption | None:
             name=name,
             value=f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})",
             kind=SourceKind.ASSUMED,
-            source="no rate in the hardware file; stand-in from peak, memory bandwidth and constants",
+            source=_STAND_IN_SOURCE,
         )
-    first, last = curve.points[0][0], curve.points[-1][0]
+    first = curve.points[0][0]
+    last = curve.points[-1][0]
     low, high = curve.measured or (first, last)
     if len(curve.points) == 1 or low <= row.x <= high:
         return None

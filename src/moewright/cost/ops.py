@@ -135,8 +135,11 @@ def _attention_core(sym: Symbols, layer: int) -> tuple[OpRow, OpRow]:
 
 def _projections(sym: Symbols) -> Iterator[OpRow]:
     spec = sym.model.attention
-    h, tp, T = sym.model.hidden_size, sym.layout.tp, sym.T
-    dense, up = TimePart.DENSE, Recompute.MLA_UP_PROJ
+    h = sym.model.hidden_size
+    tp = sym.layout.tp
+    T = sym.T
+    dense = TimePart.DENSE
+    up = Recompute.MLA_UP_PROJ
     if spec.kind is AttentionKind.GQA:
         yield gemm_row("attention.q", sym, T, spec.q_width / tp, h, dense)
         yield gemm_row("attention.k", sym, T, spec.kv_width / tp, h, dense)
@@ -156,7 +159,8 @@ def _projections(sym: Symbols) -> Iterator[OpRow]:
 
 
 def _mlp_gemms(sym: Symbols, name: str, ffn_size: int) -> Iterator[OpRow]:
-    h, tp = sym.model.hidden_size, sym.layout.tp
+    h = sym.model.hidden_size
+    tp = sym.layout.tp
     first_linears = 2 if sym.model.gated else 1
     recomputed_by: tuple[Recompute, ...] = (Recompute.SHARED_EXPERTS, Recompute.MOE)
     if name == "mlp":
@@ -258,7 +262,8 @@ def _gradient_accumulation(sym: Symbols, moe: bool) -> Iterator[OpRow]:
 
 def _layer_numel(sym: Symbols, moe: bool) -> int:
     """Return the elements of one layer's matrices on one rank."""
-    model, tp = sym.model, sym.layout.tp
+    model = sym.model
+    tp = sym.layout.tp
     h = model.hidden_size
     sharded, replicated = flops.attention_macs(model)
     numel = sharded // tp + replicated

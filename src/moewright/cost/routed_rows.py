@@ -236,7 +236,8 @@ def _with_attention_pairs(
             attended_pairs=selection.attended[rank],
             windowed_pairs=selection.near[rank] if selection.near else 0,
         )
-    window, seq_len = job.model.max_window, job.workload.seq_len
+    window = job.model.max_window
+    seq_len = job.workload.seq_len
     if not window or job.workload.data.documents is not DocumentMasking.JOINED:
         return rows
     kv_ranks = grid.group_ranks(job.layout, "cp_kv", rank)

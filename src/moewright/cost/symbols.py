@@ -18,7 +18,7 @@ _FEW_MICRO_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbols:
-    """The letters of docs/formulas.md that stand for numbers of one layout, and where they are from.
+    """The letters of docs/formulas.md as numbers of one layout, and what they are derived from.
 
     `c` is the bytes of an activation; `T` the tokens of a micro-batch on a tensor-parallel group,
     of which one rank holds `t` under sequence parallelism; `R` the rows through the rank's experts;
@@ -48,7 +48,7 @@ class Symbols:
 
     @property
     def wide_dtype(self) -> Dtype:
-        """The dtype that the router and the head multiply in: 8-bit recipes leave them in 16 bits."""
+        """The dtype of the router and the head, which 8-bit recipes leave in 16 bits."""
         return Dtype.BF16 if self.is_low_precision else self.dtype
 
     @property

@@ -45,11 +45,15 @@ def tensor_parallel_calls(
     backward. Without sequence parallelism nothing is gathered, and what would be scattered is
     all-reduced. More ranks than key heads gather the parts of those.
     """
-    model, layout, T = job.model, job.layout, job.tp_group_tokens
+    model = job.model
+    layout = job.layout
+    T = job.tp_group_tokens
     c = activation_nbytes(job.workload)
     work = _tensor_work(job, chunks)
     repeats = repeats_forward(layout)
-    gathered, scattered, mtp_exchanges = work.gathered, work.scattered, work.mtp_exchanges
+    gathered = work.gathered
+    scattered = work.scattered
+    mtp_exchanges = work.mtp_exchanges
     if not layout.sp:
         reduced_bytes = micro_batches * sum(scattered) * c * T
         yield Collective.ALL_REDUCE, "tp", reduced_bytes, micro_batches * len(scattered)
@@ -76,7 +80,9 @@ def tensor_parallel_calls(
 
 
 def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
-    model, layout, h = job.model, job.layout, job.model.hidden_size
+    model = job.model
+    layout = job.layout
+    h = job.model.hidden_size
     has_shared_experts = model.moe is not None and model.moe.shared_ffn_size > 0
     repeats_layer = repeats_forward(layout)
     repeats_mlp = repeats_forward(layout, Recompute.MLP)
@@ -147,8 +153,11 @@ def context_parallel_calls(
     (or gathered once) in forward and in backward, where their gradients, summed in fp32, go all
     the way round (or are reduced and scattered).
     """
-    spec, layout, T = job.model.attention, job.layout, job.tp_group_tokens
-    tp, c = layout.tp, activation_nbytes(job.workload)
+    spec = job.model.attention
+    layout = job.layout
+    T = job.tp_group_tokens
+    tp = layout.tp
+    c = activation_nbytes(job.workload)
     is_mla = spec.kind is AttentionKind.MLA
     passes = micro_batches * sum(len(chunk_layers(job.model, chunk)) for chunk in chunks)
     head_ranks, ring_ranks = cp_factors(layout)

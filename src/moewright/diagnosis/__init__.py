@@ -1,1 +1,1 @@
-"""Diagnosis of runs: which wall holds a step back, what a fix would bring, and predicted = counted."""
+"""Diagnosis of runs: which wall holds a step back, what fixes bring, and predicted = counted."""

@@ -67,10 +67,10 @@ def _rank_of_slow_port(link: Link, slow_pairs: Counter[int]) -> int:
 
 
 def compute_bandwidths(hardware: Hardware) -> tuple[CollectiveBandwidth, ...]:
-    """Return the bandwidth of each collective and group size that the hardware file has a curve of."""
+    """Return the bandwidth of each collective and group size that has a measured curve."""
     times = hardware.fabric.times
     typical_Bps = {
-        size: median(_bus_Bps(time) for time in times if time.group_size == size)
+        size: median(_bus_bandwidth(time) for time in times if time.group_size == size)
         for size in {time.group_size for time in times}
     }
     return tuple(_bandwidth(time, typical_Bps[time.group_size]) for time in times)
@@ -78,27 +78,27 @@ def compute_bandwidths(hardware: Hardware) -> tuple[CollectiveBandwidth, ...]:
 
 def _bandwidth(time: CollectiveTime, typical_Bps: float) -> CollectiveBandwidth:
     payload_bytes, seconds = time.curve.points[-1]
-    bus_Bps = _bus_Bps(time)
+    bus_Bps = _bus_bandwidth(time)
     return CollectiveBandwidth(
         op=time.op,
         group_size=time.group_size,
         payload_bytes=payload_bytes,
         seconds=seconds,
-        algorithm_Bps=_algorithm_Bps(time),
+        algorithm_Bps=_algorithm_bandwidth(time),
         bus_Bps=bus_Bps,
         is_slow=bus_Bps < SLOW_SHARE * typical_Bps,
     )
 
 
-def _algorithm_Bps(time: CollectiveTime) -> float:
+def _algorithm_bandwidth(time: CollectiveTime) -> float:
     payload_bytes, seconds = time.curve.points[-1]
     if time.op is Collective.ALL_GATHER:
         return payload_bytes * time.group_size / seconds
     return payload_bytes / seconds
 
 
-def _bus_Bps(time: CollectiveTime) -> float:
-    return _algorithm_Bps(time) * _link_share(time.op, time.group_size)
+def _bus_bandwidth(time: CollectiveTime) -> float:
+    return _algorithm_bandwidth(time) * _link_share(time.op, time.group_size)
 
 
 def _link_share(op: Collective, ranks: int) -> float:

@@ -1,4 +1,4 @@
-"""Comparison of two ledgers, line by line: what the planner predicted and what the engine counted."""
+"""Comparison of two ledgers, line by line: what was predicted and what the engine counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The waterfall from the ideal step to the measured one: what each thing costs, what is unexplained."""
+"""The waterfall from the ideal step to the measured one, with what nothing explains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def peak_flops(hardware: Hardware, precision: Dtype) -> float:
 
 
 def ideal_step_s(job: PricedJob) -> float:
-    """Return the seconds of a step of nothing but model FLOPs at the peak rate; 0: no peak known."""
+    """Return the seconds of a step of nothing but model FLOPs at the peak; 0: no peak is known."""
     peak = peak_flops(job.hardware, job.workload.precision)
     return job.estimate.model_flops_per_step / job.layout.world_size / peak if peak else 0.0
 

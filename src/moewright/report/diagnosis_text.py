@@ -56,7 +56,7 @@ def _breakdown_table(breakdowns: Sequence[Breakdown], step_s: float) -> Table:
         payload_bytes = sum(time.bytes for time in times) / len(breakdowns)
         note = f"of {format_seconds(busy_s)} in {times[0].calls:.0f} calls"
         if payload_bytes:
-            note += f", {format_bytes(payload_bytes)} handed in"
+            note += f", {format_bytes(payload_bytes)} of payload"
         note += f"; {'; '.join(times[0].evidence)}"
         _add_part(table, f"exposed {comm}", exposed_s, step_s, note)
     copies_s = fmean(rank.copies_s for rank in breakdowns)
@@ -133,8 +133,8 @@ def print_waterfall(
     measured_s = waterfall.measured_s
     if ideal_s > measured_s:
         text = (
-            f"the job given would take {format_seconds(ideal_s)} a step at the peak rate, longer "
-            f"than the measured {format_seconds(measured_s)}: it is not the job that ran"
+            f"the job as described would take {format_seconds(ideal_s)} a step at the peak rate, "
+            f"longer than the measured {format_seconds(measured_s)}: it is not the job that ran"
         )
         console.print(Text(text), soft_wrap=True)
         return
@@ -156,9 +156,9 @@ def _waterfall_table(waterfall: Waterfall) -> Table:
         "from ideal to measured",
         "seconds",
         "share",
-        "how known",
+        "basis",
         "",
-        text_columns=("from ideal to measured", "how known", ""),
+        text_columns=("from ideal to measured", "basis", ""),
     )
     ideal_share = f"{waterfall.ideal_s / measured_s:.1%}"
     table.add_row(
@@ -184,8 +184,8 @@ def print_log(console: Console, log: MegatronLog, job: PricedJob | None) -> None
         console.print(
             Text(
                 f"rank {fullest.rank} is the fullest of {len(log.memory_reports)}: "
-                f"{format_bytes(fullest.max_reserved_bytes)} held, "
-                f"{format_bytes(fullest.max_allocated_bytes)} given out (measured)"
+                f"{format_bytes(fullest.max_reserved_bytes)} reserved, "
+                f"{format_bytes(fullest.max_allocated_bytes)} allocated (measured)"
             )
         )
     if job is not None:

@@ -61,7 +61,7 @@ def print_dry_run(
     if planned is not None:
         _print_planned(console, planned)
     if comparison.notes:
-        console.print(Text("\nWhat a CUDA device keeps or holds otherwise", style="bold"))
+        console.print(Text("\nWhat a CUDA device holds otherwise", style="bold"))
         for note in comparison.notes:
             console.print(Text(f"- {note}"))
 
@@ -93,8 +93,8 @@ def _print_peak(
     )
     console.print(
         Text(
-            f"Fullest moment: {format_bytes(total)}, of which states {format_bytes(states_bytes)}; "
-            f"the rest by maker: {tensors}"
+            f"At its peak the rank holds {format_bytes(total)}, "
+            f"of which states {format_bytes(states_bytes)}; the other tensors by module: {tensors}"
         )
     )
 
@@ -104,7 +104,7 @@ def _print_planned(console: Console, planned: Ledger) -> None:
     tensor_bytes = sum(row.bytes for row in planned.memory) - device_bytes
     console.print(
         Text(
-            f"The planner expects {format_bytes(tensor_bytes)} of tensors there under the load "
+            f"The planner expects {format_bytes(tensor_bytes)} of tensors then under the load "
             f"factor of the job, and {format_bytes(device_bytes)} more for communicators, context "
             "and fragmentation"
         )

@@ -232,7 +232,7 @@ def _validation_lines(result: TuningResult) -> Iterator[str]:
     outcome = result.validated
     if outcome is None:
         return
-    yield f"Of `{result.winner}`: " if result.winner else "Of the last that was tried:"
+    yield f"Checks of `{result.winner}`:" if result.winner else "Checks of the last layout tried:"
     yield ""
     yield from ("check | | seen", "-- | -- | --")
     for check in outcome.checks:
@@ -241,7 +241,7 @@ def _validation_lines(result: TuningResult) -> Iterator[str]:
     yield (
         f"A step took {format_seconds(outcome.wall_step_s)} by the clock over the last "
         f"{VALIDATION_WINDOW} steps, and would take {format_seconds(outcome.step_s)} with a core "
-        "for every rank (measured, all settled steps). Overlap leaves no row in the ledger: that "
+        "for every rank (measured, all steady steps). Overlap leaves no row in the ledger: that "
         "it pays is shown by its pairs alone."
     )
     yield ""

@@ -8,7 +8,7 @@ each expert of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
@@ -92,10 +92,8 @@ class ReplicaExchange:
     receive_counts: tuple[int, ...]
 
 
-def plan_replica_exchange(
-    slots: Sequence[int], ep: int, rank: int, spare: int
-) -> ReplicaExchange:
-    """Return a rank's part in the exchange for slots of which each rank has `spare` for replicas."""
+def plan_replica_exchange(slots: Sequence[int], ep: int, rank: int, spare: int) -> ReplicaExchange:
+    """Return what a rank exchanges where `spare` slots of each rank are for replicas."""
     own = len(slots) // ep - spare
     own_experts = [list(rank_experts(slots, ep, other)[:own]) for other in range(ep)]
     replicas = [rank_experts(slots, ep, other)[own:] for other in range(ep)]

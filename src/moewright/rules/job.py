@@ -1,4 +1,4 @@
-"""A job: a model, what is asked of it, and the layout it runs in, with what follows from all three.
+"""A job: a model, a workload and a layout, with the quantities that follow from all three.
 
 Symbols as in docs/formulas.md: m micro-batches of a step, T tokens of a micro-batch on a TP group,
 t tokens of it that a rank routes, R rows through the experts of a rank.
@@ -19,11 +19,12 @@ from moewright.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)  # without slots, which would leave no place for cached values
 class Job:
-    """A model, a workload and a layout that belong together; derived quantities are computed once.
+    """A model, a workload and a layout that belong together.
 
-    The record itself is not checked: `rules.legality.check_legality` says whether the layout is legal, and
-    a quantity that an illegal layout does not have raises BadInput when it is asked for.
-    `dataclasses.replace(job, layout=...)` gives the job in another layout.
+    Derived quantities are computed once, when they are first read. The record itself is not
+    checked: rules.legality says whether the layout is legal, and a quantity that an illegal layout
+    does not have raises BadInput. `dataclasses.replace(job, layout=...)` gives the job in another
+    layout.
     """
 
     model: ModelSpec
@@ -48,8 +49,9 @@ class Job:
     @cached_property
     def local_experts(self) -> int:
         """The experts of one EP rank, without replicas; 0 for a dense model."""
-        experts = self.model.moe.experts if self.model.moe else 0
-        return experts // self.layout.ep
+        if self.model.moe is None:
+            return 0
+        return self.model.moe.experts // self.layout.ep
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

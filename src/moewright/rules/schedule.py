@@ -27,7 +27,7 @@ _SPLIT_CHUNKS: Mapping[Schedule, int] = MappingProxyType(
 
 
 def interleaved_group_size(layout: Layout) -> int:
-    """Return the micro-batches (N) that an interleaved rank runs through a chunk before the next."""
+    """Return the micro-batches (N) that an interleaved rank runs before it changes the chunk."""
     return layout.vpp_group or layout.pp
 
 

@@ -40,7 +40,7 @@ class Record:
         return type(self).__name__
 
     def __repr__(self) -> str:
-        lines = [self.title(), *format_table(self.to_rows())]
+        lines = [*self.title().splitlines(), *format_table(self.to_rows())]
         if len(lines) > _MAX_LINES:
             left_out = len(lines) - _MAX_LINES + 1
             lines = [*lines[: _MAX_LINES - 1], f"... {left_out} more rows in .to_rows()"]

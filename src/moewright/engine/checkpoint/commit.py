@@ -251,9 +251,7 @@ def _prepare(request: SaveRequest) -> bool:
         if read_index(request.path).extra == request.extra:
             return False
         rule = "is the same step of another job"
-        raise BadInput(
-            Reason(field=str(request.path), rule=rule, nearest="another directory")
-        )
+        raise BadInput(Reason(field=str(request.path), rule=rule, nearest="another directory"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in directory.iterdir():

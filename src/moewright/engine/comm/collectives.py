@@ -325,9 +325,7 @@ def all_to_all_overlapped(
         if overlapped_work is not None:
             overlapped_work()
         return out
-    exchanges = [
-        _Exchange(group=group, send=tuple(send), receive=tuple(receive)) for _ in tensors
-    ]
+    exchanges = [_Exchange(group=group, send=tuple(send), receive=tuple(receive)) for _ in tensors]
     tickets = [
         _StartExchange.apply(tensor, exchange)
         for tensor, exchange in zip(tensors, exchanges, strict=True)

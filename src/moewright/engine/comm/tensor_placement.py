@@ -40,9 +40,7 @@ class TensorPlacement:
         return tuple(max(0, min(size, extent - offset)) for extent, offset, size in dims)
 
 
-def place_tensor(
-    mesh: Mesh, global_shape: tuple[int, ...], sharding: Sharding
-) -> TensorPlacement:
+def place_tensor(mesh: Mesh, global_shape: tuple[int, ...], sharding: Sharding) -> TensorPlacement:
     """Place a tensor in equal shards, the last ones padded where an axis does not divide a dim."""
     local_shape = list(global_shape)
     offsets = [0] * len(global_shape)

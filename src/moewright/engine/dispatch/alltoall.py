@@ -214,7 +214,10 @@ def _find_unpadded_rows(gathered: torch.Tensor, padded_length: int, rows: int) -
     padding = padded_length - gathered.sum((1, 2))
     lengths = torch.cat((gathered.flatten(1), padding[:, None]), 1)
     experts = torch.cat(
-        (torch.arange(local, device=gathered.device).repeat(sources), gathered.new_full((1,), local))
+        (
+            torch.arange(local, device=gathered.device).repeat(sources),
+            gathered.new_full((1,), local),
+        )
     )
     expert_of_row = experts.repeat(etp).repeat_interleave(
         lengths.flatten(), output_size=etp * padded_length

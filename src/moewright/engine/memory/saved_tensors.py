@@ -148,9 +148,7 @@ class SavedTensorManager:
             self._offloaded_dims = 0
             self._offloaded.clear()
             self._replacements = {
-                key: replacement
-                for key, replacement in self._replacements.items()
-                if key in before
+                key: replacement for key, replacement in self._replacements.items() if key in before
             }
 
     def _new_offloaded(self, tensor: torch.Tensor) -> _Offloaded:
@@ -178,7 +176,7 @@ class _Replacement:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._scope = counters.scope
+        self._scope = counters.scopes.current
         self._value: torch.Tensor | None = None
         self._pending_views = 0
 
@@ -193,7 +191,7 @@ class _Replacement:
 
     def take(self) -> torch.Tensor:
         if self._value is None:
-            with torch.no_grad(), self._counters.attribute_to(self._scope):
+            with torch.no_grad(), self._counters.scopes.enter(self._scope):
                 self._value = self.restore()
         value = self._value
         self._pending_views -= 1
@@ -237,7 +235,7 @@ class _Offloaded(_Replacement):
         return super().add_view(tensor)
 
     def _copy_to_host(self, flat: torch.Tensor) -> torch.Tensor:
-        with self._counters.on_host():
+        with self._counters.scopes.on_host():
             host = torch.empty_like(flat, device="cpu", pin_memory=self._copy_stream is not None)
         if self._copy_stream is None:
             return host.copy_(flat)
@@ -294,7 +292,7 @@ class _Checkpoint(torch.autograd.Function):
         block: Callable[..., tuple[torch.Tensor, ...]],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.counters, ctx.scope = counters, counters.scope
+        ctx.counters, ctx.scope = counters, counters.scopes.current
         ctx.block = block
         ctx.save_for_backward(*inputs)
         out = block(*inputs)
@@ -307,7 +305,7 @@ class _Checkpoint(torch.autograd.Function):
             x.detach().requires_grad_(needs_grad)
             for x, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
-        with torch.enable_grad(), ctx.counters.attribute_to(ctx.scope):
+        with torch.enable_grad(), ctx.counters.scopes.enter(ctx.scope):
             outputs = ctx.block(*inputs)
             used = [
                 (out, grad)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from moewright.engine.observe.flop_counter import FlopCounter
-from moewright.engine.observe.module_scopes import ModuleScopes, Scope
+from moewright.engine.observe.module_scopes import ModuleScopes
 from moewright.engine.observe.wait_clock import WaitClock
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import (
@@ -52,24 +52,6 @@ class Counters:
         self._peak_saved: dict[Module, int] = {}
         self._peak_in_flight = 0
         self._is_counting = False
-
-    @property
-    def scope(self) -> Scope:
-        return self.scopes.current
-
-    @property
-    def current_module(self) -> Module:
-        return self.scopes.module
-
-    @property
-    def is_on_host(self) -> bool:
-        return self.scopes.is_on_host
-
-    def attribute_to(self, scope: Module | Scope) -> AbstractContextManager[None]:
-        return self.scopes.enter(scope)
-
-    def on_host(self) -> AbstractContextManager[None]:
-        return self.scopes.on_host()
 
     def count_collective(self, op: Collective, group: str, nbytes: int) -> None:
         """Count one call of a collective, with the bytes that this rank hands in."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from moewright.engine.data.micro_batch import MicroBatch
+from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.pipeline.executor import (
     BackwardStep,

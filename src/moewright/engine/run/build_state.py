@@ -8,7 +8,6 @@ import torch
 
 from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import Mesh, build_mesh
-from moewright.engine.data.corpus_loader import BatchSource
 from moewright.engine.dispatch.deepep import verify_library
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, open_library
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -21,6 +20,7 @@ from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
+from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.run.step import TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype

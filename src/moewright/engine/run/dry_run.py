@@ -13,10 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moewright.engine.comm import collectives
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.observe.memory_meter import MemoryMeter
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step

@@ -19,14 +19,14 @@ from torch.profiler import record_function
 
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_reduce
-from moewright.engine.data.corpus_loader import BatchSource
-from moewright.engine.data.micro_batch import MicroBatch
 from moewright.engine.data.sampler import micro_batch_rows
-from moewright.engine.model.router import aux_loss_coefficients, list_routers, selection_bias_pieces
+from moewright.engine.model.micro_batch import MicroBatch
+from moewright.engine.model.router import aux_loss_coefficients, list_routers, selection_bias_shards
 from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.pipeline.executor import ChunkResult, Key
 from moewright.engine.pipeline.run_batch import evaluate_batch, train_batch
+from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.runtime import Runtime
 from moewright.rules.batch_rampup import step_samples, workload_at_step
 from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
@@ -76,7 +76,7 @@ class TrainState:
 
     def local_shards(self) -> list[LocalShard]:
         """Return everything that a checkpoint holds of this rank."""
-        return [*self.optimizer.local_shards(), *selection_bias_pieces(self.model)]
+        return [*self.optimizer.local_shards(), *selection_bias_shards(self.model)]
 
     def weight_shards(self) -> list[LocalShard]:
         """Return the shards that make the model: parameters, and the routers' selection biases."""

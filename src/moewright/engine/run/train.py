@@ -17,7 +17,6 @@ from moewright.codec import from_data, read_json, to_data, write_json
 from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
 from moewright.engine.comm import collectives
 from moewright.engine.data.build_corpus import read_corpus
-from moewright.engine.data.corpus_loader import CorpusLoader
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, build_sampler, count_whole_batches
@@ -28,6 +27,7 @@ from moewright.engine.observe.record import clamp_to_finite, write_paces
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
+from moewright.engine.run.corpus_loader import CorpusLoader
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.engine.run.launch import launch
 from moewright.engine.run.ledger_record import record_ledger

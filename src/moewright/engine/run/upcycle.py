@@ -115,13 +115,13 @@ def upcycle(
     """
     dense_params = {param.name: param for param in parameters(dense)}
     params = {param.name: param for param in parameters(model)}
-    up_factor, down_factor = choice.factors
+    up_factor, down_factor = choice.weight_factors
 
     def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
         param = params[tensor.name]
         if param.name in dense_params:
             return read_parameter(dense_params[param.name])
-        if not param.expert:
+        if not param.is_expert:
             return _build_router(model, param, choice, seed)
         dense_name = param.name.replace(_MOE_EXPERTS, _DENSE_MLP)
         weight = read_parameter(dense_params[dense_name])  # gate_up [2,F,H] or down [H,F]
@@ -141,7 +141,7 @@ def upcycle(
 
 def _plan_shards(param: Param, choice: UpcyclingSpec) -> TensorEntry:
     """Plan a box for each copy of an MLP, and one for any other tensor."""
-    rows = choice.granularity if param.expert else param.shape[0]
+    rows = choice.granularity if param.is_expert else param.shape[0]
     file = payload_file_name(param.layer + 1)  # the embedding's layer is -1
     inner_offsets = (0,) * (len(param.shape) - 1)
     shards = (
@@ -151,9 +151,7 @@ def _plan_shards(param: Param, choice: UpcyclingSpec) -> TensorEntry:
     return TensorEntry(name=param.name, dtype="F32", shape=param.shape, shards=tuple(shards))
 
 
-def _build_router(
-    model: ModelSpec, param: Param, choice: UpcyclingSpec, seed: int
-) -> torch.Tensor:
+def _build_router(model: ModelSpec, param: Param, choice: UpcyclingSpec, seed: int) -> torch.Tensor:
     """Build [E,H]: a random row for each copy, the same for all of its slices."""
     shape = (choice.copies, model.hidden_size)
     rows = draw_normal(seed, param.name, shape, model.initializer_range)

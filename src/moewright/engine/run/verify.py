@@ -28,7 +28,6 @@ from moewright.engine.checkpoint import (
     single_process,
 )
 from moewright.engine.comm import collectives
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.data.sampler import micro_batch_rows
 from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_safetensors
 from moewright.engine.hf.names import (
@@ -39,6 +38,7 @@ from moewright.engine.hf.names import (
     to_hf_tensors,
 )
 from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.router import list_routers
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.record import clamp_to_finite

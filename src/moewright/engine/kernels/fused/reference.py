@@ -230,7 +230,7 @@ def choose_experts(
     biased = scores_TE if bias_E is None else scores_TE + bias_E
     if spec.top_groups < spec.groups:
         grouped = biased.unflatten(1, (spec.groups, -1))
-        group_scores = grouped.topk(spec.counted_in_group, -1).values.sum(-1)
+        group_scores = grouped.topk(spec.scores_per_group, -1).values.sum(-1)
         best_groups = group_scores.topk(spec.top_groups, -1).indices
         excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, False)
         biased = grouped.masked_fill(excluded[:, :, None], float("-inf")).flatten(1)
