@@ -44,6 +44,10 @@ test-all: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial
 
+# One-line faults of the package, each of which a test of `make test` has to catch.
+mutants: $(VENV)/.dev
+	$(BIN)/python tests/mutants/run.py
+
 # Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
 # that change with the source.
 verify-layouts: $(VENV)/.dev
@@ -60,7 +64,7 @@ check: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/python -m docs.tools.job_reference
 	$(BIN)/python -m docs.tools.command_reference
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(DATA)/corpus.json: | $(VENV)/.ready
 	$(BIN)/moewright data build --out $(DATA)

@@ -44,6 +44,7 @@ heldout = "data/heldout"
 seq_len = 64
 global_batch = 8
 steps = 10
+decay_steps = 20
 precision = "fp32"
 lr = 3e-3
 aux_coeff = 1e-2

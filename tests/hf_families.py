@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one a family, and their folders."""
+"""Tiny random models of transformers, one of each family, and the folders that hold them."""
 
 from __future__ import annotations
 
@@ -173,11 +173,11 @@ def write_model(
 def write_fused_experts(source: Path, folder: Path) -> None:
     """Write the Qwen3-MoE of `source` with a layer's experts in one tensor, as later files do."""
     (folder / "config.json").write_text((source / "config.json").read_text())
-    apart = load_file(source / "model.safetensors")
-    kept = {name: tensor for name, tensor in apart.items() if ".experts." not in name}
+    separate = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in separate.items() if ".experts." not in name}
     base = "model.layers.0.mlp.experts."
     gate, up, down = (
-        torch.stack([apart[f"{base}{e}.{part}_proj.weight"] for e in range(8)])
+        torch.stack([separate[f"{base}{e}.{part}_proj.weight"] for e in range(8)])
         for part in ("gate", "up", "down")
     )
     fused = {**kept, f"{base}gate_up_proj": torch.cat((gate, up), 1), f"{base}down_proj": down}
@@ -185,40 +185,43 @@ def write_fused_experts(source: Path, folder: Path) -> None:
 
 
 def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Write the model of `source` with its matrices in e4m3 and a factor a block.
+    """Write the model of `source` with its matrices in e4m3 and a scale for each block.
 
-    DeepSeek-V3 is published so, without those that it keeps wide: embedding, head, routers. Factors
-    lie in a file of their own. Return what the tensors stand for, in fp32.
+    DeepSeek-V3 is published so, without the tensors that it keeps wide: embedding, head, routers.
+    The scales lie in a file of their own. Return what the tensors stand for, in fp32.
     """
     folder.mkdir()
-    stored = {
-        name: t
+    checkpoint = {
+        name: tensor
         for file in sorted(source.glob("*.safetensors"))
-        for name, t in load_file(file).items()
+        for name, tensor in load_file(file).items()
     }
-    values, factors, wide = {}, {}, {}
-    for name, tensor in stored.items():
-        values[name], wide[name] = tensor, tensor.float()
+    values = {}
+    scales = {}
+    wide = {}
+    for name, tensor in checkpoint.items():
+        values[name] = tensor
+        wide[name] = tensor.float()
         if tensor.dim() < 2 or name.endswith(
             ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
         ):
             continue
-        of_row, of_column = (
+        row_block, column_block = (
             torch.arange(size) // step for size, step in zip(tensor.shape, block, strict=True)
         )
-        largest = torch.zeros(int(of_row[-1]) + 1, int(of_column[-1]) + 1)
-        for row, strip in zip(of_row, tensor.float().abs(), strict=True):
-            largest[row] = largest[row].scatter_reduce(0, of_column, strip, "amax")
-        factors[f"{name}_scale_inv"] = largest / 448
-        spread = factors[f"{name}_scale_inv"][of_row][:, of_column]
-        values[name] = (tensor.float() / spread).to(torch.float8_e4m3fn)
-        wide[name] = values[name].float() * spread
-    placed = {}
-    for file, tensors in (("values.safetensors", values), ("factors.safetensors", factors)):
+        amax = torch.zeros(int(row_block[-1]) + 1, int(column_block[-1]) + 1)
+        for row, strip in zip(row_block, tensor.float().abs(), strict=True):
+            amax[row] = amax[row].scatter_reduce(0, column_block, strip, "amax")
+        scales[f"{name}_scale_inv"] = amax / 448
+        scale = scales[f"{name}_scale_inv"][row_block][:, column_block]
+        values[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        wide[name] = values[name].float() * scale
+    file_of_tensor = {}
+    for file, tensors in (("values.safetensors", values), ("factors.safetensors", scales)):
         save_file(tensors, folder / file, {"format": "pt"})
-        placed |= dict.fromkeys(tensors, file)
+        file_of_tensor |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": placed})
+        json.dumps({"metadata": {}, "weight_map": file_of_tensor})
     )
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {

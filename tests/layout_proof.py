@@ -1,10 +1,9 @@
-"""One harness that proves a layout: W ranks run it once, and everything they did is held against
-one process.
+"""A proof of a layout: its ranks run it once, and one process says what they must compute.
 
-Against the one process: logits and token losses, every gradient, and the curves of eight plain SGD
-steps (which show a wrong scale) and eight clipped AdamW steps, with the norm as each rank saw it.
-Among the ranks: tensors held in copies are the same bits after every step of SGD and at the end.
-Against the planner: every rank's ledger of the second step, exactly.
+Compared with the one process are logits and token losses, every gradient, and the curves of four
+plain SGD steps (which show a wrong scale) and four clipped AdamW steps, with the norm as each rank
+saw it. Compared among the ranks are replicated tensors: the same bits after every step of SGD and
+at the end. Compared with the planner is every rank's ledger of the second step, exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate as accumulated
+from itertools import accumulate
 from math import prod
 from operator import add
 from pathlib import Path
@@ -62,13 +61,17 @@ from moewright.spec.workload import (
     Workload,
 )
 
-BATCH, LENGTH, STEPS = 8, 16, 4
+BATCH = 8
+LENGTH = 16
+STEPS = 4
 _BATCHES = 4
-_COUNTED_STEP = 2  # the step whose books are kept
-_MIN_MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
-_SGD_LR, _ADAMW_LR = 0.05, 2e-3
-# Of every row: within a chunk of 8 ranks, over several, over all, from the edge of one to that of
-# another.
+_COUNTED_STEP = 2  # the step whose ledger is kept
+# A least distance of routing scores, above what legal rounding moves them by in these few steps.
+_MIN_MARGIN = 3e-6
+_SGD_LR = 0.05
+_ADAMW_LR = 2e-3
+# The lengths of the documents of each row: they lie within a chunk of 8 ranks, over several chunks,
+# over all, and from the edge of one chunk to that of another.
 _DOCUMENTS = (
     (3, 1, 10, 2),
     (16,),
@@ -94,8 +97,10 @@ WORKLOAD = Workload(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCurve:
-    """Of one rule: (loss, aux loss, gradient norm) by step as one rank saw it, and digests of its
-    weights, after every step of SGD and after the last of AdamW.
+    """A training curve under one update rule, as one rank saw it.
+
+    A step is (loss, aux loss, gradient norm). The digests of this rank's weights are taken after
+    every step of SGD and after the last step of AdamW.
     """
 
     steps: tuple[tuple[float, float, float], ...]
@@ -104,19 +109,18 @@ class StepCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankObservation:
-    """What one rank reports."""
+    """A report of one rank."""
 
     shards: tuple[LocalShard, ...]
     grad_norm: float
     sgd: StepCurve
     adamw: StepCurve
-    margin: float  # least distance of a routing decision
+    margin: float  # the least distance of a routing decision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """One process, and the seed of weights whose routing has a clear margin all along its
-    curves."""
+    """A run of one process, with a seed whose routing has a clear margin all along its curves."""
 
     seed: int
     observation: RankObservation
@@ -125,36 +129,45 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatches:
-    """Fixed batches whose rows consist of documents; of each, all batches alike, `lengths`
-    [B][documents]."""
+    """Fixed batches whose rows consist of documents.
+
+    Every batch has the same `lengths` [B][documents].
+    """
 
     fixed: FixedBatches
     lengths: tuple[tuple[int, ...], ...]
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        rows, batch = local_rows(run, micro_batch), step % len(self.fixed.inputs)
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        rows = local_rows(runtime, micro_batch)
+        batch = step % len(self.fixed.inputs)
         lengths = tuple(length for row in self.lengths[rows.start : rows.stop] for length in row)
-        starts = torch.tensor([0, *accumulated(lengths)], dtype=torch.int32)
-        tokens = (x[batch, rows.start : rows.stop] for x in (self.fixed.inputs, self.fixed.targets))
-        return build_micro_batch(run, *tokens, Segments(lengths=lengths, cu_seqlens=starts))
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        inputs = self.fixed.inputs[batch, rows.start : rows.stop]
+        targets = self.fixed.targets[batch, rows.start : rows.stop]
+        segments = Segments(lengths=lengths, cu_seqlens=cu_seqlens)
+        return build_micro_batch(runtime, inputs, targets, segments)
 
 
-def build_batches(work: Workload, model: ModelSpec) -> FixedBatches | PackedBatches:
-    """Those of `batches`, or the same in documents, after the last token of which no target
-    follows."""
+def build_batches(workload: Workload, model: ModelSpec) -> FixedBatches | PackedBatches:
+    """Draw batches, packed in documents where the workload masks them.
+
+    The last token of a document has no target.
+    """
     fixed = draw_batches(model)
-    if work.data.documents is DocumentMasking.JOINED:
+    if workload.data.documents is DocumentMasking.JOINED:
         return fixed
     for row, lengths in enumerate(_DOCUMENTS):
-        fixed.targets[:, row, [end - 1 for end in accumulated(lengths)]] = -100
+        fixed.targets[:, row, [end - 1 for end in accumulate(lengths)]] = -100
     return PackedBatches(fixed=fixed, lengths=_DOCUMENTS)
 
 
 def draw_batches(model: ModelSpec) -> FixedBatches:
-    """Random tokens. In each batch one row has no target at all, and the others different numbers
-    of them."""
-    dice = torch.Generator().manual_seed(11)
-    ids = torch.randint(0, model.vocab_size, (_BATCHES, BATCH, LENGTH + 1), generator=dice)
+    """Draw random tokens.
+
+    In each batch one row has no target at all, and the others have different numbers of them.
+    """
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, model.vocab_size, (_BATCHES, BATCH, LENGTH + 1), generator=generator)
     targets = ids[:, :, 1:].clone()
     for batch in range(_BATCHES):
         targets[batch, batch % BATCH] = -100
@@ -164,69 +177,73 @@ def draw_batches(model: ModelSpec) -> FixedBatches:
 
 
 def prove_layout(plan: Plan, folder: Path) -> None:
-    """Assert that a plan's layout computes what one process computes, and that its ledger is the
-    predicted one."""
-    one = run_reference(
+    """Assert that a plan's layout computes what one process does, and that its ledger is exact."""
+    reference = run_reference(
         plan.model, replace(plan.workload, fused_kernels=FusedKernels.AUTO), plan.layout.mbs
     )
-    plan = replace(plan, workload=replace(plan.workload, seed=one.seed))
-    ranks = run_ranks(plan, folder)
-    assert_tensors(assemble_tensors(ranks), one.tensors)
-    for rank, seen in enumerate(ranks):
-        where = f"rank {rank}"
-        assert_close(seen.grad_norm, one.observation.grad_norm, 1e-5, f"{where}: gradient norm")
-        assert_curve(seen.sgd, one.observation.sgd, 1e-5, f"{where}: SGD")
-        assert_curve(seen.adamw, one.observation.adamw, 1e-4, f"{where}: AdamW")
-    assert_replicas_agree(ranks)
+    plan = replace(plan, workload=replace(plan.workload, seed=reference.seed))
+    observations = run_ranks(plan, folder)
+    assert_tensors(assemble_tensors(observations), reference.tensors)
+    expected = reference.observation
+    for rank, observed in enumerate(observations):
+        label = f"rank {rank}"
+        assert_close(observed.grad_norm, expected.grad_norm, 1e-5, f"{label}: gradient norm")
+        assert_curve(observed.sgd, expected.sgd, 1e-5, f"{label}: SGD")
+        assert_curve(observed.adamw, expected.adamw, 1e-4, f"{label}: AdamW")
+    assert_replicas_agree(observations)
     assert_ledgers(plan, folder / "ledger")
 
 
-def assert_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, reference in wanted.items():
+def assert_tensors(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, reference in expected.items():
         scale = reference.norm()
         if scale == 0:  # an expert without a row
-            assert not found[name].any(), name
+            assert not actual[name].any(), name
         else:
-            error = float((found[name] - reference).norm() / scale)
+            error = float((actual[name] - reference).norm() / scale)
             assert error <= 3e-5, (name, error)
-    worst = (
-        (found["logits"] - wanted["logits"]).abs().amax(2)
-    )  # every position by itself, the last one too
-    assert float((worst / wanted["logits"].abs().amax(2)).max()) <= 3e-5
+    # Every position is compared by itself, so that the last one counts too.
+    worst = (actual["logits"] - expected["logits"]).abs().amax(2)
+    assert float((worst / expected["logits"].abs().amax(2)).max()) <= 3e-5
 
 
-def assert_curve(found: StepCurve, wanted: StepCurve, norm_tolerance: float, where: str) -> None:
-    for step, (ours, theirs) in enumerate(zip(found.steps, wanted.steps, strict=True), 1):
-        for value, reference, tolerance, what in zip(
-            ours, theirs, (1e-5, 1e-5, norm_tolerance), ("loss", "aux loss", "norm"), strict=True
+def assert_curve(actual: StepCurve, expected: StepCurve, norm_tolerance: float, label: str) -> None:
+    tolerances = (1e-5, 1e-5, norm_tolerance)
+    pairs = zip(actual.steps, expected.steps, strict=True)
+    for step, (actual_step, expected_step) in enumerate(pairs, 1):
+        for value, reference, tolerance, name in zip(
+            actual_step, expected_step, tolerances, ("loss", "aux loss", "norm"), strict=True
         ):
-            assert_close(value, reference, tolerance, f"{where} step {step}: {what}")
+            assert_close(value, reference, tolerance, f"{label} step {step}: {name}")
 
 
-def assert_close(found: float, wanted: float, tolerance: float, what: str) -> None:
-    assert abs(found - wanted) <= tolerance * abs(wanted), (what, found, wanted)
+def assert_close(actual: float, expected: float, tolerance: float, label: str) -> None:
+    assert abs(actual - expected) <= tolerance * abs(expected), (label, actual, expected)
 
 
-def assert_replicas_agree(ranks: list[RankObservation]) -> None:
-    """A part that several ranks hold is the same bits on each, after every step."""
+def assert_replicas_agree(observations: list[RankObservation]) -> None:
+    """Assert that a part which several ranks have is the same bits on each, after every step."""
     for rule in ("sgd", "adamw"):
-        for looked in range(len(getattr(ranks[0], rule).digests)):
-            held: dict[str, bytes] = {}
-            for rank, seen in enumerate(ranks):
-                for part, digest in getattr(seen, rule).digests[looked].items():
-                    assert held.setdefault(part, digest) == digest, (rule, looked, rank, part)
+        for index in range(len(getattr(observations[0], rule).digests)):
+            first_digest: dict[str, bytes] = {}
+            for rank, observed in enumerate(observations):
+                for part, digest in getattr(observed, rule).digests[index].items():
+                    expected = first_digest.setdefault(part, digest)
+                    assert expected == digest, (rule, index, rank, part)
 
 
-def assert_ledgers(plan: Plan, books: Path) -> None:
-    selection = read_json(Selection, books / "selection.json")
+def assert_ledgers(plan: Plan, ledger_dir: Path) -> None:
+    selection = read_json(Selection, ledger_dir / "selection.json")
     for rank in range(plan.layout.world_size):
-        counted = read_json(Ledger, books / f"rank{rank:05d}.json")
+        counted = read_json(Ledger, ledger_dir / f"rank{rank:05d}.json")
         assert_equal_lines(predict_ledger(plan, rank=rank, selection=selection), counted)
 
 
 def assert_equal_lines(predicted: Ledger, counted: Ledger) -> None:
-    """All of them but times."""
+    """Assert that all lines but times are equal."""
     comparison = compare_ledgers(predicted, counted)
     lines = [line for line in comparison.lines if line.section is not Section.TIME]
     wrong = [line for line in lines if line.status is not LineStatus.EQUAL]
@@ -234,183 +251,191 @@ def assert_equal_lines(predicted: Ledger, counted: Ledger) -> None:
     assert comparison.is_exact
 
 
-def assemble_tensors(ranks: list[RankObservation]) -> dict[str, torch.Tensor]:
-    """Whole tensors from the boxes of all ranks; they cover all of it, and boxes that overlap hold
-    the same bits."""
-    whole: dict[str, torch.Tensor] = {}
-    for seen in ranks:
-        for piece in seen.shards:
-            full = whole.setdefault(piece.name, torch.full(piece.global_shape, float("nan")))
+def assemble_tensors(observations: list[RankObservation]) -> dict[str, torch.Tensor]:
+    """Assemble whole tensors from the boxes of all ranks.
+
+    The boxes must cover all of each tensor, and where boxes overlap they must hold the same bits.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for observed in observations:
+        for shard in observed.shards:
+            full = tensors.setdefault(shard.name, torch.full(shard.global_shape, float("nan")))
             box = tuple(
                 slice(start, start + size)
-                for start, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+                for start, size in zip(shard.offsets, shard.tensor.shape, strict=True)
             )
-            known = ~full[box].isnan()
-            assert torch.equal(full[box][known], piece.tensor[known]), piece.name
-            full[box] = piece.tensor
-    for name, full in whole.items():
+            is_filled = ~full[box].isnan()
+            assert torch.equal(full[box][is_filled], shard.tensor[is_filled]), shard.name
+            full[box] = shard.tensor
+    for name, full in tensors.items():
         assert not full.isnan().any(), name
-    return whole
+    return tensors
 
 
 @cache
-def run_reference(model: ModelSpec, work: Workload, mbs: int) -> Reference:
-    """One process with the same micro-batches, on which the auxiliary losses depend."""
+def run_reference(model: ModelSpec, workload: Workload, mbs: int) -> Reference:
+    """Run one process with the same micro-batches, on which the auxiliary losses depend."""
     for seed in range(20):
-        seeded = replace(work, seed=seed)
+        seeded = replace(workload, seed=seed)
+        plan = tiny_jobs.build_plan(seeded, f"mbs{mbs}", world_size=1, model=model)
         with tempfile.TemporaryDirectory() as folder:
-            (seen,) = run_ranks(
-                tiny_jobs.build_plan(seeded, f"mbs{mbs}", world_size=1, model=model), Path(folder)
-            )
-        if seen.margin > _MIN_MARGIN:
-            return Reference(seed=seed, observation=seen, tensors=assemble_tensors([seen]))
+            (observed,) = run_ranks(plan, Path(folder))
+        if observed.margin > _MIN_MARGIN:
+            return Reference(seed=seed, observation=observed, tensors=assemble_tensors([observed]))
     raise AssertionError(f"{model.name}: no weights whose routing has a clear margin")
 
 
 def run_ranks(plan: Plan, folder: Path) -> list[RankObservation]:
-    """What each rank of the plan saw."""
-    assert (
-        launch(partial(_run_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run")
-        is ExitCode.DONE
-    )
-    found = []
-    for rank in range(plan.layout.world_size):
-        with (folder / f"seen{rank}").open("rb") as file:
-            found.append(pickle.load(file))
-    return found
+    """Run the plan's ranks and return what each of them observed."""
+    world_size = plan.layout.world_size
+    code = launch(partial(_run_rank, plan, folder), nproc=world_size, run_dir=folder / "run")
+    assert code is ExitCode.DONE
+    observations = []
+    for rank in range(world_size):
+        with (folder / f"observed{rank}").open("rb") as file:
+            observations.append(pickle.load(file))
+    return observations
 
 
-def _run_rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
-    device = init_distributed(seat)
-    data = build_batches(plan.workload, plan.model)
+def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
+    device = init_distributed(context)
+    batches = build_batches(plan.workload, plan.model)
     margins = _record_margins()
 
-    def start(rule: UpdateRule, work: Workload) -> TrainState:
-        job = build_train_state(
-            Job(model=plan.model, workload=work, layout=plan.layout),
-            data,
-            rank=seat.rank,
+    def start(rule: UpdateRule, workload: Workload) -> TrainState:
+        state = build_train_state(
+            Job(model=plan.model, workload=workload, layout=plan.layout),
+            batches,
+            rank=context.rank,
             device=device,
             initial_value=draw_test_weight,
             update_rule=rule,
         )
-        for each in router.list_routers(job.model):
-            if each.selection_bias is not None:
-                each.selection_bias.copy_(torch.linspace(-0.1, 0.1, len(each.selection_bias)))
-        return job
+        for layer_router in router.list_routers(state.model):
+            bias = layer_router.selection_bias
+            if bias is not None:
+                bias.copy_(torch.linspace(-0.1, 0.1, len(bias)))
+        return state
 
-    job = start(sgd_update, plan.workload)
-    pieces = _compute_outputs(job, data)
-    first = forward_backward(job, PhaseClock(), step=1)
-    pieces += [
-        replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradient_shards()
+    state = start(sgd_update, plan.workload)
+    shards = _compute_outputs(state, batches)
+    first = forward_backward(state, PhaseClock(), step=1)
+    shards += [
+        replace(shard, tensor=shard.tensor.clone()) for shard in state.optimizer.gradient_shards()
     ]
-    apply_update(job, PhaseClock(), first, lr=0.0)
-    sgd = _train_curve(job, _SGD_LR, seat, folder, looked=range(1, STEPS + 1))
+    apply_update(state, PhaseClock(), first, lr=0.0)
+    sgd = _train_curve(state, _SGD_LR, context, folder, digest_steps=range(1, STEPS + 1))
     clipped = replace(
         plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.grad_norm / 2)
     )
-    adamw = _train_curve(start(adamw_update, clipped), _ADAMW_LR, seat, folder, looked=(STEPS,))
-    seen = RankObservation(
-        shards=tuple(pieces),
+    adamw_state = start(adamw_update, clipped)
+    adamw = _train_curve(adamw_state, _ADAMW_LR, context, folder, digest_steps=(STEPS,))
+    observed = RankObservation(
+        shards=tuple(shards),
         grad_norm=first.grad_norm,
         sgd=sgd,
         adamw=adamw,
         margin=min(margins, default=1.0),
     )
-    with (folder / f"seen{seat.rank}").open("wb") as file:
-        pickle.dump(seen, file)
+    with (folder / f"observed{context.rank}").open("wb") as file:
+        pickle.dump(observed, file)
     collectives.leave_world()
     return RankOutcome.DONE
 
 
 def _train_curve(
-    job: TrainState, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]
+    state: TrainState,
+    lr: float,
+    context: RankContext,
+    folder: Path,
+    *,
+    digest_steps: Collection[int],
 ) -> StepCurve:
-    """STEPS steps; the books of one of them go to `folder`, as training writes them.
+    """Train STEPS steps; the ledger of one of them goes to `folder`, as training writes it.
 
-    Weights are looked at after the steps `looked`, which ends what overlaps: gathers that the next
-    forward would await.
+    Weights are digested after the steps `digest_steps`. That ends what overlaps: gathers which the
+    next forward would wait for.
     """
-    steps, digests = [], []
+    steps = []
+    digests = []
     for step in range(1, STEPS + 1):
-        seat.beat(step)
+        context.beat(step)
         result = train_step(
-            job, step=step, lr=lr, stop_requested=False, count_ledger=step == _COUNTED_STEP
+            state, step=step, lr=lr, stop_requested=False, count_ledger=step == _COUNTED_STEP
         )
         assert not result.skipped
         steps.append((result.loss, result.aux_loss, result.grad_norm))
-        if step in looked:
-            job.optimizer.finish_pending()
-            digests.append(dict(_digest_weights(job)))
+        if step in digest_steps:
+            state.optimizer.finish_pending()
+            digests.append(dict(_digest_weights(state)))
         if step == _COUNTED_STEP:
-            record_ledger(job, folder, step, result, seat)
+            record_ledger(state, folder, step, result, context)
     return StepCurve(steps=tuple(steps), digests=tuple(digests))
 
 
-def _digest_weights(job: TrainState) -> Iterator[tuple[str, bytes]]:
-    """Each part of a weight that this rank holds, by name and box, and the biases that move with
-    the load."""
-    for slot in list_parameters(job.model):
-        at = slot.placement
+def _digest_weights(state: TrainState) -> Iterator[tuple[str, bytes]]:
+    """Digest each part of a weight on this rank, by name and box, and the moving biases."""
+    for slot in list_parameters(state.model):
+        placement = slot.placement
         weight = slot.owner.weight
-        whole = (
-            weight.full_tensor() if isinstance(weight, DTensor) else weight
-        )  # of ZeRO-3, from all its parts
-        yield f"{slot.name} {at.offsets} {at.local_shape}", _digest(whole)
-    for each in router.list_routers(job.model):
-        if each.selection_bias is not None:
-            yield f"bias {each.layer_number}", _digest(each.selection_bias)
+        if isinstance(weight, DTensor):  # ZeRO-3 has parts of it: gather them
+            weight = weight.full_tensor()
+        yield f"{slot.name} {placement.offsets} {placement.local_shape}", _digest(weight)
+    for layer_router in router.list_routers(state.model):
+        if layer_router.selection_bias is not None:
+            yield f"bias {layer_router.layer_number}", _digest(layer_router.selection_bias)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).digest()
 
 
-def draw_test_weight(slot: NamedParameter, run: Runtime) -> torch.Tensor:
-    """As in training, but for norm weights and biases: ones and zeros would hide one that is left
-    out."""
-    at = slot.placement
-    if slot.name.endswith(".weight") and len(at.global_shape) > 1:
-        return draw_initial_value(slot, run)
-    whole = 0.5 * torch.sin(torch.arange(prod(at.global_shape)) + len(slot.name)).view(
-        at.global_shape
-    )
+def draw_test_weight(slot: NamedParameter, runtime: Runtime) -> torch.Tensor:
+    """Draw a weight as training does, but norm weights and biases from a sine.
+
+    Ones and zeros would hide a norm weight or a bias that is left out.
+    """
+    placement = slot.placement
+    if slot.name.endswith(".weight") and len(placement.global_shape) > 1:
+        return draw_initial_value(slot, runtime)
+    phases = torch.arange(prod(placement.global_shape)) + len(slot.name)
+    values = 0.5 * torch.sin(phases).view(placement.global_shape)
+    if slot.name.endswith(".weight"):
+        values = values + 1
     boxes = [
         tuple(map(slice, part.offsets, map(add, part.offsets, part.local_shape)))
-        for part in at.split_rows() or (at,)
+        for part in placement.split_rows() or (placement,)
     ]
-    return torch.cat([whole[box] for box in boxes]) + (1 if slot.name.endswith(".weight") else 0)
+    return torch.cat([values[box] for box in boxes])
 
 
 def _record_margins() -> list[float]:
-    """The least margin of every choice of experts from now on, in this process."""
+    """Record the least margin of every choice of experts from now on, in this process."""
     margins: list[float] = []
     choose = reference_kernels.choose_experts
 
     @torch.no_grad()
-    def watched(
+    def choose_and_record(
         scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        wanted = scores if bias is None else scores + bias
+        biased = scores if bias is None else scores + bias
         chosen = choose(scores, spec, bias)
         if spec.top_groups < spec.groups:
-            of_group = wanted.unflatten(1, (spec.groups, -1))
-            margins.append(
-                _gap(of_group.topk(spec.scores_per_group, -1).values.sum(-1), spec.top_groups)
-            )
-            opened = torch.zeros_like(of_group[:, :, 0], dtype=torch.bool)
-            opened.scatter_(1, chosen // of_group.shape[2], True)
-            wanted = of_group.masked_fill(~opened[:, :, None], float("-inf")).flatten(1)
-        margins.append(_gap(wanted, spec.top_k))
+            grouped = biased.unflatten(1, (spec.groups, -1))
+            group_scores = grouped.topk(spec.scores_per_group, -1).values.sum(-1)
+            margins.append(_score_gap(group_scores, spec.top_groups))
+            is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool)
+            is_open.scatter_(1, chosen // grouped.shape[2], True)
+            biased = grouped.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
+        margins.append(_score_gap(biased, spec.top_k))
         return chosen
 
-    reference_kernels.choose_experts = watched
+    reference_kernels.choose_experts = choose_and_record
     return margins
 
 
-def _gap(scores: torch.Tensor, chosen: int) -> float:
-    """Least distance between the last chosen and the first not chosen."""
+def _score_gap(scores: torch.Tensor, chosen: int) -> float:
+    """Return the least distance between the last score chosen and the first one not chosen."""
     if chosen == scores.shape[1]:
         return 1.0
     best = scores.topk(chosen + 1, -1).values

@@ -1,11 +1,11 @@
-"""The space of legal layouts over small model shapes, the corners in which bugs of others lived,
-and samples of both.
+"""The space of legal layouts over small model shapes, its corners, and samples of both.
 
-A layout belongs to the space when the rules call it legal and the engine does not refuse it, so the
-space grows with the engine. The sweep is drawn from it by a fixed seed, one by one, each time the
-layout with the most pairs of choices not seen before (an axis and its value beside another axis and
-its value; the model shape is an axis) for its ranks. `rotated` picks a part of it by a hash of the
-source: another part with every change, the same for the same tree.
+The corners are those in which bugs of other engines were found. A layout belongs to the space when
+the rules call it legal and the engine does not refuse it, so the space grows with the engine. The
+sweep is drawn from it by a fixed seed, a layout at a time: the next is the layout with the most
+pairs of choices not seen before for its ranks (a pair is an axis and its value together with
+another axis and its value; the model shape is an axis). `rotate_cases` picks a part of it by a hash
+of the source: another part with every change, the same for the same tree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tiny_jobs import DENSE, MODEL, build_plan
 SWEEP_SIZE = 56
 _DRAWS = 40_000
 _POOL_SIZE = 1000
-_MICRO_BATCHES = 4  # of a rank without a pipeline, which learns nothing from more
+_MICRO_BATCHES = 4  # the most without a pipeline: more of them would show nothing new
 
 
 def _gqa(heads: int, kv_heads: int, norm: QkNorm) -> AttentionSpec:
@@ -63,13 +63,26 @@ def _moe(experts: int, top_k: int, **more: object) -> MoeSpec:
 
 
 _LATENT = AttentionSpec(
-    kind=AttentionKind.MLA, heads=4, kv_heads=4, head_dim=16, v_head_dim=12, q_lora_rank=24, kv_lora_rank=16,
-    qk_nope_head_dim=8, qk_rope_head_dim=8, rope=RopeSpec(interleaved=True),
-)  # fmt: skip
+    kind=AttentionKind.MLA,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    v_head_dim=12,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    rope=RopeSpec(interleaved=True),
+)
 _GROUPED = RouterSpec(
-    top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
+    top_k=2,
+    score=ScoreFunction.SIGMOID,
+    scaling_factor=2.5,
+    groups=4,
+    top_groups=2,
+    group_scores=2,
     selection_bias=True,
-)  # fmt: skip
+)
 _THREE_OF_FOUR_MOE = (True, False, True, True)
 
 SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
@@ -77,52 +90,90 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
         "qwen": replace(MODEL, layers=4, moe_layers=_THREE_OF_FOUR_MOE),
         # Norms over all heads, tied, an odd vocabulary, experts not a power of two.
         "olmoe": replace(
-            MODEL, layers=4, moe_layers=(True,) * 4, attention=_gqa(8, 4, QkNorm.FULL), moe=_moe(6, 2),
-            tie_embeddings=True, vocab_size=97,
+            MODEL,
+            layers=4,
+            moe_layers=(True,) * 4,
+            attention=_gqa(8, 4, QkNorm.FULL),
+            moe=_moe(6, 2),
+            tie_embeddings=True,
+            vocab_size=97,
         ),
         # Latent attention, groups of experts, a moving bias, a shared expert.
         "deepseek": replace(
-            MODEL, layers=4, moe_layers=(False, True, True, True), attention=_LATENT, vocab_size=101,
+            MODEL,
+            layers=4,
+            moe_layers=(False, True, True, True),
+            attention=_LATENT,
+            vocab_size=101,
             moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
         ),
-        # More layers than stages, top-3 of twelve, a gated shared expert, no q/k norm but sinks.
+        # More layers than stages, the best three of twelve experts, a gated shared expert, sinks.
         "deep": replace(
-            MODEL, layers=8, moe_layers=(False, True) * 4, attention=replace(_gqa(4, 4, QkNorm.NONE), sinks=True),
+            MODEL,
+            layers=8,
+            moe_layers=(False, True) * 4,
+            attention=replace(_gqa(4, 4, QkNorm.NONE), sinks=True),
             moe=_moe(12, 3, shared_ffn_size=16, shared_gate=True),
         ),
-        # Two tokens more are predicted ahead, by depths with experts.
+        # Two more tokens are predicted ahead, by depths with experts.
         "ahead": replace(
-            MODEL, layers=4, moe_layers=_THREE_OF_FOUR_MOE, attention=_gqa(4, 4, QkNorm.NONE), mtp_layers=2,
+            MODEL,
+            layers=4,
+            moe_layers=_THREE_OF_FOUR_MOE,
+            attention=_gqa(4, 4, QkNorm.NONE),
+            mtp_layers=2,
             moe=_moe(8, 2, shared_ffn_size=16),
         ),
         # Biases everywhere, sinks, a window in every other layer, a clamped activation.
         "oss": replace(
-            MODEL, family="gpt_oss", layers=4, moe_layers=(True,) * 4, vocab_size=97,
+            MODEL,
+            family="gpt_oss",
+            layers=4,
+            moe_layers=(True,) * 4,
+            vocab_size=97,
             attention=replace(
-                _gqa(8, 2, QkNorm.NONE), qkv_bias=True, out_bias=True, sinks=True, sliding_window=6, window_every=2
+                _gqa(8, 2, QkNorm.NONE),
+                qkv_bias=True,
+                out_bias=True,
+                sinks=True,
+                sliding_window=6,
+                window_every=2,
             ),
             moe=replace(_moe(8, 2, expert_bias=True), router=RouterSpec(top_k=2, logit_bias=True)),
         ),
-        # No experts, one key head, biases, tied, an odd vocabulary, a token more predicted ahead.
+        # No experts, one key head, biases, tied, an odd vocabulary, one more token predicted ahead.
         "dense": replace(
-            DENSE, layers=4, moe_layers=(False,) * 4, tie_embeddings=True, vocab_size=97, mlp_bias=True, mtp_layers=1,
+            DENSE,
+            layers=4,
+            moe_layers=(False,) * 4,
+            tie_embeddings=True,
+            vocab_size=97,
+            mlp_bias=True,
+            mtp_layers=1,
             attention=replace(_gqa(4, 1, QkNorm.PER_HEAD), qkv_bias=True, out_bias=True),
         ),
-        # Latent attention alone: the one shape that may have it over TP without sequence
-        # parallelism.
-        "latent": replace(DENSE, layers=4, moe_layers=(False,) * 4, attention=_LATENT, vocab_size=101, mtp_layers=1),
+        # Latent attention in a dense model: only here may TP go without sequence parallelism.
+        "latent": replace(
+            DENSE,
+            layers=4,
+            moe_layers=(False,) * 4,
+            attention=_LATENT,
+            vocab_size=101,
+            mtp_layers=1,
+        ),
     }
-)  # fmt: skip
+)
 
-DRAWN_SHAPES = tuple(
-    name for name in SHAPES if name != "latent"
-)  # which has corners alone: else it is as the others are
+# The shape "latent" is like the others apart from its corners, and is not drawn.
+DRAWN_SHAPES = tuple(name for name in SHAPES if name != "latent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A layout on a shape, and what the ends of documents mean; `name` says what it is there
-    for."""
+    """A layout on a model shape, with the meaning of the ends of documents.
+
+    The `name` says what the case is there for.
+    """
 
     name: str
     shape: str
@@ -142,10 +193,10 @@ class Case:
 
     @property
     def refusals(self) -> tuple[object, ...]:
-        """Why it is not legal, or not run by the engine; () when it is of the space."""
+        """Why the layout is not legal or not run by the engine; () when it is of the space."""
         model = SHAPES[self.shape]
-        broken = check_legality(model, self.workload, self.layout)
-        return broken or unsupported_layout(self.layout, model=model, workload=self.workload)
+        violations = check_legality(model, self.workload, self.layout)
+        return violations or unsupported_layout(self.layout, model=model, workload=self.workload)
 
 
 def _corner(
@@ -160,7 +211,7 @@ def _corner(
     )
 
 
-# Where bugs of other engines were invisible in the default layout.
+# Layouts in which bugs of other engines showed while the default layout hid them.
 CORNERS = (
     _corner("ETP beyond TP, EP 1", "qwen", 4, "tp2,etp4,mbs2"),
     _corner("ETP without TP, EP 1", "olmoe", 2, "etp2,mbs2"),
@@ -328,17 +379,23 @@ CORNERS = (
 
 @cache
 def draw_sweep() -> tuple[Case, ...]:
-    """SWEEP layouts of the space, chosen one by one for the most pairs of choices not seen
-    before."""
+    """Choose SWEEP_SIZE layouts of the space.
+
+    Each choice is the layout with the most pairs of choices not seen before.
+    """
     pool = list(_draw_cases())
     bits: dict[tuple[str, str], int] = {}
     masks = []
     for case in pool:
         pairs = combinations(sorted(_list_choices(case)), 2)
-        masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))  # type: ignore[call-overload]
-    seen, chosen = 0, []
+        mask = 0
+        for pair in pairs:
+            mask |= 1 << bits.setdefault(pair, len(bits))
+        masks.append(mask)
+    seen = 0
+    chosen = []
     while len(chosen) < min(SWEEP_SIZE, len(pool)):
-        # Small worlds first: a rank more is time more, and shows little that is new.
+        # Small worlds come first: another rank costs time and shows little that is new.
         best = max(
             range(len(pool)),
             key=lambda i: (masks[i] & ~seen).bit_count() / (4 + pool[i].layout.world_size),
@@ -349,111 +406,112 @@ def draw_sweep() -> tuple[Case, ...]:
 
 
 def rotate_cases(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
-    """`count` of the cases, decided by the source of the package."""
+    """Pick `count` of the cases by a hash of the source of the package."""
     package = Path(__file__).resolve().parent.parent / "src"
     tree = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         tree.update(path.read_bytes())
-    return tuple(
-        sorted(cases, key=lambda case: hashlib.sha256(tree.digest() + case.id.encode()).digest())[
-            :count
-        ]
-    )
+
+    def order(case: Case) -> bytes:
+        return hashlib.sha256(tree.digest() + case.id.encode()).digest()
+
+    return tuple(sorted(cases, key=order)[:count])
 
 
 def plan_case(case: Case) -> Plan:
-    """The case as a plan."""
-    made = build_plan(case.workload, "", world_size=case.layout.world_size, model=SHAPES[case.shape])
-    return replace(made, layout=case.layout)
+    """Build the plan of a case."""
+    base = build_plan(
+        case.workload, "", world_size=case.layout.world_size, model=SHAPES[case.shape]
+    )
+    return replace(base, layout=case.layout)
 
 
 def _draw_cases() -> Iterator[Case]:
-    """Different random layouts of the space, without those of CORNERS."""
-    dice, found = (
-        random.Random(20251121),
-        {(case.shape, case.layout, case.documents) for case in CORNERS},
-    )
-    start = len(found)
+    """Draw different random layouts of the space, without those of CORNERS."""
+    rng = random.Random(20251121)
+    drawn = {(case.shape, case.layout, case.documents) for case in CORNERS}
+    start = len(drawn)
     for _ in range(_DRAWS):
-        shape = dice.choice(DRAWN_SHAPES)
-        layout = _draw_layout(dice, SHAPES[shape])
-        documents = dice.choice([DocumentMasking.JOINED, *DocumentMasking])
+        shape = rng.choice(DRAWN_SHAPES)
+        layout = _draw_layout(rng, SHAPES[shape])
+        documents = rng.choice([DocumentMasking.JOINED, *DocumentMasking])
         case = Case(name="", shape=shape, layout=layout, documents=documents)
-        if not _divides_world(layout) or (shape, layout, documents) in found or case.refusals:
+        if not _divides_world(layout) or (shape, layout, documents) in drawn or case.refusals:
             continue
         if layout.pp == 1 and micro_batches(WORKLOAD, layout) > _MICRO_BATCHES:
             continue
-        found.add((shape, layout, documents))
+        drawn.add((shape, layout, documents))
         yield case
-        if len(found) - start == _POOL_SIZE:
+        if len(drawn) - start == _POOL_SIZE:
             return
 
 
 def _divides_world(layout: Layout) -> bool:
-    """The cheap part of legality."""
+    """Return whether the degrees divide the world: the cheap part of legality."""
     return not any(
-        layout.world_size % used
-        for used in (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
+        layout.world_size % degree
+        for degree in (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     )
 
 
-def _draw_layout(dice: random.Random, model: ModelSpec) -> Layout:
-    """Any layout, most of them not legal."""
-    tp, pp = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 1, 1, 2, 2, 4))
-    schedule = dice.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
-    vpp = {Schedule.INTERLEAVED: dice.choice((2, 2, 4))}.get(
-        schedule, 2 if schedule.is_v_shaped else 1
-    )
-    cp = dice.choice((1, 1, 2, 2, 4))
+def _draw_layout(rng: random.Random, model: ModelSpec) -> Layout:
+    """Draw any layout; most of them are not legal."""
+    tp = rng.choice((1, 1, 2, 2, 4))
+    pp = rng.choice((1, 1, 1, 2, 2, 4))
+    schedule = rng.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
+    vpp = 2 if schedule.is_v_shaped else 1
+    interleaved_vpp = rng.choice((2, 2, 4))  # drawn in any case, so that later draws stay the same
+    if schedule is Schedule.INTERLEAVED:
+        vpp = interleaved_vpp
+    cp = rng.choice((1, 1, 2, 2, 4))
     layout = Layout(
-        world_size=dice.choice((1, 2, 2, 4, 4, 4, 8, 8)),
+        world_size=rng.choice((1, 2, 2, 4, 4, 4, 8, 8)),
         tp=tp,
-        sp=tp > 1 and dice.random() < (0.9 if model.moe else 0.5),
+        sp=tp > 1 and rng.random() < (0.9 if model.moe else 0.5),
         cp=cp,
         pp=pp,
         vpp=vpp,
-        ep=dice.choice((1, 2, 2, 4, 8)) if model.moe else 1,
-        etp=dice.choice((1, 1, 2, 2, 4)) if model.moe else 1,
-        mbs=dice.choice((1, 2, 2, 4)),
-        zero=dice.choice((0, 1, 1, 3)),
+        ep=rng.choice((1, 2, 2, 4, 8)) if model.moe else 1,
+        etp=rng.choice((1, 1, 2, 2, 4)) if model.moe else 1,
+        mbs=rng.choice((1, 2, 2, 4)),
+        zero=rng.choice((0, 1, 1, 3)),
         schedule=schedule,
-        vpp_group=dice.choice((0, 0, 3, 4)) if schedule is Schedule.INTERLEAVED else 0,
-        cp_comm=dice.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
-        recompute=_draw_options(dice, list(Recompute), 0.5),
-        offload=_draw_options(dice, list(Offload), 0.2),
-        dispatcher=dice.choice([DispatcherKind.ALL_TO_ALL, *DispatcherKind])
+        vpp_group=rng.choice((0, 0, 3, 4)) if schedule is Schedule.INTERLEAVED else 0,
+        cp_comm=rng.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
+        recompute=_draw_options(rng, list(Recompute), 0.5),
+        offload=_draw_options(rng, list(Offload), 0.2),
+        dispatcher=rng.choice([DispatcherKind.ALL_TO_ALL, *DispatcherKind])
         if model.moe
         else DispatcherKind.ALL_TO_ALL,
-        overlap=_draw_options(dice, list(Overlap), 0.3),
+        overlap=_draw_options(rng, list(Overlap), 0.3),
     )
-    if layout.dispatcher is DispatcherKind.DEDUP and layout.ep > 2 and dice.random() < 0.6:
-        layout = replace(layout, ep_node=dice.choice((2, 4)))
-    if layout.zero == 3 and dice.random() < 0.4:
-        layout = replace(layout, shard=dice.choice((2, 4)))
+    if layout.dispatcher is DispatcherKind.DEDUP and layout.ep > 2 and rng.random() < 0.6:
+        layout = replace(layout, ep_node=rng.choice((2, 4)))
+    if layout.zero == 3 and rng.random() < 0.4:
+        layout = replace(layout, shard=rng.choice((2, 4)))
     if Recompute.FULL in layout.recompute:
-        block, span = dice.choice(((0, 1), (0, 1), (1, 1), (2, 1), (0, 2)))
+        block, span = rng.choice(((0, 1), (0, 1), (1, 1), (2, 1), (0, 2)))
         layout = replace(layout, recompute_block=block, recompute_span=span)
-    if pp > 1 and dice.random() < 0.4:
-        layout = replace(layout, stages=_draw_stages(dice, model, pp * vpp))
+    if pp > 1 and rng.random() < 0.4:
+        layout = replace(layout, stages=_draw_stages(rng, model, pp * vpp))
     return layout
 
 
-def _draw_options(dice: random.Random, choices: list, chance: float) -> tuple:
-    """None, or one to three of the choices, in their order."""
-    if dice.random() > chance:
+def _draw_options(rng: random.Random, choices: list, chance: float) -> tuple:
+    """Draw none, or one to three of the choices, in their order."""
+    if rng.random() > chance:
         return ()
-    return tuple(sorted(dice.sample(choices, dice.choice((1, 1, 2, 3)))))
+    return tuple(sorted(rng.sample(choices, rng.choice((1, 1, 2, 3)))))
 
 
-def _draw_stages(dice: random.Random, model: ModelSpec, count: int) -> str:
-    """Layers spread over stages at random, some of them empty."""
-    cuts = sorted(dice.choices(range(model.layers + 1), k=count - 1))
+def _draw_stages(rng: random.Random, model: ModelSpec, count: int) -> str:
+    """Spread the layers over stages at random; some stages are empty."""
+    cuts = sorted(rng.choices(range(model.layers + 1), k=count - 1))
     parts = [
         "t" * (high - low) for low, high in zip((0, *cuts), (*cuts, model.layers), strict=True)
     ]
-    if (
-        model.mtp_layers and dice.random() < 0.5
-    ):  # in the stage before the loss, which then stands alone
+    if model.mtp_layers and rng.random() < 0.5:
+        # The depths go to the stage before the loss, which then stands alone.
         parts[-2:] = [parts[-2] + parts[-1] + "m" * model.mtp_layers, ""]
     else:
         parts[-1] += "m" * model.mtp_layers
@@ -461,7 +519,7 @@ def _draw_stages(dice: random.Random, model: ModelSpec, count: int) -> str:
 
 
 def _list_choices(case: Case) -> Iterator[tuple[str, str]]:
-    """Axes and values of a case, for pairs of them."""
+    """List the axes and values of a case, for pairs of them."""
     layout = case.layout
     yield "shape", case.shape
     for axis in (
@@ -487,5 +545,5 @@ def _list_choices(case: Case) -> Iterator[tuple[str, str]]:
     yield "stages", str(bool(layout.stages))
     yield "checkpoints", f"block {layout.recompute_block}, span {layout.recompute_span}"
     for axis in ("recompute", "offload", "overlap"):
-        chosen = getattr(layout, axis)
-        yield from ((axis, item) for item in chosen or ("none",))
+        options = getattr(layout, axis)
+        yield from ((axis, option) for option in options or ("none",))

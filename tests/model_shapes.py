@@ -1,7 +1,4 @@
-"""Model shapes for tests of rules.
-
-They are a small MoE to vary, and the published shapes that legality is checked on.
-"""
+"""Model shapes for tests of rules: a small MoE to vary, and a published shape."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ def dense_model(*, layers: int = 4) -> ModelSpec:
 
 
 def qwen3_235b() -> ModelSpec:
-    """Build Qwen3-235B-A22B as far as legality looks.
+    """Build Qwen3-235B-A22B as far as the rules of legality read it.
 
-    It has 94 layers, 64 heads over 4 kv heads, 128 experts of width 1536.
+    It has 94 layers, 64 heads over 4 key heads, and 128 experts of width 1536.
     """
     return moe_model(layers=94, heads=64, kv_heads=4, experts=128, ffn=1536)

@@ -1,4 +1,4 @@
-"""Every kind of timetable, many of each: what tests of the pipeline run through."""
+"""Layouts of every kind of timetable, for the tests of the pipeline."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from dataclasses import replace
 from moewright.rules.schedule import check_schedule
 from moewright.spec.layout import Layout, Overlap, Schedule
 
-_CHUNKS = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
+_STAGES_PER_RANK = {
+    Schedule.ONE_F_ONE_B: 1,
+    Schedule.ZB_H1: 1,
+    Schedule.ZBV: 2,
+    Schedule.DUALPIPEV: 2,
+}
 
 
 def legal_layouts(pp: int, max_micro_batches: int) -> Iterator[tuple[Layout, int]]:
-    """Layouts of `pp` ranks with a legal number of micro-batches, up to `most`."""
+    """Yield layouts of `pp` ranks with each legal number of micro-batches up to the maximum."""
     for m in range(1, max_micro_batches + 1):
-        for schedule, vpp in _CHUNKS.items():
+        for schedule, vpp in _STAGES_PER_RANK.items():
             yield from _legal(Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule), m)
         for vpp in (2, 3):
             for group in range(pp, m + 1):
-                chosen = Layout(
+                layout = Layout(
                     world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.INTERLEAVED, vpp_group=group
                 )
-                yield from _legal(chosen, m)
-                yield from _legal(replace(chosen, overlap=(Overlap.P2P,)), m)
+                yield from _legal(layout, m)
+                yield from _legal(replace(layout, overlap=(Overlap.P2P,)), m)
 
 
 def _legal(layout: Layout, micro_batches: int) -> Iterator[tuple[Layout, int]]:

@@ -1,5 +1,7 @@
-"""A made-up run through the spec classes: 6 layers, 16 experts, 60 steps, two ranks. No number in
-it was measured."""
+"""A made-up run in the product's records: 6 layers, 16 experts, 60 steps, two ranks.
+
+No number in it was measured.
+"""
 
 import math
 from dataclasses import replace
@@ -42,7 +44,9 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB, MIB
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, Routing, Workload
 
-LAYERS, EXPERTS, STEPS = 6, 16, 60
+LAYERS = 6
+EXPERTS = 16
+STEPS = 60
 UNIGRAM_ENTROPY = 6.214
 
 
@@ -183,7 +187,9 @@ def ledger(rank: int) -> Ledger:
         FlopRow(op=FlopOp.GEMM, module=Module.HEAD, flops=12_884_901_888),
         FlopRow(op=FlopOp.GROUPED_GEMM, module=Module.EXPERTS, flops=43_486_543_872 + rank * 4096),
     )
-    return Ledger(rank=rank, pp_rank=0, memory=memory_rows(), comm=comm, flops=flops, time=time_rows(1.0))
+    return Ledger(
+        rank=rank, pp_rank=0, memory=memory_rows(), comm=comm, flops=flops, time=time_rows(1.0)
+    )
 
 
 def time_rows(scale: float) -> tuple[TimeRow, ...]:
@@ -201,7 +207,9 @@ def time_rows(scale: float) -> tuple[TimeRow, ...]:
 
 def counted_ledger(rank: int) -> Ledger:
     note = "saved softmax statistics are fp32 on this device"
-    return replace(ledger(rank), memory=memory_rows(saved_scale=1.013), time=time_rows(1.08), notes=(note,))
+    return replace(
+        ledger(rank), memory=memory_rows(saved_scale=1.013), time=time_rows(1.08), notes=(note,)
+    )
 
 
 def estimate(step_s: float = 1.29) -> Estimate:

@@ -1,4 +1,4 @@
-"""Which cases `make test` runs: those that are more of the same are left to `make test-all`."""
+"""The mark of the cases that `make test` leaves to `make test-all`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A module in the place of deep_ep, which exchanges over any process group.
+"""A stand-in for deep_ep, which exchanges over any process group.
 
-It has the calls that the engine makes of deep_ep. `Buffer` as in DeepEP 1.2, `HybridEPBuffer` as on
-its branch hybrid-ep; written after their documented shapes.
+It has the calls of deep_ep that the engine makes: `Buffer` as in DeepEP 1.2 and `HybridEPBuffer`
+as on its branch hybrid-ep. It is written after their documented shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch.distributed as dist
 
 
 def install(patch: pytest.MonkeyPatch, *, wrong: float = 0.0) -> None:
-    """Let `import deep_ep` find this module; sums come back with `wrong` added."""
+    """Make `import deep_ep` find this module.
+
+    Sums come back with `wrong` added, so that a test can plant an error.
+    """
     for name in ("deep_ep", "hybrid_ep_cpp"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
@@ -25,11 +28,12 @@ def install(patch: pytest.MonkeyPatch, *, wrong: float = 0.0) -> None:
     deep_ep = sys.modules["deep_ep"]
     deep_ep.topk_idx_t = torch.int64  # type: ignore[attr-defined]
     deep_ep.Buffer = type("Buffer", (Buffer,), {"wrong": wrong})  # type: ignore[attr-defined]
-    deep_ep.HybridEPBuffer = type("HybridEPBuffer", (HybridEPBuffer,), {"wrong": wrong})  # type: ignore[attr-defined]
+    hybrid = type("HybridEPBuffer", (HybridEPBuffer,), {"wrong": wrong})
+    deep_ep.HybridEPBuffer = hybrid  # type: ignore[attr-defined]
 
 
 class _TokenExchange:
-    """An exchange that knows which tokens [T, ranks] go where, and how many come from where."""
+    """An exchange that knows which tokens [T, ranks] go to which rank, and how many arrive."""
 
     def __init__(self, reaches_rank: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.reaches_rank = reaches_rank
@@ -38,16 +42,16 @@ class _TokenExchange:
         self.receive_counts = torch.empty_like(self.send_counts)
         dist.all_to_all_single(self.receive_counts, self.send_counts, group=group)
 
-    def send(self, of_token: torch.Tensor) -> torch.Tensor:
+    def send(self, token_rows: torch.Tensor) -> torch.Tensor:
         """Send the rows of tokens to the ranks that they reach."""
-        rows = torch.cat([of_token[is_sent] for is_sent in self.reaches_rank.T])
+        rows = torch.cat([token_rows[is_sent] for is_sent in self.reaches_rank.T])
         return self._exchange(rows, self.send_counts, self.receive_counts)
 
-    def sum_back(self, of_copy: torch.Tensor) -> torch.Tensor:
-        """Send copies back and sum them, in the order of ranks."""
-        rows = self._exchange(of_copy, self.receive_counts, self.send_counts)
+    def sum_back(self, replica_rows: torch.Tensor) -> torch.Tensor:
+        """Send the replicas of tokens back and sum them in the order of ranks."""
+        rows = self._exchange(replica_rows, self.receive_counts, self.send_counts)
         parts = rows.split(self.send_counts.tolist())
-        total = of_copy.new_zeros((len(self.reaches_rank), *of_copy.shape[1:]))
+        total = replica_rows.new_zeros((len(self.reaches_rank), *replica_rows.shape[1:]))
         for is_sent, part in zip(self.reaches_rank.T, parts, strict=True):
             total[is_sent] += part
         return total
@@ -140,7 +144,7 @@ class HybridEPBuffer:
             reaches_rank = routing_map.unflatten(1, (self.group.size(), self.local)).any(2)
             exchange = _TokenExchange(reaches_rank, self.group)
             is_local = exchange.send(routing_map.to(torch.uint8)).bool()[:, self.local_experts]
-            # Longer than what came.
+            # The map is longer than the number of rows that arrived, as HybridEP's is.
             padded = torch.cat((is_local, torch.ones(3, self.local, dtype=torch.bool)))
             handle = (exchange, None, None, torch.tensor([len(is_local)]), padded, len(hidden))
         exchange = handle[0]

@@ -1,5 +1,7 @@
-"""Tiny jobs for tests that train: a Qwen3-MoE-shaped model of about 100k parameters and a corpus of
-a few pages."""
+"""Tiny jobs for tests that train.
+
+The model has the shape of Qwen3-MoE and about 100k parameters; the corpus has a few pages.
+"""
 
 from __future__ import annotations
 
@@ -50,28 +52,32 @@ MODEL = ModelSpec(
     dense_ffn_size=48,
     moe=MoeSpec(experts=8, ffn_size=16, router=RouterSpec(top_k=2)),
     moe_layers=(True, False, True),
-    initializer_range=0.2,  # wide, so that routing has clear margins and gradients are not tiny
+    # Wide, so that routing has clear margins and gradients are not tiny.
+    initializer_range=0.2,
 )
 
 DENSE = replace(MODEL, name="tiny-dense", family="qwen3", moe=None, moe_layers=(False,) * 3)
 
 
 def write_corpus(folder: Path, *, documents: int = 30, words: int = 400) -> DataSpec:
-    """A small corpus of made-up words, byte tokens; the documents have up to so many words."""
-    dice = random.Random(7)
-    known = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 8))) for _ in range(200)]
-    source = folder / "text"
-    source.mkdir(parents=True, exist_ok=True)
+    """Write a small corpus of made-up words in byte tokens, up to `words` words a document."""
+    rng = random.Random(7)
+    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(200)]
+    text_folder = folder / "text"
+    text_folder.mkdir(parents=True, exist_ok=True)
     for number in range(documents):
-        length = words if words == 400 else dice.randint(1, words)
-        (source / f"{number:03d}.txt").write_text(" ".join(dice.choices(known, k=length)))
-    return build_corpus(
-        source, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2
-    ).data
+        length = words
+        if words != 400:
+            length = rng.randint(1, words)
+        (text_folder / f"{number:03d}.txt").write_text(" ".join(rng.choices(vocabulary, k=length)))
+    corpus = build_corpus(
+        text_folder, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2
+    )
+    return corpus.data
 
 
 def build_workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
-    """Eight sequences of 32 tokens a step, fp32, no clipping."""
+    """Build a workload of eight sequences of 32 tokens a step, in fp32, without clipping."""
     base = Workload(
         seq_len=32,
         global_batch=8,
@@ -86,8 +92,13 @@ def build_workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Work
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def build_plan(workload: Workload, layout: str, *, world_size: int, model: ModelSpec = MODEL) -> Plan:
-    """A plan for this machine's CPU; the estimate is empty, which the engine does not read."""
+def build_plan(
+    workload: Workload, layout: str, *, world_size: int, model: ModelSpec = MODEL
+) -> Plan:
+    """Build a plan for this machine's CPU.
+
+    The estimate is empty: the engine does not read it.
+    """
     return Plan(
         model=model,
         workload=workload,
@@ -99,37 +110,46 @@ def build_plan(workload: Workload, layout: str, *, world_size: int, model: Model
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Everything a checkpoint holds, as whole tensors by name."""
-    whole = {
-        t.name: torch.empty(t.shape, dtype=SAFETENSORS_DTYPES[t.dtype])
-        for t in read_index(checkpoint).tensors
+    """Load everything that a checkpoint holds, as whole tensors by name."""
+    tensors = {
+        entry.name: torch.empty(entry.shape, dtype=SAFETENSORS_DTYPES[entry.dtype])
+        for entry in read_index(checkpoint).tensors
     }
-    pieces = [
-        LocalShard(name=n, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
-        for n, t in whole.items()
+    shards = [
+        LocalShard(
+            name=name,
+            global_shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            tensor=tensor,
+        )
+        for name, tensor in tensors.items()
     ]
-    load_checkpoint(checkpoint, shards=pieces, comm=single_process())
-    return whole
+    load_checkpoint(checkpoint, shards=shards, comm=single_process())
+    return tensors
 
 
 def read_state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """What a run saved after a step."""
+    """Load what a run saved after a step."""
     return read_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run logged of each step."""
+    """Return the lines that a run logged about its steps."""
     lines = map(json.loads, (run_dir / "steps.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "step"]
 
 
-def assert_first_gradients_equal(here: Path, reference: Path) -> None:
-    """After one unclipped step the first moment of AdamW is (1 - beta1) times the gradient."""
-    wanted, found = read_state(reference, 1), read_state(here, 1)
-    assert wanted.keys() == found.keys()
-    for name, value in wanted.items():
+def assert_first_gradients_equal(run_dir: Path, reference: Path) -> None:
+    """Assert that two runs had the same gradient of every parameter in their first step.
+
+    After one unclipped step the first moment of AdamW is (1 - beta1) times the gradient.
+    """
+    expected = read_state(reference, 1)
+    actual = read_state(run_dir, 1)
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
         if name.startswith("optim/exp_avg/"):
-            error = (found[name] - value).norm() / value.norm()
+            error = (actual[name] - value).norm() / value.norm()
             assert error <= 3e-5, (name, float(error))
 
 

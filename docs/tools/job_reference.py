@@ -61,7 +61,7 @@ steps = 1000
 
 | key | default | meaning |
 |---|---|---|
-| `config` | | a known model's name (`mw.models()` lists them), a config.json or its folder |
+| `config` | | a known model's name (`moewright models`), a config.json or its folder |
 | `weights` | `""` | the folder of checkpoints or of Hugging Face weights to start from |
 | any key of a config.json | | in place of `config`, the model itself |
 """

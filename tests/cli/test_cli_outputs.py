@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.cli.main import main
+from moewright.cli.main import DOES_NOT_FIT, main
 
 LAYOUT = "tp2,ep8,pp8,vpp4,mbs1,recompute=select"
 JOB = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048", "--layout", LAYOUT]
@@ -17,7 +17,7 @@ def test_a_plan_becomes_a_megatron_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.json"
-    assert main(["estimate", *JOB, "--json", str(plan)]) == 0
+    assert main(["estimate", *JOB, "--json", str(plan)]) == DOES_NOT_FIT
     capsys.readouterr()
     assert main(["export", str(plan), "--to", "megatron"]) == 0
     script = capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_a_plan_becomes_a_megatron_script(
 
 def test_a_timetable_becomes_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    assert main(["estimate", *JOB, "--trace", str(trace)]) == 0
+    assert main(["estimate", *JOB, "--trace", str(trace)]) == DOES_NOT_FIT
     events = json.loads(trace.read_text())["traceEvents"]
     # 128 micro-batches of 4 chunks on 8 ranks, each once forward and once backward
     assert sum(event["ph"] == "X" for event in events) == 2 * 128 * 4 * 8
@@ -56,7 +56,7 @@ def test_a_measured_load_is_shown_beside_even_routing(
     even = ",".join(["14"] * 128)
     hot = ",".join(["21"] * 16 + ["13"] * 112)
     load.write_text("\n".join([even, hot] * 47))
-    assert main(["estimate", *JOB, "--load", str(load)]) == 0
+    assert main(["estimate", *JOB, "--load", str(load)]) == DOES_NOT_FIT
     output = capsys.readouterr().out
     assert "the hottest of 8 expert ranks gets 1.25 x the even rows" in output
     assert "most in layer 1, 1.5 x" in output

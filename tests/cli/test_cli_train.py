@@ -316,3 +316,39 @@ def test_a_torn_plan_file_is_named(
     error = capsys.readouterr().err
     assert f"{tmp_path}/run/plan.json: is not JSON" in error
     assert "nearest legal value: delete it to plan again" in error
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    """Return the path of a plan that was written apart from any run."""
+    path = tmp_path / "best.json"
+    write_json(path, sample_run.plan())
+    return path
+
+
+def test_a_plan_is_trained_as_it_stands(stage: Stage, plan_file: Path, tmp_path: Path) -> None:
+    assert main(["train", str(plan_file), "--out", str(tmp_path / "run")]) == 0
+    ((plan, run_dir, _),) = stage.runs
+    assert plan == sample_run.plan()
+    assert run_dir == tmp_path / "run"
+    assert stage.searches == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--out: is needed with a plan"),
+        (("--out", "run", "--set", "train.lr=1"), "--set=train.lr=1: changes keys of a job file"),
+        (("--out", "run", "--nproc", "1"), "--nproc=1: is not the world size of the plan"),
+    ],
+)
+def test_a_plan_takes_no_other_values(
+    options: tuple[str, ...],
+    message: str,
+    stage: Stage,
+    plan_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", str(plan_file), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert stage.runs == []

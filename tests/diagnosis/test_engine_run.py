@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
-from moewright.diagnosis.priced_fixes import PricedJob
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s, steady_steps
 from moewright.spec.finding import Basis, Cause, Wall
 from moewright.spec.ledger import StepPhase, TimeRow
@@ -94,15 +93,7 @@ def test_a_run_without_steps_has_no_findings():
 
 def test_the_waterfall_of_a_run_closes_and_says_what_was_measured():
     run = record()
-    planned = run.plan
-    job = PricedJob(
-        model=planned.model,
-        workload=planned.workload,
-        hardware=planned.hardware,
-        layout=planned.layout,
-        estimate=planned.estimate,
-    )
-    fall = build_run_waterfall(run, find_critical_rank(run), job)
+    fall = build_run_waterfall(run, find_critical_rank(run), run.plan)
     assert fall.ideal_s + sum(drop.seconds for drop in fall.drops) == pytest.approx(fall.measured_s)
     assert abs(fall.drops[-1].seconds) < 1e-9  # all of a step belongs to some part
     assert {drop.basis for drop in fall.drops} == set(Basis)

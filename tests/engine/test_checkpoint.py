@@ -64,7 +64,9 @@ def refused_load(checkpoint: Path) -> str:
         2, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert all(isinstance(result, BadInput) for result in results), results
-    assert [shard_bytes(shards) for shards in targets] == [shard_bytes(shards) for shards in untouched]
+    assert [shard_bytes(shards) for shards in targets] == [
+        shard_bytes(shards) for shards in untouched
+    ]
     (text,) = {str(result) for result in results}
     assert "\n" not in text
     return text

@@ -1,4 +1,4 @@
-"""What most tests of several processes train on."""
+"""The corpus on which most tests of several processes train."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What happens to a run whose saves are killed, fail or are damaged, with training waiting for them
-or not."""
+"""What happens to a run whose saves are killed, fail or are damaged.
+
+Training waits for its saves in some cases and goes on beside them in others.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_train_run import losses, start
+from test_train_run import losses, start_job
 
 import tiny_jobs
 from moewright.engine.checkpoint import LocalShard, commit, find_latest, list_checkpoints
@@ -37,10 +39,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 
 def make_plan(data: DataSpec, mode: SaveMode, *, steps: int = 12, keep: int = 2) -> Plan:
-    """Two ranks that save after every step."""
-    work = tiny_jobs.build_workload(data, steps=steps)
-    work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=keep, mode=mode))
-    return tiny_jobs.build_plan(work, "ep2,mbs2", world_size=2)
+    """Build a plan of two ranks that save after every step."""
+    workload = tiny_jobs.build_workload(data, steps=steps)
+    workload = replace(
+        workload, checkpoint=replace(workload.checkpoint, every_steps=1, keep=keep, mode=mode)
+    )
+    return tiny_jobs.build_plan(workload, "ep2,mbs2", world_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_saves_beside_training_store_what_saves_in_line_do(
     data: DataSpec, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """Every checkpoint of twelve, while the next steps change the state under it."""
+    """Compare all twelve checkpoints; meanwhile the next steps change the state under each save."""
     assert train(make_plan(data, SaveMode.ASYNC, keep=12), tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
     pairs = zip(
@@ -61,66 +65,76 @@ def test_saves_beside_training_store_what_saves_in_line_do(
         list_checkpoints(uninterrupted / "checkpoints"),
         strict=True,
     )
-    before = None
-    for ours, theirs in pairs:
-        assert ours.name == theirs.name
-        found, wanted = read_checkpoint(ours), read_checkpoint(theirs)
-        assert all(found[name].equal(wanted[name]) for name in wanted)
-        assert before is None or not found["head.weight"].equal(before)
-        before = found["head.weight"]
+    previous = None
+    for path, expected_path in pairs:
+        assert path.name == expected_path.name
+        actual = read_checkpoint(path)
+        expected = read_checkpoint(expected_path)
+        assert all(actual[name].equal(expected[name]) for name in expected)
+        assert previous is None or not actual["head.weight"].equal(previous)
+        previous = actual["head.weight"]
 
 
-def kill_and_resume(plan: Plan, run_dir: Path, kills: int, dice: random.Random) -> None:
-    """Kill the whole job `kills` times, each a moment after it has committed something new; then
-    let it finish."""
-    checkpoints, done = run_dir / "checkpoints", -1
+def kill_and_resume(plan: Plan, run_dir: Path, kills: int, rng: random.Random) -> None:
+    """Kill the whole job `kills` times and then let it finish.
+
+    Each kill comes a moment after the job has committed something new.
+    """
+    checkpoints = run_dir / "checkpoints"
+    done = -1
     for kill in range(kills):
-        process = start(plan, run_dir, run_dir.with_suffix(f".{kill}.log"))
+        process = start_job(plan, run_dir, run_dir.with_suffix(f".{kill}.log"))
         deadline = time.monotonic() + PATIENCE_S
-        while step_of(checkpoints) <= done and process.is_alive() and time.monotonic() < deadline:
+        while (
+            latest_step(checkpoints) <= done and process.is_alive() and time.monotonic() < deadline
+        ):
             time.sleep(0.002)
-        time.sleep(dice.uniform(0, 0.06))
+        time.sleep(rng.uniform(0, 0.06))
         assert process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)  # the ranks go with it
         process.join()
-        now = step_of(checkpoints)
-        assert now > done
+        newest_step = latest_step(checkpoints)
+        assert newest_step > done
         newest = find_latest(checkpoints)
         assert newest is not None
-        assert int(read_checkpoint(newest)["optim/updates"]) == now  # every checksum holds
-        done = now
+        assert int(read_checkpoint(newest)["optim/updates"]) == newest_step  # every checksum holds
+        done = newest_step
     assert train(plan, run_dir) is ExitCode.DONE
     assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")]
 
 
-def unsaved(plan: Plan) -> Plan:
-    work = plan.workload
-    return replace(plan, workload=replace(work, checkpoint=replace(work.checkpoint, every_steps=0)))
+def without_saves(plan: Plan) -> Plan:
+    workload = plan.workload
+    return replace(
+        plan, workload=replace(workload, checkpoint=replace(workload.checkpoint, every_steps=0))
+    )
 
 
-def step_of(checkpoints: Path) -> int:
-    with suppress(FileNotFoundError):  # purged while it was looked for
+def latest_step(checkpoints: Path) -> int:
+    with suppress(FileNotFoundError):  # it was purged during the search
         newest = find_latest(checkpoints)
         return -1 if newest is None else int(newest.name.removeprefix("step-"))
     return -1
 
 
 @pytest.mark.parametrize("mode", list(SaveMode))
-def test_killed_in_the_midst_of_saves_a_run_goes_on_from_the_last_good_one(
+def test_a_run_killed_in_the_midst_of_a_save_goes_on_from_the_last_good_one(
     mode: SaveMode, data: DataSpec, tmp_path: Path
 ) -> None:
-    plan, whole = make_plan(data, mode, steps=30), tmp_path / "whole"
-    assert train(unsaved(plan), whole) is ExitCode.DONE
+    plan = make_plan(data, mode, steps=30)
+    whole = tmp_path / "whole"
+    assert train(without_saves(plan), whole) is ExitCode.DONE
     kill_and_resume(plan, tmp_path / "killed", 2, random.Random(5))
     assert losses(tmp_path / "killed") == losses(whole)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", list(SaveMode))
-def test_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
-    plan, whole = make_plan(data, mode, steps=200), tmp_path / "whole"
-    assert train(unsaved(plan), whole) is ExitCode.DONE
+def test_a_run_survives_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
+    plan = make_plan(data, mode, steps=200)
+    whole = tmp_path / "whole"
+    assert train(without_saves(plan), whole) is ExitCode.DONE
     kill_and_resume(plan, tmp_path / "killed", 50, random.Random(6))
     assert losses(tmp_path / "killed") == losses(whole)
 
@@ -133,17 +147,18 @@ def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 has no room for its part of the fourth checkpoint: nobody commits it."""
-    plan, write = make_plan(data, mode), commit.write_payload
+    """Rank 1 has no room for its part of the fourth checkpoint, so that nobody commits it."""
+    plan = make_plan(data, mode)
+    write = commit.write_payload
 
-    def full(path: Path, pieces: Sequence[LocalShard]) -> object:
+    def write_until_full(path: Path, shards: Sequence[LocalShard]) -> object:
         if "step-00000004" in str(path) and path.name == "rank-00001.safetensors":
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, pieces)
+        return write(path, shards)
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "write_payload", full)
+        patch.setattr(commit, "write_payload", write_until_full)
         with pytest.raises(BadInput, match="checkpoints: no room: a checkpoint needs"):
             train(plan, tmp_path)
     assert 4 <= len(losses(tmp_path)) < 12
@@ -178,13 +193,13 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(
             train(plan, tmp_path / str(number))
 
 
-def wider(model: ModelSpec) -> ModelSpec:
+def with_wider_experts(model: ModelSpec) -> ModelSpec:
     assert model.moe is not None
     return replace(model, moe=replace(model.moe, ffn_size=32))
 
 
 @pytest.mark.parametrize(
-    ("field", "was", "now"),
+    ("field", "stored_value", "job_value"),
     [
         ("model.moe.ffn_size", "16", "32"),
         ("data.fingerprint", "", ""),
@@ -195,24 +210,27 @@ def wider(model: ModelSpec) -> ModelSpec:
     ],
 )
 def test_what_decides_the_next_update_must_be_the_same(
-    field: str, was: str, now: str, data: DataSpec, uninterrupted: Path, tmp_path: Path
+    field: str,
+    stored_value: str,
+    job_value: str,
+    data: DataSpec,
+    uninterrupted: Path,
+    tmp_path: Path,
 ) -> None:
     plan = make_plan(data, SaveMode.SYNC)
-    work = plan.workload
+    workload = plan.workload
+    other_data = data
+    if field == "data.fingerprint":
+        other_data = tiny_jobs.write_corpus(tmp_path / "other", words=50)
     changed = {
-        "model.moe.ffn_size": replace(plan, model=wider(plan.model)),
-        "data.fingerprint": replace(
-            plan,
-            workload=replace(work, data=tiny_jobs.write_corpus(tmp_path / "other", words=50))
-            if "data" in field
-            else work,
-        ),
-        "train.precision": replace(plan, workload=replace(work, precision=Dtype.BF16)),
-        "train.decay_steps": replace(plan, workload=replace(work, steps=20)),
+        "model.moe.ffn_size": replace(plan, model=with_wider_experts(plan.model)),
+        "data.fingerprint": replace(plan, workload=replace(workload, data=other_data)),
+        "train.precision": replace(plan, workload=replace(workload, precision=Dtype.BF16)),
+        "train.decay_steps": replace(plan, workload=replace(workload, steps=20)),
         "train.optimizer.warmup_steps": replace(
-            plan, workload=replace(work, optimizer=replace(work.optimizer, warmup_steps=3))
+            plan, workload=replace(workload, optimizer=replace(workload.optimizer, warmup_steps=3))
         ),
-        "train.seed": replace(plan, workload=replace(work, seed=99)),
+        "train.seed": replace(plan, workload=replace(workload, seed=99)),
     }[field]
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
@@ -220,6 +238,7 @@ def test_what_decides_the_next_update_must_be_the_same(
     assert newest is not None
     (run_dir / "checkpoints" / newest.name).symlink_to(newest)
     with pytest.raises(
-        BadInput, match=f"resume: {field} is {was}.* in the checkpoint and {now}.* in the job"
+        BadInput,
+        match=f"resume: {field} is {stored_value}.* in the checkpoint and {job_value}.* in the job",
     ):
         train(changed, run_dir)

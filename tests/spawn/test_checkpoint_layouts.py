@@ -1,5 +1,4 @@
-"""A run that moves from any layout to any other: what is loaded is what was saved, and the curve
-goes on.
+"""A run moves from any layout to any other: it loads what was saved, and the curve goes on.
 
 Every source trains six steps and is saved after the third; every target takes that checkpoint up.
 `make test` takes a few pairs, others with every change of the source; `make verify-layouts` all.
@@ -33,8 +32,9 @@ from tiny_jobs import read_checkpoint
 
 pytestmark = pytest.mark.spawn
 
-STEPS, SAVED = 6, 3
-_OFTEN = 3
+STEPS = 6
+SAVED = 3
+_PAIRS_IN_EVERY_TEST = 3
 
 # Latent attention, a moving expert bias, a shared expert, a padded vocabulary.
 _DEEP = replace(SHAPES["deepseek"], vocab_size=tiny_jobs.VOCABULARY + 1)
@@ -59,7 +59,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fp16": ("2x ep2,mbs2", "2x pp2,mbs2,layout='Ettt|tL'"),
     }
 )
-# Beside the sources themselves.
+# Targets in addition to the sources themselves.
 TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "deepseek": (
@@ -99,10 +99,12 @@ PAIRS = tuple(
 )
 
 
-def cases() -> list[object]:
-    often = {pair.id for pair in rotate_cases(PAIRS, _OFTEN)}
+def mark_cases() -> list[object]:
+    chosen_ids = {pair.id for pair in rotate_cases(PAIRS, _PAIRS_IN_EVERY_TEST)}
     return [
-        pytest.param(pair, id=pair.id, marks=() if pair.id in often else (pytest.mark.thorough,))
+        pytest.param(
+            pair, id=pair.id, marks=() if pair.id in chosen_ids else (pytest.mark.thorough,)
+        )
         for pair in PAIRS
     ]
 
@@ -116,56 +118,56 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 def uninterrupted(
     data: DataSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Path]:
-    """Runs of all steps with a checkpoint halfway, each made once."""
-    made: dict[tuple[str, str], Path] = {}
+    """Return a function that makes a run of all steps with a checkpoint halfway, each once."""
+    runs: dict[tuple[str, str], Path] = {}
 
-    def run_of(group: str, layout: str) -> Path:
-        if (group, layout) not in made:
-            made[group, layout] = tmp_path_factory.mktemp("whole")
-            assert train.train(job(data, group, layout), made[group, layout]) is ExitCode.DONE
-        return made[group, layout]
+    def make_run(group: str, layout: str) -> Path:
+        if (group, layout) not in runs:
+            runs[group, layout] = tmp_path_factory.mktemp("whole")
+            assert train.train(make_plan(data, group, layout), runs[group, layout]) is ExitCode.DONE
+        return runs[group, layout]
 
-    return run_of
+    return make_run
 
 
-def job(data: DataSpec, group: str, layout: str) -> Plan:
-    """Several gradient buckets; in fp16 a scale that doubles within the steps before the save."""
+def make_plan(data: DataSpec, group: str, layout: str) -> Plan:
+    """Build a plan with several gradient buckets; an fp16 scale doubles before the save."""
     loss = LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001, mtp_coeff=0.3)
-    work = tiny_jobs.build_workload(
+    workload = tiny_jobs.build_workload(
         data, steps=STEPS, loss=loss, router=RouterTraining(bias_update_rate=0.02)
     )
     if group == "fp16":
         scaling = LossScalingSpec(initial_loss_scale=256.0, loss_scale_window=2)
-        work = replace(work, precision=Dtype.FP16, scaling=scaling)
-    optimizer = replace(work.optimizer, bucket_elements=4000)
-    work = replace(
-        work,
+        workload = replace(workload, precision=Dtype.FP16, scaling=scaling)
+    optimizer = replace(workload.optimizer, bucket_elements=4000)
+    workload = replace(
+        workload,
         optimizer=optimizer,
-        checkpoint=replace(work.checkpoint, every_steps=SAVED, keep=9),
+        checkpoint=replace(workload.checkpoint, every_steps=SAVED, keep=9),
         eval_batches=1,
     )
     world, text = layout.split("x ")
-    return tiny_jobs.build_plan(work, text, world_size=int(world), model=MODELS[group])
+    return tiny_jobs.build_plan(workload, text, world_size=int(world), model=MODELS[group])
 
 
-def curve(run_dir: Path) -> list[tuple[float, float, float]]:
-    """Loss, auxiliary loss and gradient norm of the steps after the save."""
+def curve_after_save(run_dir: Path) -> list[tuple[float, float, float]]:
+    """Return loss, auxiliary loss and gradient norm of the steps after the save."""
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step" and line["step"] > SAVED]
     assert [line["step"] for line in steps] == list(range(SAVED + 1, STEPS + 1))
     return [(line["loss"], line["aux_loss"], line["grad_norm"]) for line in steps]
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert torch.equal(
-            found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+            actual[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
         ), name
 
 
-@pytest.mark.parametrize("pair", cases())
-def test_a_run_moves(
+@pytest.mark.parametrize("pair", mark_cases())
+def test_a_run_moves_from_layout_to_layout(
     pair: Pair,
     data: DataSpec,
     uninterrupted: Callable[[str, str], Path],
@@ -177,33 +179,37 @@ def test_a_run_moves(
     shutil.copytree(whole / middle, tmp_path / middle)
 
     def restore_and_save(
-        job: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+        make_plan: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
     ) -> int:
-        """What the ranks hold once they have loaded, saved again."""
-        done = restore(job, run_dir, identity, comm)
+        """Save again what the ranks hold once they have loaded."""
+        done = restore(make_plan, run_dir, identity, comm)
         save_checkpoint(
-            run_dir / "loaded", step=done, shards=job.local_shards(), extra={}, keep=1, comm=comm
+            run_dir / "loaded",
+            step=done,
+            shards=make_plan.local_shards(),
+            extra={},
+            keep=1,
+            comm=comm,
         )
         return done
 
     monkeypatch.setattr(train, "restore", restore_and_save)
-    assert train.train(job(data, pair.group, pair.target), tmp_path) is ExitCode.DONE
+    assert train.train(make_plan(data, pair.group, pair.target), tmp_path) is ExitCode.DONE
     saved = read_checkpoint(whole / middle)
-    assert_equal(read_checkpoint(tmp_path / "loaded" / f"step-{SAVED:08d}"), saved)
+    assert_same_bits(read_checkpoint(tmp_path / "loaded" / f"step-{SAVED:08d}"), saved)
     assert int(saved["optim/updates"]) == SAVED
     assert saved["layers.1.moe.router.selection_bias"].abs().max() > 0.01
     if pair.source == pair.target:
-        assert curve(tmp_path) == curve(whole)
-        assert_equal(read_checkpoint(tmp_path / end), read_checkpoint(whole / end))
+        assert curve_after_save(tmp_path) == curve_after_save(whole)
+        assert_same_bits(read_checkpoint(tmp_path / end), read_checkpoint(whole / end))
         return
     if pair.group == "fp16":  # activations are rounded to 11 bits: other sums, other roundings
         assert float(saved["optim/loss_scale"][0]) == 512.0
         return
-    for ours, theirs in zip(curve(tmp_path), curve(whole), strict=True):
-        assert ours[:2] == pytest.approx(theirs[:2], rel=1e-5)
-        assert ours[2] == pytest.approx(
-            theirs[2], rel=1e-4
-        )  # AdamW divides small gradients by themselves
+    for actual, expected in zip(curve_after_save(tmp_path), curve_after_save(whole), strict=True):
+        assert actual[:2] == pytest.approx(expected[:2], rel=1e-5)
+        # AdamW divides small gradients by themselves.
+        assert actual[2] == pytest.approx(expected[2], rel=1e-4)
 
 
 def test_the_pairs_cover_what_can_be_cut() -> None:

@@ -1,5 +1,4 @@
-"""Checkpoints over real processes and gloo: resharding between world sizes, and kills in the middle
-of a save."""
+"""Checkpoints over real processes and gloo: moves between world sizes, and kills amid a save."""
 
 import os
 import signal
@@ -27,7 +26,7 @@ from sharded import blank_shards, full_state, shard_bytes, shard_state
 pytestmark = pytest.mark.spawn
 
 
-def meet(context: RankContext) -> Coordinator:
+def join(context: RankContext) -> Coordinator:
     collectives.join_world(
         rank=context.rank,
         world_size=context.world_size,
@@ -44,23 +43,23 @@ def save_worker(
     context: RankContext, *, directory: Path, layout: str, step: int, killed: int = -1
 ) -> RankOutcome:
     """Save one step; rank `killed` dies when its file is written but not yet on disk."""
-    comm = meet(context)
-    pieces = shard_state(full_state(step), layout, comm.rank, comm.world_size)
+    comm = join(context)
+    shards = shard_state(full_state(step), layout, comm.rank, comm.world_size)
     if comm.rank == killed:
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)  # this forked process only
-    save_checkpoint(directory, step=step, shards=pieces, extra={"step": step}, keep=1, comm=comm)
+    save_checkpoint(directory, step=step, shards=shards, extra={"step": step}, keep=1, comm=comm)
     collectives.leave_world()
     return RankOutcome.DONE
 
 
 def load_worker(context: RankContext, *, directory: Path, layout: str, step: int) -> RankOutcome:
-    comm = meet(context)
-    truth = shard_state(full_state(step), layout, comm.rank, comm.world_size)
-    wanted = blank_shards(truth)
+    comm = join(context)
+    expected = shard_state(full_state(step), layout, comm.rank, comm.world_size)
+    loaded = blank_shards(expected)
     checkpoint = find_latest(directory)
     assert checkpoint is not None
-    assert load_checkpoint(checkpoint, shards=wanted, comm=comm) == {"step": step}
-    assert shard_bytes(wanted) == shard_bytes(truth)
+    assert load_checkpoint(checkpoint, shards=loaded, comm=comm) == {"step": step}
+    assert shard_bytes(loaded) == shard_bytes(expected)
     collectives.leave_world()
     return RankOutcome.DONE
 
@@ -115,21 +114,23 @@ def save_step(directory: Path, step: int, mode: SaveMode = SaveMode.SYNC) -> Non
     saver.wait()
 
 
-def loads(directory: Path) -> int:
-    """The step of the latest checkpoint, once it has loaded bit for bit."""
+def load_latest(directory: Path) -> int:
+    """Return the step of the latest checkpoint, once it has loaded bit for bit."""
     checkpoint = find_latest(directory)
     assert checkpoint is not None
     step = int(checkpoint.name.removeprefix("step-"))
-    truth = shard_state(full_state(step), "flat", 0, 1)
-    wanted = blank_shards(truth)
-    assert load_checkpoint(checkpoint, shards=wanted, comm=single_process()) == {"step": step}
-    assert shard_bytes(wanted) == shard_bytes(truth)
+    expected = shard_state(full_state(step), "flat", 0, 1)
+    loaded = blank_shards(expected)
+    assert load_checkpoint(checkpoint, shards=loaded, comm=single_process()) == {"step": step}
+    assert shard_bytes(loaded) == shard_bytes(expected)
     return step
 
 
-def killed_save(directory: Path, step: int, events: int, mode: SaveMode) -> bool:
-    """Save in a process that dies before its `events`-th access to the file system; False when it
-    had fewer."""
+def save_until_killed(directory: Path, step: int, events: int, mode: SaveMode) -> bool:
+    """Save in a process that dies before its `events`-th access to the file system.
+
+    Return False when it had fewer.
+    """
     child = os.fork()
     if child == 0:
         left = events
@@ -150,15 +151,14 @@ def killed_save(directory: Path, step: int, events: int, mode: SaveMode) -> bool
 def test_a_kill_before_any_access_to_the_disk_leaves_a_good_checkpoint(
     mode: SaveMode, tmp_path: Path
 ) -> None:
-    """The purge of the old checkpoint is part of the sweep; the next save clears what a killed one
-    left."""
+    """Kill in the purge of the old checkpoint too; the next save clears what a killed one left."""
     steps = []
     for events in range(1, 100):
         directory = tmp_path / str(events)
         save_step(directory, 1)
-        if not killed_save(directory, 2, events, mode):
+        if not save_until_killed(directory, 2, events, mode):
             break
-        steps.append(loads(directory))
+        steps.append(load_latest(directory))
         save_step(directory, 3)
         assert [path.name for path in directory.iterdir()] == ["step-00000003"]
     assert steps == sorted(steps)

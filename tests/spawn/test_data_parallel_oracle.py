@@ -1,5 +1,7 @@
-"""Data parallelism against torch's own, over the same modules: DistributedDataParallel, and
-fully_shard over all ranks and inside blocks of them, as torch divides, groups and sends by itself.
+"""Data parallelism equals torch's own over the same modules.
+
+The oracles are DistributedDataParallel, and fully_shard over all ranks and inside blocks of them,
+as torch divides, groups and sends by itself.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ pytestmark = pytest.mark.spawn
 Wrap = Callable[[nn.Module, int], nn.Module]
 
 
-def replicated(model: nn.Module, world: int) -> nn.Module:
+def wrap_ddp(model: nn.Module, world: int) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def cut(model: nn.Module, world: int, *, blocks: int = 1) -> nn.Module:
-    """Each layer a unit, experts and all; whole copies in `blocks` of ranks."""
+def wrap_fully_shard(model: nn.Module, world: int, *, blocks: int = 1) -> nn.Module:
+    """Shard each layer as a unit with its experts; `blocks` of ranks have whole replicas."""
     sizes = {"copies": blocks, "shard": world // blocks} if blocks > 1 else {"shard": world}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for module in (
@@ -51,61 +53,70 @@ def cut(model: nn.Module, world: int, *, blocks: int = 1) -> nn.Module:
     ):
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
-        # It takes the mean by a multiplication that gloo has not: the sum, then.
+        # gloo has no multiplication, by which FSDP takes the mean: let it take the sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> RankOutcome:
-    """The worst difference of a gradient over its norm, left in `folder`."""
-    device, data = init_distributed(seat), draw_batches(plan.model)
+def compare_gradients(plan: Plan, folder: Path, wrap: Wrap, context: RankContext) -> RankOutcome:
+    """Leave the worst difference of a gradient over its norm in `folder`."""
+    device = init_distributed(context)
+    data = draw_batches(plan.model)
 
-    def built(layout: Layout) -> TrainState:
+    def build(layout: Layout) -> TrainState:
         return build_train_state(
             Job(model=plan.model, workload=plan.workload, layout=layout),
             data,
-            rank=seat.rank,
+            rank=context.rank,
             device=device,
             initial_value=draw_initial_value,
         )
 
-    job = built(plan.layout)
-    forward_backward(job, PhaseClock(), step=1)
-    ours = [piece for piece in job.optimizer.gradient_shards() if piece.tensor.numel()]
+    state = build(plan.layout)
+    forward_backward(state, PhaseClock(), step=1)
+    shards = [shard for shard in state.optimizer.gradient_shards() if shard.tensor.numel()]
 
-    theirs = torchs_gradients(built(replace(plan.layout, zero=0, shard=0)), wrap, seat.world_size)
-    assert ours
+    expected_gradients = torch_gradients(
+        build(replace(plan.layout, zero=0, shard=0)), wrap, context.world_size
+    )
+    assert shards
     worst = 0.0
-    for piece in ours:
-        wanted = theirs[piece.name]
+    for shard in shards:
+        expected = expected_gradients[shard.name]
         box = tuple(
-            slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+            slice(start, start + size)
+            for start, size in zip(shard.offsets, shard.tensor.shape, strict=True)
         )
-        worst = max(worst, float((piece.tensor - wanted[box]).norm() / wanted.norm()))
-    (folder / f"worst{seat.rank}").write_text(str(worst))
+        worst = max(worst, float((shard.tensor - expected[box]).norm() / expected.norm()))
+    (folder / f"worst{context.rank}").write_text(str(worst))
     collectives.leave_world()
     return RankOutcome.DONE
 
 
-def torchs_gradients(bare: TrainState, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:
-    """Of the first micro-batch, by name. The wrapper dies here, while the world still holds its
-    group: the last owner ends the group's threads, and DDP would do so without letting go of
-    Python, for which such a thread may wait.
+def torch_gradients(state: TrainState, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:
+    """Return torch's gradients of the first micro-batch by name.
+
+    The wrapper dies here, while the world still holds its group: the last owner ends the group's
+    threads, and DDP would do so without letting go of Python, for which such a thread may wait.
     """
-    for slot in list_parameters(bare.model):  # parameters that nothing of the engine hangs on
+    # Fresh parameters carry none of the engine's hooks.
+    for slot in list_parameters(state.model):
         slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
-    wrapped = wrap(bare.model, world)  # its hooks live as long as it does
-    out = wrapped(bare.train_data.micro_batch(bare.runtime, 0, 0))
-    loss = out.nll.sum() / int((bare.train_data.targets[0] >= 0).sum()) + out.aux.sum() / world
+    wrapped = wrap(state.model, world)  # its hooks live as long as this name
+    out = wrapped(state.train_data.micro_batch(state.runtime, 0, 0))
+    loss = out.nll.sum() / int((state.train_data.targets[0] >= 0).sum()) + out.aux.sum() / world
     # DDP takes the mean over ranks, of a sum that is already over all valid targets.
-    (loss * (world if isinstance(wrapped, DistributedDataParallel) else 1)).backward()
+    if isinstance(wrapped, DistributedDataParallel):
+        loss = loss * world
+    loss.backward()
     return {
-        f"grad/{slot.name}": whole(slot.owner.weight.grad) for slot in list_parameters(bare.model)
+        f"grad/{slot.name}": full_gradient(slot.owner.weight.grad)
+        for slot in list_parameters(state.model)
     }
 
 
-def whole(grad: torch.Tensor | None) -> torch.Tensor:
+def full_gradient(grad: torch.Tensor | None) -> torch.Tensor:
     assert grad is not None
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
@@ -113,20 +124,22 @@ def whole(grad: torch.Tensor | None) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("world", "layout", "wrap", "model"),
     [
-        (2, "zero0", replicated, tiny_jobs.DENSE),
-        (4, "zero1", replicated, tiny_jobs.DENSE),
-        (2, "zero3", cut, tiny_jobs.MODEL),
-        (4, "zero1", cut, tiny_jobs.MODEL),
-        (4, "zero3,shard2", partial(cut, blocks=2), tiny_jobs.MODEL),
+        (2, "zero0", wrap_ddp, tiny_jobs.DENSE),
+        (4, "zero1", wrap_ddp, tiny_jobs.DENSE),
+        (2, "zero3", wrap_fully_shard, tiny_jobs.MODEL),
+        (4, "zero1", wrap_fully_shard, tiny_jobs.MODEL),
+        (4, "zero3,shard2", partial(wrap_fully_shard, blocks=2), tiny_jobs.MODEL),
     ],
 )
-def test_gradients_are_those_of_torchs_data_parallelism(
+def test_gradients_equal_those_of_data_parallelism_in_torch(
     world: int, layout: str, wrap: Wrap, model: ModelSpec, tmp_path: Path
 ) -> None:
     text = f"{layout},mbs{WORKLOAD.global_batch // world}"
     plan = tiny_jobs.build_plan(WORKLOAD, text, world_size=world, model=model)
     assert (
-        launch(partial(compared, plan, tmp_path, wrap), nproc=world, run_dir=tmp_path / "run")
+        launch(
+            partial(compare_gradients, plan, tmp_path, wrap), nproc=world, run_dir=tmp_path / "run"
+        )
         is ExitCode.DONE
     )
     assert max(float((tmp_path / f"worst{rank}").read_text()) for rank in range(world)) < 3e-6

@@ -1,4 +1,4 @@
-"""DeepEP and HybridEP behind the seam, with a module that exchanges over gloo in their place."""
+"""DeepEP and HybridEP as dispatchers, with a module in their place that exchanges over gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiny_jobs import build_plan
 pytestmark = pytest.mark.spawn
 
 
-def made(shape: str, world: int, text: str) -> Plan:
+def make_plan(shape: str, world: int, text: str) -> Plan:
     return replace(
         build_plan(WORKLOAD, "", world_size=world, model=SHAPES[shape]),
         layout=parse_layout(text, world_size=world),
@@ -33,34 +33,36 @@ def made(shape: str, world: int, text: str) -> Plan:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "job",
+    "plan",
     [
-        pytest.param(made("deep", 4, "tp2,ep4,mbs2,dispatcher=deepep"), id="deepep"),
+        pytest.param(make_plan("deep", 4, "tp2,ep4,mbs2,dispatcher=deepep"), id="deepep"),
         pytest.param(
-            made("qwen", 2, "ep2,mbs2,dispatcher=deepep,recompute=moe,capacity=4"),
+            make_plan("qwen", 2, "ep2,mbs2,dispatcher=deepep,recompute=moe,capacity=4"),
             id="deepep, replayed",
         ),
         pytest.param(
-            made("deepseek", 4, "ep4,ep_node2,mbs2,dispatcher=hybridep"), id="hybridep over nodes"
+            make_plan("deepseek", 4, "ep4,ep_node2,mbs2,dispatcher=hybridep"),
+            id="hybridep over nodes",
         ),
         pytest.param(
-            made("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=4"), id="hybridep, capacity"
+            make_plan("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=4"),
+            id="hybridep, capacity",
         ),
     ],
 )
-def test_a_library_equals_one_process(
-    job: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_dispatch_library_equals_one_process(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in_deep_ep.install(monkeypatch)
-    prove_layout(job, tmp_path)
+    prove_layout(plan, tmp_path)
 
 
-def _begin(job: Plan, seat: RankContext) -> RankOutcome:
-    device = init_distributed(seat)
+def _build_and_leave(plan: Plan, context: RankContext) -> RankOutcome:
+    device = init_distributed(context)
     build_train_state(
-        Job(model=job.model, workload=job.workload, layout=job.layout),
-        draw_batches(job.model),
-        rank=seat.rank,
+        Job(model=plan.model, workload=plan.workload, layout=plan.layout),
+        draw_batches(plan.model),
+        rank=context.rank,
         device=device,
         initial_value=draw_test_weight,
     )
@@ -69,15 +71,18 @@ def _begin(job: Plan, seat: RankContext) -> RankOutcome:
 
 
 @pytest.mark.parametrize("text", ["ep2,dispatcher=deepep", "ep2,dispatcher=hybridep"])
-def test_a_library_that_sums_wrong_does_not_get_past_the_start(
+def test_a_dispatch_library_that_sums_wrong_is_refused_at_the_start(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = made("qwen", 2, text)
+    plan = make_plan("qwen", 2, text)
     stand_in_deep_ep.install(monkeypatch)
-    assert launch(partial(_begin, job), nproc=2, run_dir=tmp_path / "right") is ExitCode.DONE
+    assert (
+        launch(partial(_build_and_leave, plan), nproc=2, run_dir=tmp_path / "right")
+        is ExitCode.DONE
+    )
     stand_in_deep_ep.install(monkeypatch, wrong=0.01)
     with pytest.raises(
         BadInput, match="differs from the plain all-to-all in a trial at the start"
-    ) as said:
-        launch(partial(_begin, job), nproc=2, run_dir=tmp_path / "wrong")
-    assert said.value.reasons[0].nearest == "dedup"
+    ) as refused:
+        launch(partial(_build_and_leave, plan), nproc=2, run_dir=tmp_path / "wrong")
+    assert refused.value.reasons[0].nearest == "dedup"

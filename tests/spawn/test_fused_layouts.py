@@ -1,5 +1,4 @@
-"""A job with Triton's kernels is the job that it was: against one process without them, and in its
-ledger."""
+"""A job with Triton kernels equals one process without them, and its ledger stays exact."""
 
 from __future__ import annotations
 
@@ -30,5 +29,5 @@ pytestmark = pytest.mark.spawn
 def test_kernels_change_neither_the_curve_nor_the_ledger(
     shape: str, layout: str, world: int, tmp_path: Path
 ) -> None:
-    work = replace(WORKLOAD, fused_kernels=FusedKernels.TRITON)
-    prove_layout(build_plan(work, layout, world_size=world, model=SHAPES[shape]), tmp_path)
+    workload = replace(WORKLOAD, fused_kernels=FusedKernels.TRITON)
+    prove_layout(build_plan(workload, layout, world_size=world, model=SHAPES[shape]), tmp_path)

@@ -1,9 +1,8 @@
-"""The 2**rank proof: rank r puts 2**r into every gradient, so a sum says exactly whose gradients
-are in it.
+"""The 2**rank proof: rank r puts 2**r into every gradient.
 
-Who ought to be in it is asked of no rule: the ranks that hold the same box of the same parameter,
-as they say themselves. The norm of these gradients, counted over the world, must be that of the
-whole tensors.
+So a sum says exactly whose gradients are in it. Whose they ought to be is asked of no rule: they
+are those of the ranks with the same box of the same parameter, as the ranks say themselves. The
+norm of these gradients, counted over the world, must be that of the whole tensors.
 """
 
 from __future__ import annotations
@@ -47,56 +46,62 @@ LAYOUTS = [
 ]
 
 
-def key_of(slot: NamedParameter) -> str:
+def parameter_key(slot: NamedParameter) -> str:
     return f"{slot.name}{list(slot.placement.offsets)}"
 
 
-def check(model: ModelSpec, layout: Layout, seat: RankContext) -> RankOutcome:
-    """One rank: raises where a gradient is not the sum over those that hold the parameter."""
-    device = init_distributed(seat)
-    work = tiny_jobs.build_workload(DataSpec())
-    work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
-    nobody: Any = None
-    job = build_train_state(
-        Job(model=model, workload=work, layout=layout),
-        nobody,
-        rank=seat.rank,
+def check_gradients(model: ModelSpec, layout: Layout, context: RankContext) -> RankOutcome:
+    """Raise on a rank where a gradient is not the sum over the ranks with the parameter."""
+    device = init_distributed(context)
+    workload = tiny_jobs.build_workload(DataSpec())
+    workload = replace(workload, optimizer=replace(workload.optimizer, bucket_elements=4000))
+    no_batches: Any = None
+    state = build_train_state(
+        Job(model=model, workload=workload, layout=layout),
+        no_batches,
+        rank=context.rank,
         device=device,
         initial_value=draw_initial_value,
     )
     slots = {
-        key_of(slot): slot for bucket in job.optimizer.buckets for slot, _ in bucket.grad_views
+        parameter_key(slot): slot
+        for bucket in state.optimizer.buckets
+        for slot, _ in bucket.grad_views
     }
     holders: dict[str, list[int]] = {}
     for rank, keys in enumerate(gather_json(sorted(slots))):
         for key in keys:
             holders.setdefault(key, []).append(rank)
-    for _ in range(2):  # with overlap=grad the second reduces under backward
-        job.optimizer.begin_step(1)
+    for _ in range(2):  # with overlap=grad the second reduction runs under backward
+        state.optimizer.begin_step(1)
         torch.stack(
-            [2.0**seat.rank * slot.parameter.sum() for slot in slots.values()]
+            [2.0**context.rank * slot.parameter.sum() for slot in slots.values()]
         ).sum().backward()
-        squared = job.optimizer.reduce_gradients()
-    wanted_squared = 0.0
+        squared = state.optimizer.reduce_gradients()
+    expected_squared = 0.0
     for slot in slots.values():
-        summed = float(sum(2**rank for rank in holders[key_of(slot)]))
-        pieces = [p for p in job.optimizer.gradient_shards() if p.name == f"grad/{slot.name}"]
-        for piece in pieces:
-            assert piece.tensor.eq(summed).all(), (
-                key_of(slot),
-                piece.tensor.unique(),
-                holders[key_of(slot)],
+        summed = float(sum(2**rank for rank in holders[parameter_key(slot)]))
+        shards = [
+            shard
+            for shard in state.optimizer.gradient_shards()
+            if shard.name == f"grad/{slot.name}"
+        ]
+        for shard in shards:
+            assert shard.tensor.eq(summed).all(), (
+                parameter_key(slot),
+                shard.tensor.unique(),
+                holders[parameter_key(slot)],
             )
-        wanted_squared += summed**2 * slot.parameter.numel() / len(holders[key_of(slot)])
-    both = torch.tensor([squared, wanted_squared], dtype=torch.float64)
-    ours, wanted = all_reduce(both, job.runtime.mesh.group("world")).tolist()
-    assert ours == pytest.approx(wanted, rel=1e-5)
+        expected_squared += summed**2 * slot.parameter.numel() / len(holders[parameter_key(slot)])
+    both = torch.tensor([squared, expected_squared], dtype=torch.float64)
+    actual, expected = all_reduce(both, state.runtime.mesh.group("world")).tolist()
+    assert actual == pytest.approx(expected, rel=1e-5)
     leave_world()
     return RankOutcome.DONE
 
 
 @pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
-def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(
+def test_a_gradient_is_the_sum_over_the_ranks_with_its_parameter(
     world_size: int, text: str, tmp_path: Path
 ) -> None:
     layout = parse_layout(text, world_size=world_size)
@@ -116,5 +121,6 @@ def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(
         model, replace(tiny_jobs.build_workload(DataSpec()), global_batch=16), layout
     )
     assert (
-        launch(partial(check, model, layout), nproc=world_size, run_dir=tmp_path) is ExitCode.DONE
+        launch(partial(check_gradients, model, layout), nproc=world_size, run_dir=tmp_path)
+        is ExitCode.DONE
     )

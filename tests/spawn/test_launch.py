@@ -1,4 +1,4 @@
-"""The launcher: how jobs end, whom it blames, and that nothing survives."""
+"""The launcher: how jobs end, which rank it blames, and that no process survives."""
 
 import faulthandler
 import os
@@ -24,9 +24,12 @@ pytestmark = pytest.mark.spawn
 QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
 
 
-def toy(context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000) -> RankOutcome:
-    """Steps that agree on a stop flag by an all-reduce over a group made of the world, as in
-    training; `rank` does `fault` at step 3.
+def run_toy_steps(
+    context: RankContext, *, fault: str = "", rank: int = 1, steps: int = 2000
+) -> RankOutcome:
+    """Run steps that agree on a stop flag by an all-reduce over all ranks, as in training.
+
+    `rank` does `fault` at step 3.
     """
     pids = Path(os.environ["TOY_PIDS"])
     (pids / str(context.rank)).write_text(str(os.getpid()))
@@ -78,7 +81,7 @@ def _nothing_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("TOY_PIDS", str(tmp_path))
     yield
     time.sleep(0.05)
-    assert not [pid for pid in pids_in(tmp_path) if alive(pid)]
+    assert not [pid for pid in pids_in(tmp_path) if is_alive(pid)]
     assert not (tmp_path / "run" / ".launch").exists()
 
 
@@ -87,7 +90,7 @@ def pids_in(folder: Path) -> list[int]:
     return [int(text) for text in texts if text]
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -98,14 +101,17 @@ def alive(pid: int) -> bool:
 def test_a_job_that_ends_well(
     tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(partial(toy, steps=3), nproc=world, run_dir=tmp_path / "run") == ExitCode.DONE
+    assert (
+        launch(partial(run_toy_steps, steps=3), nproc=world, run_dir=tmp_path / "run")
+        == ExitCode.DONE
+    )
     assert len(pids_in(tmp_path)) == world
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("SIGKILL", "rank 1 was killed by SIGKILL at step 3;"),
         ("SIGSEGV", "rank 1 was killed by SIGSEGV at step 3;"),
@@ -115,17 +121,20 @@ def test_a_job_that_ends_well(
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named_first(
-    tmp_path: Path, world: int, fault: str, said: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, world: int, fault: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began_s = time.monotonic()
     timeouts = Timeouts(rendezvous_s=20.0, collective_s=30.0)
     code = launch(
-        partial(toy, fault=fault), nproc=world, run_dir=tmp_path / "run", timeouts=timeouts
+        partial(run_toy_steps, fault=fault),
+        nproc=world,
+        run_dir=tmp_path / "run",
+        timeouts=timeouts,
     )
     assert code == ExitCode.RANK_FAILED == 3
     assert time.monotonic() - began_s < 5
     error = capfd.readouterr().err
-    assert error.startswith(said)
+    assert error.startswith(message)
     assert "closed by peer" not in error
 
 
@@ -133,7 +142,7 @@ def test_bad_input_of_a_rank_reaches_the_caller_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(BadInput) as refused:
-        launch(partial(toy, fault="bad input"), nproc=2, run_dir=tmp_path / "run")
+        launch(partial(run_toy_steps, fault="bad input"), nproc=2, run_dir=tmp_path / "run")
     assert refused.value.reasons == (
         Reason(field="data.train", rule="is truncated", nearest="rebuild it"),
     )
@@ -144,7 +153,7 @@ def test_a_suspended_rank_is_named_after_the_timeout(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began_s = time.monotonic()
-    worker = partial(toy, fault="SIGSTOP")
+    worker = partial(run_toy_steps, fault="SIGSTOP")
     assert launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == ExitCode.RANK_FAILED
     assert QUICK.collective_s < time.monotonic() - began_s < QUICK.collective_s + 5
     assert capfd.readouterr().err.startswith(
@@ -152,9 +161,11 @@ def test_a_suspended_rank_is_named_after_the_timeout(
     )
 
 
-def suspended(context: RankContext) -> RankOutcome:
-    """No process group to time out: rank 0 is silent for longer, but rank 1 is the one
-    suspended."""
+def suspend_rank_1(context: RankContext) -> RankOutcome:
+    """Suspend rank 1 where no process group can time out.
+
+    Rank 0 is silent for longer, but rank 1 is the one suspended.
+    """
     context.beat(2)
     time.sleep(0.3)
     if context.rank == 1:
@@ -168,7 +179,8 @@ def test_silence_is_noticed_without_a_collective(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        launch(suspended, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == ExitCode.RANK_FAILED
+        launch(suspend_rank_1, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK)
+        == ExitCode.RANK_FAILED
     )
     assert capfd.readouterr().err.startswith(
         "rank 1 stopped answering at step 3: it is suspended (SIGSTOP)"
@@ -179,20 +191,22 @@ def test_a_rank_that_spins_is_named_though_another_times_out_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = launch(
-        partial(toy, fault="spin", rank=0), nproc=2, run_dir=tmp_path / "run", timeouts=QUICK
+        partial(run_toy_steps, fault="spin", rank=0),
+        nproc=2,
+        run_dir=tmp_path / "run",
+        timeouts=QUICK,
     )
     assert code == ExitCode.RANK_FAILED
     assert capfd.readouterr().err.startswith(
         "rank 0 stopped answering at step 3: the others wait for it"
     )
-    assert (
-        tmp_path / "lost1"
-    ).exists()  # by the group's own timeout: under torchrun there is no launcher that watches
+    # The group's own timeout ends the other rank: under torchrun no launcher watches.
+    assert (tmp_path / "lost1").exists()
 
 
 def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     assert (
-        launch(partial(toy, fault="SIGTERM"), nproc=4, run_dir=tmp_path / "run")
+        launch(partial(run_toy_steps, fault="SIGTERM"), nproc=4, run_dir=tmp_path / "run")
         == ExitCode.STOPPED
         == 143
     )
@@ -200,10 +214,10 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
 
 
 def start_launcher(tmp_path: Path) -> int:
-    """The process id of a launcher of its own, once its two ranks step."""
+    """Return the process id of a launcher of its own, once its two ranks step."""
     launcher = os.fork()
     if launcher == 0:
-        os._exit(launch(toy, nproc=2, run_dir=tmp_path / "run"))
+        os._exit(launch(run_toy_steps, nproc=2, run_dir=tmp_path / "run"))
     deadline_s = time.monotonic() + 20
     while len(pids_in(tmp_path)) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -211,7 +225,7 @@ def start_launcher(tmp_path: Path) -> int:
     return launcher
 
 
-def exit_code(process: int) -> int:
+def wait_for_exit_code(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
@@ -225,7 +239,7 @@ def test_a_stop_signal_to_the_launcher_saves_and_more_are_ignored(tmp_path: Path
     for process in (launcher, *pids_in(tmp_path)):
         os.kill(process, signal.SIGTERM)
         os.kill(process, signal.SIGINT)
-    assert exit_code(launcher) == 143
+    assert wait_for_exit_code(launcher) == 143
     assert len({(tmp_path / f"saved{rank}").read_text() for rank in range(2)}) == 1
 
 
@@ -234,20 +248,22 @@ def test_ranks_die_with_a_killed_launcher_and_the_directory_is_free_again(tmp_pa
     pids = pids_in(tmp_path)
     assert len(pids) == 2
     with pytest.raises(BadInput, match=f"in use by another job .process {launcher}"):
-        launch(toy, nproc=1, run_dir=tmp_path / "run")
+        launch(run_toy_steps, nproc=1, run_dir=tmp_path / "run")
     os.kill(launcher, signal.SIGKILL)
-    assert exit_code(launcher) == -signal.SIGKILL
+    assert wait_for_exit_code(launcher) == -signal.SIGKILL
     deadline_s = time.monotonic() + 5
-    while any(map(alive, pids)) and time.monotonic() < deadline_s:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    assert not any(map(alive, pids))
-    assert launch(partial(toy, steps=1), nproc=1, run_dir=tmp_path / "run") == ExitCode.DONE
+    assert not any(map(is_alive, pids))
+    assert (
+        launch(partial(run_toy_steps, steps=1), nproc=1, run_dir=tmp_path / "run") == ExitCode.DONE
+    )
 
 
 def test_spawned_ranks_run_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The way of CUDA ranks, which touch no GPU here."""
+    """CUDA ranks are started so; they touch no GPU here."""
     assert (
-        launch(fails, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA)
+        launch(fail, nproc=1, run_dir=tmp_path / "run", device=DeviceKind.CUDA)
         == ExitCode.RANK_FAILED
     )
     assert capfd.readouterr().err.startswith(
@@ -255,7 +271,7 @@ def test_spawned_ranks_run_the_same(tmp_path: Path, capfd: pytest.CaptureFixture
     )
 
 
-def fails(context: RankContext) -> RankOutcome:
+def fail(context: RankContext) -> RankOutcome:
     raise RuntimeError("on purpose")
 
 
@@ -275,18 +291,18 @@ def test_under_torchrun_the_worker_runs_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torchrun_env(monkeypatch)
-    seen = []
+    calls = []
 
     def worker(context: RankContext) -> RankOutcome:
-        seen.append((os.getpid(), context.rank, context.world_size))
+        calls.append((os.getpid(), context.rank, context.world_size))
         with pytest.raises(BadInput, match="in use"), lock_run_dir(tmp_path / "run"):
             pass
         return RankOutcome.STOPPED
 
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert launch(worker, nproc=1, run_dir=tmp_path / "run") == ExitCode.STOPPED
-    assert seen == [(os.getpid(), 0, 1)]
-    assert launch(fails, nproc=1, run_dir=tmp_path / "run") == ExitCode.RANK_FAILED
+    assert calls == [(os.getpid(), 0, 1)]
+    assert launch(fail, nproc=1, run_dir=tmp_path / "run") == ExitCode.RANK_FAILED
     assert capfd.readouterr().err.startswith(
         "rank 0 failed before its first step: RuntimeError: on purpose"
     )
@@ -294,7 +310,7 @@ def test_under_torchrun_the_worker_runs_in_this_process(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"RANK": "1"}, "RANK=1: must be below WORLD_SIZE=1"),
         ({"RANK": "-1"}, "RANK=-1: must be a whole number"),
@@ -302,22 +318,22 @@ def test_under_torchrun_the_worker_runs_in_this_process(
     ],
 )
 def test_a_wrong_torchrun_environment_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
 ) -> None:
     torchrun_env(monkeypatch, **changes)
-    with pytest.raises(BadInput, match=said):
-        launch(toy, nproc=1, run_dir=tmp_path / "run")
+    with pytest.raises(BadInput, match=message):
+        launch(run_toy_steps, nproc=1, run_dir=tmp_path / "run")
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(BadInput, match="MASTER_PORT"):
-        launch(toy, nproc=1, run_dir=tmp_path / "run")
+        launch(run_toy_steps, nproc=1, run_dir=tmp_path / "run")
 
 
 def test_nothing_starts_without_a_rank_or_a_directory(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="nproc=0: must be in 1"):
-        launch(toy, nproc=0, run_dir=tmp_path / "run")
+        launch(run_toy_steps, nproc=0, run_dir=tmp_path / "run")
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be used as a run directory"):
-        launch(toy, nproc=1, run_dir=tmp_path / "file")
+        launch(run_toy_steps, nproc=1, run_dir=tmp_path / "file")
 
 
 def test_a_refusal_that_one_rank_under_torchrun_found_is_told_by_it(
@@ -325,18 +341,18 @@ def test_a_refusal_that_one_rank_under_torchrun_found_is_told_by_it(
 ) -> None:
     """The command line speaks for the first rank of a machine alone."""
 
-    def refuses(context: RankContext) -> RankOutcome:
+    def refuse(context: RankContext) -> RankOutcome:
         raise BadInput(Reason(field="data.train", rule="is truncated"))
 
     torchrun_env(monkeypatch, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
-    assert launch(refuses, nproc=2, run_dir=tmp_path / "run") == ExitCode.BAD_INPUT
+    assert launch(refuse, nproc=2, run_dir=tmp_path / "run") == ExitCode.BAD_INPUT
     assert capfd.readouterr().err == "rank 1: data.train: is truncated\n"
     torchrun_env(monkeypatch, WORLD_SIZE="2")
     with pytest.raises(BadInput, match="truncated"):
-        launch(refuses, nproc=2, run_dir=tmp_path / "run")
+        launch(refuse, nproc=2, run_dir=tmp_path / "run")
 
 
-def late(context: RankContext) -> RankOutcome:
+def never_join(context: RankContext) -> RankOutcome:
     """Rank 1 never comes to where the ranks meet."""
     if context.rank == 1:
         time.sleep(60)
@@ -356,7 +372,8 @@ def test_a_rank_that_never_joins_is_named(
     began_s = time.monotonic()
     timeouts = Timeouts(rendezvous_s=1.0, collective_s=2.0)
     assert (
-        launch(late, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == ExitCode.RANK_FAILED
+        launch(never_join, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts)
+        == ExitCode.RANK_FAILED
     )
     assert time.monotonic() - began_s < timeouts.collective_s + 8
     assert capfd.readouterr().err.startswith("rank 1 stopped answering before its first step")

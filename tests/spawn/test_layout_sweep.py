@@ -1,8 +1,8 @@
-"""Layouts over the whole legal space equal one process: see layout_proof for what that means,
-layout_space for which.
+"""Layouts over the whole legal space equal one process.
 
-`make test` proves some corners and a part of the sweep that changes with the source; `make
-verify-layouts` proves every corner and the whole sweep.
+See layout_proof for what that means and layout_space for which layouts. `make test` proves some
+corners and a part of the sweep that changes with the source; `make verify-layouts` proves every
+corner and the whole sweep.
 """
 
 from __future__ import annotations
@@ -16,25 +16,33 @@ from layout_space import CORNERS, DRAWN_SHAPES, SHAPES, Case, draw_sweep, plan_c
 
 pytestmark = pytest.mark.spawn
 
-_CORE = 4
-_ROTATED = 2
-_RANKS = 4  # at most, of those: eight ranks on the cores of two take a minute
+_CORNERS_IN_EVERY_TEST = 4
+_DRAWN_IN_EVERY_TEST = 2
+_MAX_RANKS = 4  # of those in every test: eight ranks on two cores take a minute
 
 
-def cases() -> list[object]:
-    """All corners and the sweep; what not every `make test` proves is marked."""
+def mark_cases() -> list[object]:
+    """Return all corners and the sweep; what not every `make test` proves is marked."""
     corners, drawn = (
-        [case for case in all_cases if not case.refusals and case.layout.world_size <= _RANKS]
+        [case for case in all_cases if not case.refusals and case.layout.world_size <= _MAX_RANKS]
         for all_cases in (CORNERS, draw_sweep())
     )
-    often = {case.id for case in (*rotate_cases(corners, _CORE), *rotate_cases(drawn, _ROTATED))}
+    chosen_ids = {
+        case.id
+        for case in (
+            *rotate_cases(corners, _CORNERS_IN_EVERY_TEST),
+            *rotate_cases(drawn, _DRAWN_IN_EVERY_TEST),
+        )
+    }
     return [
-        pytest.param(case, id=case.id, marks=() if case.id in often else (pytest.mark.thorough,))
+        pytest.param(
+            case, id=case.id, marks=() if case.id in chosen_ids else (pytest.mark.thorough,)
+        )
         for case in (*CORNERS, *draw_sweep())
     ]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", mark_cases())
 def test_a_layout_equals_one_process_and_its_ledger_the_prediction(
     case: Case, tmp_path: Path
 ) -> None:
@@ -44,7 +52,11 @@ def test_a_layout_equals_one_process_and_its_ledger_the_prediction(
 
 
 def test_the_sweep_covers_the_space() -> None:
-    """At least forty layouts, different ones, over every shape."""
-    assert len({case.id for case in (*CORNERS, *draw_sweep())}) == len(CORNERS) + len(draw_sweep()) >= 40
+    """The sweep has at least forty different layouts, over every shape."""
+    assert (
+        len({case.id for case in (*CORNERS, *draw_sweep())})
+        == len(CORNERS) + len(draw_sweep())
+        >= 40
+    )
     assert {case.shape for case in draw_sweep()} == set(DRAWN_SHAPES)
     assert {case.shape for case in CORNERS} == set(SHAPES)

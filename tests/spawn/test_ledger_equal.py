@@ -1,5 +1,4 @@
-"""Predicted = counted: the planner's ledger of every rank against the engine's, each group
-differing somewhere."""
+"""The ledger that the planner predicts for a rank equals the one that the engine counts."""
 
 from __future__ import annotations
 
@@ -87,11 +86,11 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         ),
     ],
 )
-def test_predicted_equals_counted(
+def test_the_predicted_ledger_equals_the_counted_one(
     world_size: int, layout: str, precision: Dtype, loss: LossSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=loss)
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path)
+    workload = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=loss)
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_predicted_equals_counted(
         thorough(",recompute=loss"),
     ],
 )
-def test_cut_norms_shared_experts_and_a_padded_vocabulary(
+def test_ledgers_of_cut_norms_shared_experts_and_a_padded_vocabulary_are_equal(
     recompute: str, data: DataSpec, tmp_path: Path
 ) -> None:
     base = tiny_jobs.MODEL
@@ -115,9 +114,10 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(
         vocab_size=tiny_jobs.VOCABULARY + 1,
         moe=replace(base.moe, shared_ffn_size=24),
     )
-    work = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(
-        tiny_jobs.build_plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path
+    workload = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model),
+        tmp_path,
     )
 
 
@@ -130,7 +130,7 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(
         thorough(ScoreFunction.SQRT_SOFTPLUS, ",recompute=shared_experts"),
     ],
 )
-def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
+def test_ledgers_of_grouped_scores_a_bias_a_gate_and_every_balance_loss_are_equal(
     score: ScoreFunction, recompute: str, data: DataSpec, tmp_path: Path
 ) -> None:
     router = RouterSpec(
@@ -142,9 +142,10 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
         base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True)
     )
     losses = LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01, global_aux_coeff=0.01, z_coeff=0.001)
-    work = tiny_jobs.build_workload(data, steps=2, loss=losses)
-    assert_equal(
-        tiny_jobs.build_plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
+    workload = tiny_jobs.build_workload(data, steps=2, loss=losses)
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model),
+        tmp_path,
     )
 
 
@@ -163,7 +164,7 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
         (4, "cp4,cp_comm=a2a+p2p", 0, Dtype.FP32),
     ],
 )
-def test_latent_attention(
+def test_ledgers_of_latent_attention_are_equal(
     world_size: int, layout: str, q_rank: int, precision: Dtype, data: DataSpec, tmp_path: Path
 ) -> None:
     attention = AttentionSpec(
@@ -179,8 +180,12 @@ def test_latent_attention(
         rope=RopeSpec(interleaved=True),
     )
     model = replace(tiny_jobs.MODEL, attention=attention)
-    work = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), tmp_path)
+    workload = tiny_jobs.build_workload(
+        data, steps=2, precision=precision, loss=LossSpec(aux_coeff=0.01)
+    )
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,11 +197,13 @@ def test_latent_attention(
         thorough(4, "pp2,ep2,recompute=uniform2,layout='Et|ttL'"),
     ],
 )
-def test_full_recompute_of_some_layers_or_several_at_once(
+def test_ledgers_under_full_recompute_of_some_layers_are_equal(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path)
+    workload = tiny_jobs.build_workload(
+        data, steps=2, precision=Dtype.BF16, loss=LossSpec(aux_coeff=0.01)
+    )
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -208,22 +215,23 @@ def test_full_recompute_of_some_layers_or_several_at_once(
         (2, f"cp2,ep2,offload={EVERY_OFFLOAD}"),
     ],
 )
-def test_activations_on_the_host(
+def test_ledgers_with_activations_on_the_host_are_equal(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path)
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize("norm", list(QkNorm))
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])
-def test_more_ranks_than_key_heads(
+def test_ledgers_of_more_ranks_than_key_heads_are_equal(
     norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path
 ) -> None:
     model = replace(tiny_jobs.MODEL, attention=replace(tiny_jobs.MODEL.attention, qk_norm=norm))
-    work = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
-    assert_equal(
-        tiny_jobs.build_plan(work, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model),
+        tmp_path,
     )
 
 
@@ -235,24 +243,30 @@ def test_more_ranks_than_key_heads(
         thorough("tp2,sp0,zero0,recompute=layernorm+mlp"),
     ],
 )
-def test_tensor_parallelism_without_sequence_parallelism(
+def test_ledgers_of_tensor_parallelism_without_sequence_parallelism_are_equal(
     layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.build_workload(data, steps=2)
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path)
+    workload = tiny_jobs.build_workload(data, steps=2)
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), thorough(2, "mbs2")],
 )
-def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: Path) -> None:
-    """What it works is predicted from the lengths that the step recorded."""
+def test_ledgers_of_attention_bounded_by_documents_are_equal(
+    world_size: int, layout: str, tmp_path: Path
+) -> None:
+    """The work of attention is predicted from the lengths that the step recorded."""
     short = tiny_jobs.write_corpus(tmp_path / "corpus", documents=300, words=6)
-    work = tiny_jobs.build_workload(
+    workload = tiny_jobs.build_workload(
         replace(short, documents=DocumentMasking.BOUNDED), steps=2, precision=Dtype.BF16
     )
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path / "run")
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path / "run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +279,7 @@ def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: 
         thorough(2, "ep2,recompute=select", True),
     ],
 )
-def test_two_depths_of_prediction_ahead(
+def test_ledgers_of_two_depths_of_prediction_are_equal(
     world_size: int, layout: str, tied: bool, data: DataSpec, tmp_path: Path
 ) -> None:
     model = replace(
@@ -275,12 +289,14 @@ def test_two_depths_of_prediction_ahead(
         layers=4,
         moe_layers=(True, False, True, True),
     )
-    work = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), tmp_path)
+    workload = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), tmp_path
+    )
 
 
-def assert_equal(plan: Plan, tmp_path: Path) -> None:
-    """Run a plan with several buckets and hold every rank's ledger against its prediction."""
+def assert_ledgers_equal(plan: Plan, tmp_path: Path) -> None:
+    """Run a plan with several buckets and compare every rank's ledger with its prediction."""
     workload = replace(
         plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000)
     )

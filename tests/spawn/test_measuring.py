@@ -1,4 +1,4 @@
-"""The profiler's window, garbage collected in step, and a sweep of real trials."""
+"""The profiler window, collection of garbage at given steps, and a sweep of real trials."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
 ) -> None:
     data = tiny_jobs.write_corpus(tmp_path / "corpus")
     window = ProfileSpec(start=3, end=5, ranks=(0, 1))
-    work = tiny_jobs.build_workload(data, steps=6, profile=window, gc_every_steps=3)
+    workload = tiny_jobs.build_workload(data, steps=6, profile=window, gc_every_steps=3)
     folder = tmp_path / "run"
-    assert train(tiny_jobs.build_plan(work, "ep2,mbs4", world_size=2), folder) is ExitCode.DONE
-    found = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    named = {event["name"] for event in found if event.get("cat") == "user_annotation"}
+    assert train(tiny_jobs.build_plan(workload, "ep2,mbs4", world_size=2), folder) is ExitCode.DONE
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    event_names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
     assert {
         "ProfilerStep#3",
         "ProfilerStep#4",
@@ -39,18 +39,20 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
         "backward",
         "layers.0.attention",
         "layers.2.moe",
-    } <= named
-    assert {"ProfilerStep#2", "ProfilerStep#5"} & named == set()
-    assert {event["pid"] // 1000 for event in found if "pid" in event} == {0, 1}
-    by_rank, merged = read_traces(folder / "trace"), read_traces(folder / "trace.json")
+    } <= event_names
+    assert {"ProfilerStep#2", "ProfilerStep#5"} & event_names == set()
+    assert {event["pid"] // 1000 for event in events if "pid" in event} == {0, 1}
+    by_rank = read_traces(folder / "trace")
+    merged = read_traces(folder / "trace.json")
     assert [capture.rank for capture in by_rank] == [capture.rank for capture in merged] == [0, 1]
-    for one, other in zip(by_rank, merged, strict=True):
-        assert len(one.steps) == 2
-        assert len(one.kernels.name_index) == len(other.kernels.name_index) > 100
-        assert "ep" in {channel.group for channel in one.channels}
+    for capture, merged_capture in zip(by_rank, merged, strict=True):
+        assert len(capture.steps) == 2
+        assert len(capture.kernels.name_index) == len(merged_capture.kernels.name_index) > 100
+        assert "ep" in {channel.group for channel in capture.channels}
     steps = read_run(folder).steps
+    # Garbage is collected at these steps and never between them.
     collected = [step.host.collecting_s > 0 for step in steps]
-    assert collected == [step.step % 3 == 0 for step in steps]  # and never between
+    assert collected == [step.step % 3 == 0 for step in steps]
     assert steps[0].samples_per_s == pytest.approx(8 / steps[0].step_s)
     assert {wait.group for wait in steps[-1].waits} >= {"ep"}
 
@@ -60,22 +62,25 @@ def test_a_sweep_runs_each_row_once_and_says_what_cannot_run(
 ) -> None:
     data = tiny_jobs.write_corpus(tmp_path / "corpus")
     (tmp_path / "job.toml").write_text(
-        f'[model]\nconfig = "{CONFIG}"\n[data]\ntrain = "{data.train}"\nheldout = "{data.heldout}"\n'
-        f'tokenizer = "{data.tokenizer}"\n[train]\nnproc = 1\nhardware = "{MACHINE}"\nseq_len = 32\nglobal_batch = 4\n'
+        f'[model]\nconfig = "{CONFIG}"\n'
+        f'[data]\ntrain = "{data.train}"\nheldout = "{data.heldout}"\n'
+        f'tokenizer = "{data.tokenizer}"\n'
+        f'[train]\nnproc = 1\nhardware = "{MACHINE}"\nseq_len = 32\nglobal_batch = 4\n'
         'steps = 3\nprecision = "fp32"\neval_batches = 1\n'
     )
     (tmp_path / "sweep.toml").write_text(
         'title = "rows"\n[job]\nfile = "job.toml"\n[[table]]\ntitle = "micro-batches"\n'
-        '[[table.row]]\nname = "one"\nlayout = "mbs1"\n[[table.row]]\nname = "graphs"\nlayout = "mbs2,graphs=attn"\n'
+        '[[table.row]]\nname = "one"\nlayout = "mbs1"\n'
+        '[[table.row]]\nname = "graphs"\nlayout = "mbs2,graphs=attn"\n'
     )
     command = ["bench", "sweep", str(tmp_path / "sweep.toml"), "--out", str(tmp_path / "out")]
     assert main(command) == 0
     assert "running one" in capsys.readouterr().out
     with (tmp_path / "out" / "table.csv").open() as file:
-        one, graphs = csv.DictReader(file)
-    assert float(one["tokens/GPU/s"]) > 0
-    assert float(one["predicted tokens/GPU/s"]) > 0
-    assert "graphs" in graphs["configuration"]
-    assert graphs["time/iter (s)"] == "-"
+        plain_row, graphs_row = csv.DictReader(file)
+    assert float(plain_row["tokens/GPU/s"]) > 0
+    assert float(plain_row["predicted tokens/GPU/s"]) > 0
+    assert "graphs" in graphs_row["configuration"]
+    assert graphs_row["time/iter (s)"] == "-"
     assert main(command) == 0
-    assert "running" not in capsys.readouterr().out  # both are finished trials
+    assert "running" not in capsys.readouterr().out  # both trials are finished

@@ -1,5 +1,4 @@
-"""Experts in a latent space: layouts over several processes equal one, and their ledgers the
-prediction."""
+"""Experts in a latent space: layouts over several processes equal one, their ledgers exact."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ LAYOUTS = (
     "dp4,ep2,mbs2,overlap=shared,recompute=layernorm+moe_act,offload=expert_fc1",
     "ep2,zero3,mbs2",
 )
-_EVERY_RUN = LAYOUTS[:1]
+_IN_EVERY_TEST = LAYOUTS[:1]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(text, marks=() if text in _EVERY_RUN else (pytest.mark.thorough,))
+        pytest.param(text, marks=() if text in _IN_EVERY_TEST else (pytest.mark.thorough,))
         for text in LAYOUTS
     ],
 )
-def test_narrow_experts_are_the_same_over_any_ranks(text: str, tmp_path: Path) -> None:
+def test_narrow_experts_compute_the_same_over_any_ranks(text: str, tmp_path: Path) -> None:
     prove_layout(build_plan(WORKLOAD, text, world_size=4, model=NARROW), tmp_path)

@@ -1,5 +1,7 @@
-"""torch's pipeline schedules as oracles: the same gradients, bit for bit, and interleaved the same
-order of rows."""
+"""The pipeline equals torch's schedules.
+
+The gradients are the same bit for bit, and interleaved schedules run their rows in the same order.
+"""
 
 from __future__ import annotations
 
@@ -28,63 +30,70 @@ from moewright.spec.layout import Layout, Schedule
 
 pytestmark = pytest.mark.spawn
 
-_ROWS, _WIDTH = 4, 6
+_ROWS = 4
+_WIDTH = 6
 
 
-def stage_module(stage: int) -> nn.Module:
+def build_stage_module(stage: int) -> nn.Module:
     torch.manual_seed(stage)
     return nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH))
 
 
-def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def squared_error(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (out - target).square().sum()
 
 
-def ours(
+def run_engine(
     layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
 ) -> list[torch.Tensor]:
-    rank, last = mesh.rank, layout.pp * layout.vpp - 1
+    rank = mesh.rank
+    last = layout.pp * layout.vpp - 1
     stages = [virtual_stage(layout, rank, chunk) for chunk in range(layout.vpp)]
-    modules = [stage_module(stage) for stage in stages]
-    inputs, targets = x.chunk(count), y.chunk(count)
+    modules = [build_stage_module(stage) for stage in stages]
+    inputs = x.chunk(count)
+    targets = y.chunk(count)
 
     def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
         micro_batch, chunk = key
-        out = modules[chunk](inputs[micro_batch] if hidden is None else hidden)
+        if hidden is None:
+            hidden = inputs[micro_batch]
+        out = modules[chunk](hidden)
         if stages[chunk] == last:
-            return ChunkResult(hidden=None, loss=loss_of(out, targets[micro_batch]))
+            return ChunkResult(hidden=None, loss=squared_error(out, targets[micro_batch]))
         return ChunkResult(hidden=out, loss=None)
 
     def backward(key: Key, roots: Any, grads: Any, split: bool) -> None:
         torch.autograd.backward(roots, grads)
 
-    stops = pipeline_actions(layout, timetable(layout, count), rank)
-    wires = P2PChannel(
-        layout, stops, mesh.group("pp"), mesh.upstream, lambda _: torch.empty(_ROWS, _WIDTH)
+    actions = pipeline_actions(layout, timetable(layout, count), rank)
+    channel = P2PChannel(
+        layout, actions, mesh.group("pp"), mesh.upstream, lambda _: torch.empty(_ROWS, _WIDTH)
     )
     execute_timetable(
-        stops, wires, forward=forward, backward=backward, weight_grad=lambda key: None
+        actions, channel, forward=forward, backward=backward, weight_grad=lambda key: None
     )
     return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
 
 
-def theirs(
+def run_torch(
     layout: Layout, count: int, mesh: Any, x: torch.Tensor, y: torch.Tensor
 ) -> list[torch.Tensor]:
-    rank, total = mesh.rank, layout.pp * layout.vpp
+    rank = mesh.rank
+    total = layout.pp * layout.vpp
     numbers = [virtual_stage(layout, rank, chunk) for chunk in range(layout.vpp)]
-    modules = [stage_module(number) for number in numbers]
+    modules = [build_stage_module(number) for number in numbers]
     stages = [
         PipelineStage(module, number, total, torch.device("cpu"), group=mesh.group("pp").handle)
         for module, number in zip(modules, numbers, strict=True)
     ]
     if layout.vpp == 1:
-        schedule: Any = Schedule1F1B(stages[0], count, loss_fn=loss_of, scale_grads=False)
+        schedule: Any = Schedule1F1B(stages[0], count, loss_fn=squared_error, scale_grads=False)
     else:
-        schedule = ScheduleInterleaved1F1B(stages, count, loss_fn=loss_of, scale_grads=False)
+        schedule = ScheduleInterleaved1F1B(stages, count, loss_fn=squared_error, scale_grads=False)
+        kinds = {True: RowKind.F, False: RowKind.B}
         order = [
             (
-                RowKind.F if action.computation_type.name == "FORWARD" else RowKind.B,
+                kinds[action.computation_type.name == "FORWARD"],
                 action.microbatch_index,
                 action.stage_index,
             )
@@ -95,18 +104,23 @@ def theirs(
         assert order == [
             (row.kind, row.micro_batch, virtual_stage(layout, rank, row.chunk)) for row in rows
         ]
-    schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == layout.pp - 1 else {}))
+    inputs = (x,) if rank == 0 else ()
+    targets = {"target": y} if rank == layout.pp - 1 else {}
+    schedule.step(*inputs, **targets)
     return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
 
 
-def compared(layout: Layout, count: int, seat: RankContext) -> RankOutcome:
-    init_distributed(seat)
-    mesh = build_mesh(layout, seat.rank, Counters())
-    dice = torch.Generator().manual_seed(5)
-    x, y = (torch.randn(count * _ROWS, _WIDTH, generator=dice) for _ in range(2))
-    mine, wanted = (run(layout, count, mesh, x, y) for run in (ours, theirs))
-    assert len(mine) == len(wanted) == 4 * layout.vpp
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(mine, wanted, strict=True))
+def compare_gradients(layout: Layout, count: int, context: RankContext) -> RankOutcome:
+    init_distributed(context)
+    mesh = build_mesh(layout, context.rank, Counters())
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(count * _ROWS, _WIDTH, generator=generator) for _ in range(2))
+    engine_grads, torch_grads = (run(layout, count, mesh, x, y) for run in (run_engine, run_torch))
+    assert len(engine_grads) == len(torch_grads) == 4 * layout.vpp
+    assert all(
+        torch.equal(actual, expected)
+        for actual, expected in zip(engine_grads, torch_grads, strict=True)
+    )
     collectives.leave_world()
     return RankOutcome.DONE
 
@@ -114,9 +128,12 @@ def compared(layout: Layout, count: int, seat: RankContext) -> RankOutcome:
 @pytest.mark.parametrize(
     ("pp", "vpp", "count"), [(2, 1, 5), (4, 1, 6), (2, 2, 4), (2, 3, 6), (4, 2, 8)]
 )
-def test_gradients_and_order_are_those_of_torch(
+def test_gradients_and_the_order_of_rows_equal_those_of_torch(
     pp: int, vpp: int, count: int, tmp_path: Path
 ) -> None:
     schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
     layout = Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule)
-    assert launch(partial(compared, layout, count), nproc=pp, run_dir=tmp_path) is ExitCode.DONE
+    assert (
+        launch(partial(compare_gradients, layout, count), nproc=pp, run_dir=tmp_path)
+        is ExitCode.DONE
+    )

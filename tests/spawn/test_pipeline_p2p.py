@@ -1,5 +1,4 @@
-"""The executor over real messages: every table gives each row the input that the table says, and
-comes to an end."""
+"""The executor over real messages gives each row of a timetable its input, and ends."""
 
 from __future__ import annotations
 
@@ -26,54 +25,64 @@ from pipeline_tables import legal_layouts
 pytestmark = pytest.mark.spawn
 
 
-def run_tables(pp: int, most: int, seat: RankContext) -> RankOutcome:
-    """A stage adds its number to a micro-batch; the last squares it: what comes back is twice the
-    sum of all."""
-    init_distributed(seat)
-    books = Counters()
-    mesh = build_mesh(Layout(world_size=pp, pp=pp), seat.rank, books)
-    for number, (layout, count) in enumerate(legal_layouts(pp, most)):
-        seat.beat(number)
-        one_table(layout, count, mesh.group("pp"), mesh.upstream)
+def run_timetables(pp: int, max_micro_batches: int, context: RankContext) -> RankOutcome:
+    """Run every legal timetable.
+
+    A stage adds its number to a micro-batch and the last stage squares it: the gradient that comes
+    back is twice the sum of all.
+    """
+    init_distributed(context)
+    counters = Counters()
+    mesh = build_mesh(Layout(world_size=pp, pp=pp), context.rank, counters)
+    for number, (layout, count) in enumerate(legal_layouts(pp, max_micro_batches)):
+        context.beat(number)
+        run_timetable(layout, count, mesh.group("pp"), mesh.upstream)
     collectives.leave_world()
     return RankOutcome.DONE
 
 
-def one_table(
+def run_timetable(
     layout: Layout, count: int, group: collectives.Group, upstream: collectives.Group
 ) -> None:
-    stops = pipeline_actions(layout, timetable(layout, count), group.index)
+    actions = pipeline_actions(layout, timetable(layout, count), group.index)
     last = layout.pp * layout.vpp - 1
-    back: list[tuple[int, float]] = []
+    first_stage_grads: list[tuple[int, float]] = []
     weights: list[Key] = []
-    split: list[Key] = []
+    split_keys: list[Key] = []
 
     def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
         stage = virtual_stage(layout, group.index, key[1])
-        entry = torch.full((2, 3), float(key[0]), requires_grad=True) if hidden is None else hidden
+        entry = hidden
+        if entry is None:
+            entry = torch.full((2, 3), float(key[0]), requires_grad=True)
         assert entry.shape == (2, 3)
         assert torch.equal(entry, torch.full((2, 3), float(key[0] + sum(range(stage)))))
         if stage == 0:
-            entry.register_hook(lambda grad: back.append((key[0], float(grad[0, 0]))))
-        made = entry + stage
-        return (
-            ChunkResult(hidden=None, loss=made.square().sum())
-            if stage == last
-            else ChunkResult(hidden=made, loss=None)
-        )
+            entry.register_hook(lambda grad: first_stage_grads.append((key[0], float(grad[0, 0]))))
+        out = entry + stage
+        if stage == last:
+            return ChunkResult(hidden=None, loss=out.square().sum())
+        return ChunkResult(hidden=out, loss=None)
 
-    def backward(key: Key, roots: object, grads: object, left: bool) -> None:
+    def backward(key: Key, roots: object, grads: object, keeps_weight_grad: bool) -> None:
         torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
-        if left:
-            split.append(key)
+        if keeps_weight_grad:
+            split_keys.append(key)
 
-    wires = P2PChannel(layout, stops, group, upstream, lambda micro_batch: torch.empty(2, 3))
-    execute_timetable(stops, wires, forward=forward, backward=backward, weight_grad=weights.append)
-    assert weights == split or sorted(weights) == sorted(split)
+    channel = P2PChannel(layout, actions, group, upstream, lambda micro_batch: torch.empty(2, 3))
+    execute_timetable(
+        actions, channel, forward=forward, backward=backward, weight_grad=weights.append
+    )
+    assert weights == split_keys or sorted(weights) == sorted(split_keys)
     if group.index == 0:
-        assert sorted(back) == [(m, 2.0 * (m + sum(range(last + 1)))) for m in range(count)]
+        assert sorted(first_stage_grads) == [
+            (m, 2.0 * (m + sum(range(last + 1)))) for m in range(count)
+        ]
 
 
-@pytest.mark.parametrize(("pp", "most"), [(2, 8), (3, 7), (4, 8)])
-def test_every_table_comes_to_its_end(pp: int, most: int, tmp_path: Path) -> None:
-    assert launch(partial(run_tables, pp, most), nproc=pp, run_dir=tmp_path) is ExitCode.DONE
+@pytest.mark.parametrize(("pp", "max_micro_batches"), [(2, 8), (3, 7), (4, 8)])
+def test_every_timetable_comes_to_its_end(pp: int, max_micro_batches: int, tmp_path: Path) -> None:
+    assert (
+        launch(partial(run_timetables, pp, max_micro_batches), nproc=pp, run_dir=tmp_path)
+        is ExitCode.DONE
+    )

@@ -1,8 +1,7 @@
-"""Runs of the engine with one thing made slow, each: the diagnosis names its wall first and its
-cause among two.
+"""The diagnosis names a planted wall first and its cause among the first two.
 
-What is planted is planted where it happens: in the call of a collective, in the loader, in a
-module's forward. The diagnosis sees only what the run wrote down.
+Each run of the engine has a single thing made slow, where it happens: in the call of a collective,
+in the loader, in the forward of a module. The diagnosis sees only what the run wrote down.
 """
 
 from __future__ import annotations
@@ -41,9 +40,10 @@ from moewright.spec.workload import DataSpec, LossSpec, ProfileSpec, RouterForce
 pytestmark = [pytest.mark.spawn, pytest.mark.serial]
 
 MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
-IN_EVERY_TEST = 4  # of the cases; `make test-all` plants all of them
+CASES_IN_EVERY_TEST = 4  # `make test-all` plants all of them
 STEPS = 8
-# a call: far above what a step of these models takes, so that noise of the machine decides nothing
+# The delay of a call lies far above what a step of these models takes, so that noise of the machine
+# decides nothing.
 SLOW_S = 0.02
 # Layers wide enough that products, not the interpreter, fill a step of the cases that plant nothing
 # slow.
@@ -54,9 +54,9 @@ WIDE = replace(
     moe_layers=(True, True),
     moe=replace(tiny_jobs.MODEL.moe, ffn_size=512),
 )
-# One expert of four for each token: wherever the preference falls, one of two ranks gets most rows.
+# Each token takes a single expert of four: wherever the preference falls, a rank gets most rows.
 HOT = replace(WIDE, moe=replace(WIDE.moe, experts=4, router=replace(WIDE.moe.router, top_k=1)))
-GRAINS = replace(
+FINE_GRAINED = replace(
     WIDE, moe=replace(WIDE.moe, experts=128, ffn_size=8, router=replace(WIDE.moe.router, top_k=4))
 )
 
@@ -64,7 +64,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def slow_group(*names: str) -> Plant:
-    """Every collective and message of these groups comes late to everybody, as over a bad link."""
+    """Delay every collective and message of these groups for all ranks, as over a bad link."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         def wait(transfer: collectives.TimedWork) -> bool:
@@ -78,35 +78,36 @@ def slow_group(*names: str) -> Plant:
     return plant
 
 
-def late(real: Callable[..., Any], seconds: float, rank: int = -1) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
+def delay(function: Callable[..., Any], seconds: float, rank: int = -1) -> Callable[..., Any]:
+    def delayed(*args: Any, **options: Any) -> Any:
         if rank < 0 or (dist.is_initialized() and dist.get_rank() == rank):
             time.sleep(seconds)
-        return real(*args, **options)
+        return function(*args, **options)
 
-    return call
-
-
-def stalled(target: Any, name: str, seconds: float = 2 * SLOW_S, rank: int = -1) -> Plant:
-    """The host sleeps before every call of it."""
-    return lambda patch: patch.setattr(target, name, late(getattr(target, name), seconds, rank))
+    return delayed
 
 
-def litter(patch: pytest.MonkeyPatch) -> None:
-    """A large heap that Python walks again and again."""
-    real = transformer.Transformer.forward
+def stall_calls(target: Any, name: str, seconds: float = 2 * SLOW_S, rank: int = -1) -> Plant:
+    """Make the host sleep before every call of a function."""
+    return lambda patch: patch.setattr(target, name, delay(getattr(target, name), seconds, rank))
+
+
+def grow_heap(patch: pytest.MonkeyPatch) -> None:
+    """Make a large heap that Python walks again and again."""
+    original_forward = transformer.Transformer.forward
     heap: list[object] = []
 
     def forward(*args: Any, **options: Any) -> Any:
-        heap.extend([] if heap else [{number: [number]} for number in range(200_000)])
+        if not heap:
+            heap.extend({number: [number]} for number in range(200_000))
         gc.collect()
-        return real(*args, **options)
+        return original_forward(*args, **options)
 
     patch.setattr(transformer.Transformer, "forward", forward)
 
 
-def nothing(patch: pytest.MonkeyPatch) -> None:
-    """The layout or the model is slow by itself."""
+def plant_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Plant nothing: the layout or the model is slow by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +115,19 @@ class Case:
     name: str
     wall: Wall
     cause: Cause
-    plant: Plant = nothing
+    plant: Plant = plant_nothing
     layout: str = "ep2"
     world: int = 2
     model: Any = tiny_jobs.MODEL
-    work: tuple[tuple[str, Any], ...] = ()
-    room: float = 0.0  # of the predicted peak, as the device's memory; 0: the machine's
+    workload_changes: tuple[tuple[str, Any], ...] = ()
+    # The device's memory over the predicted peak; 0 leaves the machine's memory.
+    memory_ratio: float = 0.0
 
 
-COMM, HOST, COMPUTE, MEMORY = Wall.COMMUNICATION, Wall.HOST, Wall.COMPUTE, Wall.MEMORY
+COMM = Wall.COMMUNICATION
+HOST = Wall.HOST
+COMPUTE = Wall.COMPUTE
+MEMORY = Wall.MEMORY
 LONG = (("seq_len", 256),)
 SKEW = (
     *LONG,
@@ -202,7 +207,7 @@ CASES = (
         cause=Cause.PP,
         layout="pp2,mbs8,layout='Et|tL'",
         model=WIDE,
-        work=LONG,
+        workload_changes=LONG,
     ),
     Case(
         name="bubble_pp2_m2",
@@ -210,13 +215,13 @@ CASES = (
         cause=Cause.PP,
         layout="pp2,mbs4,layout='Et|tL'",
         model=WIDE,
-        work=LONG,
+        workload_changes=LONG,
     ),
     Case(
         name="stall_forward",
         wall=HOST,
         cause=Cause.HOST_OTHER,
-        plant=stalled(*FORWARD),
+        plant=stall_calls(*FORWARD),
         world=1,
         layout="mbs2",
     ),
@@ -224,40 +229,51 @@ CASES = (
         name="stall_forward_ep",
         wall=HOST,
         cause=Cause.HOST_OTHER,
-        plant=stalled(*FORWARD),
+        plant=stall_calls(*FORWARD),
         layout="ep2,mbs2",
     ),
     Case(
         name="stall_optimizer",
         wall=HOST,
         cause=Cause.HOST_OTHER,
-        plant=stalled(DistributedOptimizer, "update", 10 * SLOW_S),
+        plant=stall_calls(DistributedOptimizer, "update", 10 * SLOW_S),
         layout="mbs2",
     ),
     Case(
         name="stall_one_rank",
         wall=HOST,
         cause=Cause.HOST_OTHER,
-        plant=stalled(*FORWARD, rank=1),
+        plant=stall_calls(*FORWARD, rank=1),
         layout="ep2,mbs2",
     ),
     Case(
         name="garbage",
         wall=HOST,
         cause=Cause.GARBAGE_COLLECTION,
-        plant=litter,
+        plant=grow_heap,
         world=1,
         layout="mbs2",
     ),
     Case(
-        name="starved", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), world=1, layout="mbs2"
+        name="starved",
+        wall=HOST,
+        cause=Cause.DATA,
+        plant=stall_calls(*LOADER),
+        world=1,
+        layout="mbs2",
     ),
-    Case(name="starved_ep", wall=HOST, cause=Cause.DATA, plant=stalled(*LOADER), layout="ep2,mbs2"),
+    Case(
+        name="starved_ep",
+        wall=HOST,
+        cause=Cause.DATA,
+        plant=stall_calls(*LOADER),
+        layout="ep2,mbs2",
+    ),
     Case(
         name="starved_one_rank",
         wall=HOST,
         cause=Cause.DATA,
-        plant=stalled(*LOADER, rank=1),
+        plant=stall_calls(*LOADER, rank=1),
         layout="ep2,mbs2",
     ),
     Case(
@@ -266,7 +282,7 @@ CASES = (
         cause=Cause.FEW_ROWS,
         world=1,
         layout="mbs1",
-        model=GRAINS,
+        model=FINE_GRAINED,
     ),
     Case(
         name="tiny_experts_long",
@@ -274,11 +290,16 @@ CASES = (
         cause=Cause.FEW_ROWS,
         world=1,
         layout="mbs1",
-        model=GRAINS,
-        work=LONG,
+        model=FINE_GRAINED,
+        workload_changes=LONG,
     ),
     Case(
-        name="skewed", wall=COMPUTE, cause=Cause.IMBALANCE, layout="ep2,mbs4", model=HOT, work=SKEW
+        name="skewed",
+        wall=COMPUTE,
+        cause=Cause.IMBALANCE,
+        layout="ep2,mbs4",
+        model=HOT,
+        workload_changes=SKEW,
     ),
     Case(
         name="recompute",
@@ -287,7 +308,7 @@ CASES = (
         world=1,
         layout="mbs2,recompute=full",
         model=WIDE,
-        work=LONG,
+        workload_changes=LONG,
     ),
     Case(
         name="recompute_mbs4",
@@ -296,9 +317,11 @@ CASES = (
         world=1,
         layout="mbs4,recompute=full",
         model=WIDE,
-        work=LONG,
+        workload_changes=LONG,
     ),
-    Case(name="full_memory", wall=MEMORY, cause=Cause.CAPACITY, layout="ep2,mbs4", room=1.02),
+    Case(
+        name="full_memory", wall=MEMORY, cause=Cause.CAPACITY, layout="ep2,mbs4", memory_ratio=1.02
+    ),
     Case(
         name="full_memory_mbs8",
         wall=MEMORY,
@@ -306,22 +329,25 @@ CASES = (
         world=1,
         layout="mbs8",
         model=WIDE,
-        work=LONG,
-        room=1.05,
+        workload_changes=LONG,
+        memory_ratio=1.05,
     ),
 )
 
 
-def _often(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    """Some cases in every test run. Bubbles, hot and late ranks are told from a crowd on idle cores
-    only."""
-    sure = [
-        each
-        for each in CASES
-        if (each.plant is not nothing or each.world == 1) and "one_rank" not in each.name
+def _marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a case: some cases are in every test run.
+
+    Bubbles, hot ranks and late ranks can be told apart from a busy machine on idle cores only.
+    """
+    robust = [
+        candidate
+        for candidate in CASES
+        if (candidate.plant is not plant_nothing or candidate.world == 1)
+        and "one_rank" not in candidate.name
     ]
-    order = sorted(sure, key=lambda each: hashlib.sha256(each.name.encode()).digest())
-    return () if case in order[:IN_EVERY_TEST] else (pytest.mark.thorough,)
+    order = sorted(robust, key=lambda other: hashlib.sha256(other.name.encode()).digest())
+    return () if case in order[:CASES_IN_EVERY_TEST] else (pytest.mark.thorough,)
 
 
 @pytest.fixture(scope="module")
@@ -329,68 +355,75 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
     return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def plan_of(case: Case, data: DataSpec) -> Plan:
+def build_case_plan(case: Case, data: DataSpec) -> Plan:
     hardware = replace(read_toml(Hardware, MACHINE), count=case.world)
     hardware = replace(hardware, fabric=replace(hardware.fabric, domain_size=case.world, times=()))
     base = tiny_jobs.build_plan(
-        tiny_jobs.build_workload(data, steps=STEPS, **dict(case.work)),
+        tiny_jobs.build_workload(data, steps=STEPS, **dict(case.workload_changes)),
         case.layout,
         world_size=case.world,
         model=case.model,
     )
-    found = estimate(base.model, base.workload, hardware, base.layout)
-    if case.room:
-        memory = Sourced(value=case.room * found.peak_bytes, kind=SourceKind.ASSUMED, source="test")
+    prediction = estimate(base.model, base.workload, hardware, base.layout)
+    if case.memory_ratio:
+        memory = Sourced(
+            value=case.memory_ratio * prediction.peak_bytes, kind=SourceKind.ASSUMED, source="test"
+        )
         hardware = replace(hardware, device=replace(hardware.device, memory_bytes=memory))
-        found = estimate(base.model, base.workload, hardware, base.layout)
-    return replace(base, hardware=hardware, estimate=found)
+        prediction = estimate(base.model, base.workload, hardware, base.layout)
+    return replace(base, hardware=hardware, estimate=prediction)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=_often(case)) for case in CASES]
+    "case", [pytest.param(case, id=case.name, marks=_marks(case)) for case in CASES]
 )
 def test_the_wall_that_was_planted_is_named_first(
     case: Case, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case.plant(monkeypatch)
-    assert train(plan_of(case, data), tmp_path / "run") is ExitCode.DONE
+    assert train(build_case_plan(case, data), tmp_path / "run") is ExitCode.DONE
     record = read_run(tmp_path / "run")
     assert len(record.paces) == case.world
-    found = diagnose_run(record)
-    said = [
+    findings = diagnose_run(record)
+    summary = [
         (finding.wall.value, finding.cause.value, round(finding.share, 3), finding.title)
-        for finding in found
+        for finding in findings
     ]
-    assert found[0].wall is case.wall, said
-    assert case.cause in [finding.cause for finding in found[:2]], said
+    assert findings[0].wall is case.wall, summary
+    assert case.cause in [finding.cause for finding in findings[:2]], summary
 
 
-TRACED = ("slow_ep", "slow_dp", "stall_forward", "starved_ep")
+TRACED_CASES = ("slow_ep", "slow_dp", "stall_forward", "starved_ep")
 
 
-@pytest.mark.thorough  # a trace does not tell time without a core: on idle cores only
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.thorough  # a trace does not tell time that waits for a core: on idle cores only
+@pytest.mark.parametrize("name", TRACED_CASES)
 def test_a_trace_of_a_run_names_the_wall_of_its_record(
     name: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = next(each for each in CASES if each.name == name)
+    case = next(case for case in CASES if case.name == name)
     case.plant(monkeypatch)
     window = ProfileSpec(start=4, end=7, ranks=tuple(range(case.world)))
-    plan = plan_of(replace(case, workload=(*case.work, ("profile", window))), data)
+    plan = build_case_plan(
+        replace(case, workload_changes=(*case.workload_changes, ("profile", window))), data
+    )
     assert train(plan, tmp_path / "run") is ExitCode.DONE
     captures = read_traces(tmp_path / "run" / "trace")
-    parts = tuple(break_down_step(capture, plan.layout) for capture in captures)
-    of_trace = diagnose_traces(
-        parts, measure_rank_skew(captures, parts, plan.layout), None, find_peak_rate(parts, None)
+    breakdowns = tuple(break_down_step(capture, plan.layout) for capture in captures)
+    trace_findings = diagnose_traces(
+        breakdowns,
+        measure_rank_skew(captures, breakdowns, plan.layout),
+        None,
+        find_peak_rate(breakdowns, None),
     )
-    of_record = diagnose_run(read_run(tmp_path / "run"))
-    said = [
-        (each.wall.value, each.cause.value, round(each.share, 3))
-        for each in (*of_trace, *of_record)
+    record_findings = diagnose_run(read_run(tmp_path / "run"))
+    summary = [
+        (finding.wall.value, finding.cause.value, round(finding.share, 3))
+        for finding in (*trace_findings, *record_findings)
     ]
-    assert of_trace[0].wall is of_record[0].wall is case.wall, said
+    assert trace_findings[0].wall is record_findings[0].wall is case.wall, summary
     if case.wall is COMM:
-        assert of_trace[0].cause is case.cause, said
+        assert trace_findings[0].cause is case.cause, summary
 
 
 def test_every_wall_has_cases_and_there_are_two_dozen() -> None:

@@ -1,5 +1,4 @@
-"""Ranks that another program started: they meet, or each of them says who is missing or too many,
-and ends in time."""
+"""Ranks that another program started: they meet, or each says which are missing, and ends."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Time
 from moewright.spec.errors import BadInput
 
 pytestmark = pytest.mark.spawn
-_PATIENCE_S = 1.0
+_TIMEOUT_S = 1.0
 
 
-def worker(context: RankContext) -> RankOutcome:
+def sum_ranks(context: RankContext) -> RankOutcome:
     collectives.join_world(
         rank=context.rank,
         world_size=context.world_size,
@@ -37,8 +36,8 @@ def worker(context: RankContext) -> RankOutcome:
     return RankOutcome.DONE
 
 
-def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> None:
-    """A process with torchrun's variables, as the command line would have it."""
+def run_rank(folder: Path, number: int, rank: int, world: int, port: int) -> None:
+    """Run a rank in a process with torchrun's variables, as the command line would."""
     variables = {
         "RANK": rank,
         "WORLD_SIZE": world,
@@ -48,17 +47,17 @@ def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> No
     }
     os.environ.update({key: str(value) for key, value in variables.items()})
     sys.stderr = (folder / f"err{number}").open("w", buffering=1)
-    timeouts = Timeouts(rendezvous_s=_PATIENCE_S, collective_s=10.0)
+    timeouts = Timeouts(rendezvous_s=_TIMEOUT_S, collective_s=10.0)
     code = ExitCode.BAD_INPUT
     try:
-        code = launch(worker, nproc=world, run_dir=folder / f"run{number}", timeouts=timeouts)
+        code = launch(sum_ranks, nproc=world, run_dir=folder / f"run{number}", timeouts=timeouts)
     except BadInput as refused:
         print(refused, file=sys.stderr)
     os._exit(code)
 
 
 @pytest.mark.parametrize(
-    ("started", "code", "said"),
+    ("started", "code", "message"),
     [
         (((0, 2), (1, 2)), ExitCode.DONE, ""),
         (
@@ -86,28 +85,28 @@ def rank_main(folder: Path, number: int, rank: int, world: int, port: int) -> No
     ids=["all", "two missing", "the first missing", "one twice", "two worlds", "port in use"],
 )
 def test_every_rank_ends_in_time_and_says_why(
-    started: tuple[tuple[int, int], ...], code: ExitCode, said: str, tmp_path: Path
+    started: tuple[tuple[int, int], ...], code: ExitCode, message: str, tmp_path: Path
 ) -> None:
-    """`started`: rank and world size of each process."""
+    """`started` has the rank and the world size of each process."""
     fork = multiprocessing.get_context("fork")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        if "MASTER_PORT" in said:
-            held.listen()
+    with socket.socket() as port_holder:
+        port_holder.bind(("127.0.0.1", 0))
+        port = port_holder.getsockname()[1]
+        if "MASTER_PORT" in message:
+            port_holder.listen()
         else:
-            held.close()
+            port_holder.close()
         began_s = time.monotonic()
         processes = [
-            fork.Process(target=rank_main, args=(tmp_path, number, rank, world, port))
+            fork.Process(target=run_rank, args=(tmp_path, number, rank, world, port))
             for number, (rank, world) in enumerate(started)
         ]
         for process in processes:
             process.start()
         for process in processes:
-            process.join(_PATIENCE_S + 5)
-        assert time.monotonic() - began_s < _PATIENCE_S + 5
+            process.join(_TIMEOUT_S + 5)
+        assert time.monotonic() - began_s < _TIMEOUT_S + 5
     assert [process.exitcode for process in processes] == [code] * len(processes)
     for number in range(len(processes)):
         text = (tmp_path / f"err{number}").read_text()
-        assert said.format(port=port) in text.partition("\n")[0], text
+        assert message.format(port=port) in text.partition("\n")[0], text

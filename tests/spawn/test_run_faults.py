@@ -1,5 +1,7 @@
-"""What a run meets from outside while it goes on: a signal at a bad time, nobody who reads, a clock
-that jumps, a spike in the loss, ranks of another plan.
+"""What a run meets from outside while it goes on.
+
+That is a signal at a bad time, a reader who is gone, a clock that jumps, a spike in the loss, or
+ranks of another plan.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ def make_plan(data: DataSpec, *, steps: int, **changes: object) -> Plan:
 def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     during: str, saved_at: int, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rank 1 alone, while it loads, or in the evaluation after step 2."""
-    whole: Callable[..., Any] = getattr(train_module, during)
+    """Signal rank 1 alone, while it loads or in the evaluation after step 2."""
+    original: Callable[..., Any] = getattr(train_module, during)
 
-    def interrupted(first: Any, *given: Any) -> Any:
+    def interrupted(first: Any, *more: Any) -> Any:
         if first.runtime.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return whole(first, *given)
+        return original(first, *more)
 
     monkeypatch.setattr(train_module, during, interrupted)
     assert train(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is ExitCode.STOPPED
@@ -81,20 +83,20 @@ def test_a_stop_signal_before_there_are_ranks_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
+@pytest.mark.parametrize("output", ["a pipe that nobody reads", "a full disk"])
 def test_lines_that_cannot_be_written_do_not_end_a_run(
-    where: str, data: DataSpec, tmp_path: Path
+    output: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    def job() -> None:
-        if where == "a full disk":
-            end = os.open("/dev/full", os.O_WRONLY)
+    def run_job() -> None:
+        if output == "a full disk":
+            write_end = os.open("/dev/full", os.O_WRONLY)
         else:
-            reader, end = os.pipe()
+            reader, write_end = os.pipe()
             os.close(reader)
-        sys.stdout = os.fdopen(end, "w", buffering=1)
+        sys.stdout = os.fdopen(write_end, "w", buffering=1)
         os._exit(train(make_plan(data, steps=3), tmp_path))
 
-    process = multiprocessing.get_context("fork").Process(target=job)
+    process = multiprocessing.get_context("fork").Process(target=run_job)
     process.start()
     process.join(120)
     assert process.exitcode == ExitCode.DONE
@@ -104,34 +106,37 @@ def test_lines_that_cannot_be_written_do_not_end_a_run(
 def test_a_clock_that_jumps_changes_nothing(
     data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A day back or forth whenever someone looks."""
-    real, looks = time.time, iter(range(10**9))
-    monkeypatch.setattr(time, "time", lambda: real() + 86400.0 * (-1) ** next(looks))
+    """The clock is a day back or forth whenever someone looks."""
+    real_time = time.time
+    looks = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real_time() + 86400.0 * (-1) ** next(looks))
     assert train(make_plan(data, steps=3), tmp_path) is ExitCode.DONE
     assert all(0 < step["step_s"] < 3600 for step in read_steps(tmp_path))
 
 
-def test_a_spike_in_the_loss_is_clipped_and_told(
+def test_a_spike_in_the_loss_is_clipped_and_logged(
     data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million times the loss in step 2: the update is no larger than any other, and the next step
-    goes on."""
-    begin, token_loss, begun = (
-        DistributedOptimizer.begin_step,
-        transformer.compute_token_loss,
-        {"steps": 0},
-    )
+    """Multiply the loss of step 2 by a million.
 
-    def counting_begin(self: DistributedOptimizer, *given: int) -> None:
+    The update is no larger than any other, and the next step goes on.
+    """
+    begin = DistributedOptimizer.begin_step
+    token_loss = transformer.compute_token_loss
+    begun = {"steps": 0}
+
+    def begin_and_count(self: DistributedOptimizer, *more: int) -> None:
         begun["steps"] += 1
-        begin(self, *given)
+        begin(self, *more)
 
-    def spiking(run: Runtime, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        nll, logits = token_loss(run, *given)
-        return (nll * 1e6 if begun["steps"] == 2 else nll), logits
+    def spike_loss(runtime: Runtime, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nll, logits = token_loss(runtime, *more)
+        if begun["steps"] == 2:
+            nll = nll * 1e6
+        return nll, logits
 
-    monkeypatch.setattr(DistributedOptimizer, "begin_step", counting_begin)
-    monkeypatch.setattr(transformer, "compute_token_loss", spiking)
+    monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_and_count)
+    monkeypatch.setattr(transformer, "compute_token_loss", spike_loss)
     plan = make_plan(data, steps=3)
     clipped = replace(plan.workload.optimizer, clip_norm=1.0)
     assert (
@@ -147,9 +152,13 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
 
 @pytest.mark.parametrize("field", ["plan", "moewright", "torch", "NVIDIA_TF32_OVERRIDE"])
 def test_ranks_of_another_plan_code_or_setting_are_refused(field: str, data: DataSpec) -> None:
-    """Rank 1 tells what differs; it would be told the same by rank 0."""
+    """Rank 1 tells what differs; rank 0 would say the same."""
     plan = make_plan(data, steps=3)
-    comm = Coordinator(rank=1, world_size=2, gather=lambda mine: [mine | {field: "another"}, mine])
+
+    def gather(own: dict[str, str]) -> list[dict[str, str]]:
+        return [own | {field: "another"}, own]
+
+    comm = Coordinator(rank=1, world_size=2, gather=gather)
     with pytest.raises(
         BadInput, match=f"{field}: rank 0 has another, rank 1 has .*all ranks need the same"
     ):

@@ -1,5 +1,4 @@
-"""A run as a user lives it: stopped and continued exactly, extended, killed, fed a bad gradient,
-refused."""
+"""A run as a user lives it: stopped, resumed exactly, extended, killed, damaged, refused."""
 
 from __future__ import annotations
 
@@ -42,24 +41,26 @@ pytestmark = pytest.mark.spawn
 
 
 def make_plan(data: DataSpec, *, steps: int = 6, world_size: int = 2) -> Plan:
-    return tiny_jobs.build_plan(tiny_jobs.build_workload(data, steps=steps), "ep2,mbs2", world_size=world_size)
+    return tiny_jobs.build_plan(
+        tiny_jobs.build_workload(data, steps=steps), "ep2,mbs2", world_size=world_size
+    )
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:
-    return [(int(s["step"]), s["loss"], s["grad_norm"]) for s in read_steps(run_dir)]
+    return [(int(step["step"]), step["loss"], step["grad_norm"]) for step in read_steps(run_dir)]
 
 
-def start(plan: Plan, run_dir: Path, log: Path) -> multiprocessing.Process:
-    """The job in a process of its own, as the command line would have it; output goes to `log`."""
+def start_job(plan: Plan, run_dir: Path, log: Path) -> multiprocessing.Process:
+    """Start the job in a process of its own, as the command line would; output goes to `log`."""
 
-    def job() -> None:
+    def run_job() -> None:
         with log.open("w") as stream:
             sys.stdout = sys.stderr = stream
             code = train(plan, run_dir)
             stream.flush()
             os._exit(code)
 
-    process = multiprocessing.get_context("fork").Process(target=job)
+    process = multiprocessing.get_context("fork").Process(target=run_job)
     process.start()
     return process
 
@@ -74,7 +75,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     raise AssertionError(f"step {step} was not reached")
 
 
-def children_of(pid: int) -> Iterator[int]:
+def child_processes(pid: int) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
@@ -94,7 +95,7 @@ def test_sigterm_saves_and_resume_is_exact(
     data: DataSpec, uninterrupted: Path, tmp_path: Path
 ) -> None:
     plan = make_plan(data, steps=40)
-    process = start(plan, tmp_path, tmp_path.with_suffix(".log"))
+    process = start_job(plan, tmp_path, tmp_path.with_suffix(".log"))
     wait_for_step(tmp_path, 5)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
@@ -104,21 +105,22 @@ def test_sigterm_saves_and_resume_is_exact(
     assert 5 <= done < 40
     assert train(plan, tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
-    wanted, found = read_state(uninterrupted, 40), read_state(tmp_path, 40)
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    expected = read_state(uninterrupted, 40)
+    actual = read_state(tmp_path, 40)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(
     data: DataSpec, uninterrupted: Path, tmp_path: Path
 ) -> None:
     plan = make_plan(data, steps=40)
-    work = replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=4))
-    plan = replace(plan, workload=work)
+    workload = replace(plan.workload, checkpoint=replace(plan.workload.checkpoint, every_steps=4))
+    plan = replace(plan, workload=workload)
     log = tmp_path.with_suffix(".log")
-    process = start(plan, tmp_path, log)
+    process = start_job(plan, tmp_path, log)
     wait_for_step(tmp_path, 6)
     assert process.pid is not None
-    ranks = sorted(children_of(process.pid))
+    ranks = sorted(child_processes(process.pid))
     killed_at = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
     process.join(10)
@@ -135,63 +137,72 @@ def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(
 
 def test_sigterm_at_the_start_saves_after_the_step_at_hand(data: DataSpec, tmp_path: Path) -> None:
     plan = make_plan(data, steps=40)
-    process = start(plan, tmp_path, tmp_path.with_suffix(".log"))
+    process = start_job(plan, tmp_path, tmp_path.with_suffix(".log"))
     deadline = time.monotonic() + 60
     assert process.pid is not None
-    while len(list(children_of(process.pid))) < 2 and time.monotonic() < deadline:
+    while len(list(child_processes(process.pid))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
     assert process.exitcode == ExitCode.STOPPED
     last = find_latest(tmp_path / "checkpoints")
     assert last is not None
-    # A step takes milliseconds: the launcher may need several to pass the signal on.
+    # A step takes milliseconds: several may pass before the launcher has passed the signal on.
     assert 1 <= int(last.name.removeprefix("step-")) < 20
 
 
-def test_data_goes_on_over_epochs_in_any_layout(
+def test_the_order_of_data_goes_on_over_epochs_in_any_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ends of epochs inside steps and three sessions of other layouts: every sample once an
-    epoch, in one order."""
+    """Two ends of epochs lie inside steps, and three sessions have different layouts.
+
+    Every sample comes once an epoch, in the same order.
+    """
     data = tiny_jobs.write_corpus(tmp_path / "corpus", documents=8, words=60)
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
-    micro_batch, fetched = corpus_loader.CorpusLoader.micro_batch, corpus_loader.read_samples
-    here: list[int] = []
+    micro_batch = corpus_loader.CorpusLoader.micro_batch
+    read_samples = corpus_loader.read_samples
+    position: list[int] = []  # rank, step, DP rank and micro-batch of the training batch being read
 
-    def asked(data: corpus_loader.CorpusLoader, run: Runtime, step: int, number: int) -> MicroBatch:
-        here[:] = (
-            [run.mesh.rank, step, run.mesh.coordinate("dp"), number] if data.follows_rampup else []
-        )
-        return micro_batch(data, run, step, number)
+    def note_position(
+        loader: corpus_loader.CorpusLoader, runtime: Runtime, step: int, number: int
+    ) -> MicroBatch:
+        position.clear()
+        if loader.follows_rampup:
+            position.extend([runtime.mesh.rank, step, runtime.mesh.coordinate("dp"), number])
+        return micro_batch(loader, runtime, step, number)
 
-    def noted(dataset: IndexedDataset, ids: Int64s, **more: int) -> Int64s:
-        if here:
-            with (tmp_path / f"rank{here[0]}").open("a") as file:
-                file.write(json.dumps([*here[1:], ids.tolist()]) + "\n")
-        return fetched(dataset, ids, **more)
+    def note_samples(dataset: IndexedDataset, ids: Int64s, **more: int) -> Int64s:
+        if position:
+            with (tmp_path / f"rank{position[0]}").open("a") as file:
+                file.write(json.dumps([*position[1:], ids.tolist()]) + "\n")
+        return read_samples(dataset, ids, **more)
 
-    monkeypatch.setattr(corpus_loader.CorpusLoader, "micro_batch", asked)
-    monkeypatch.setattr(corpus_loader, "read_samples", noted)
+    monkeypatch.setattr(corpus_loader.CorpusLoader, "micro_batch", note_position)
+    monkeypatch.setattr(corpus_loader, "read_samples", note_samples)
     for steps, layout in ((3, "ep2,mbs2"), (5, "cp2,mbs4"), (9, "tp2,ep2,mbs1")):
-        work = tiny_jobs.build_workload(data, steps=steps)
-        work = replace(work, optimizer=replace(work.optimizer, decay_steps=9))
-        assert train(tiny_jobs.build_plan(work, layout, world_size=2), tmp_path / "run") is ExitCode.DONE
+        workload = tiny_jobs.build_workload(data, steps=steps)
+        workload = replace(workload, optimizer=replace(workload.optimizer, decay_steps=9))
+        assert (
+            train(tiny_jobs.build_plan(workload, layout, world_size=2), tmp_path / "run")
+            is ExitCode.DONE
+        )
     lines = [
         json.loads(line)
         for rank in (0, 1)
         for line in (tmp_path / f"rank{rank}").read_text().splitlines()
     ]
-    found = {(step, place, number): ids for step, place, number, ids in lines}
-    assert all(
-        found[step, place, number] == ids for step, place, number, ids in lines
-    )  # of ranks that share rows
-    stream = [sample for key in sorted(found) for sample in found[key]]
+    samples_read = {(step, dp_rank, number): ids for step, dp_rank, number, ids in lines}
+    # Ranks that share rows read the same samples.
+    assert all(samples_read[step, dp_rank, number] == ids for step, dp_rank, number, ids in lines)
+    stream = [sample for key in sorted(samples_read) for sample in samples_read[key]]
     assert len(stream) == 9 * 8
     for first in (0, samples):
         assert sorted(stream[first : first + samples]) == list(range(samples))
-    assert stream == Sampler(samples=samples, seed=work.seed).sample_ids(0, len(stream)).tolist()
+    assert (
+        stream == Sampler(samples=samples, seed=workload.seed).sample_ids(0, len(stream)).tolist()
+    )
     assert [line["tokens"] for line in read_steps(tmp_path / "run")] == 9 * [8 * 32]
 
 
@@ -213,22 +224,25 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The last rank's gradient turns NaN on the second step; no rank updates, and training goes
-    on."""
-    reduce, begin = DistributedOptimizer.reduce_gradients, DistributedOptimizer.begin_step
+    """The last rank's gradient turns NaN on the second step.
+
+    No rank updates, and training goes on.
+    """
+    reduce = DistributedOptimizer.reduce_gradients
+    begin = DistributedOptimizer.begin_step
     begun = {"steps": 0}
 
-    def counting_begin(self: DistributedOptimizer, *given: int) -> None:
+    def begin_and_count(self: DistributedOptimizer, *arguments: int) -> None:
         begun["steps"] += 1
-        begin(self, *given)
+        begin(self, *arguments)
 
-    def poisoned_reduce(self: DistributedOptimizer) -> float:
+    def reduce_with_nan(self: DistributedOptimizer) -> float:
         if begun["steps"] == 2 and self._runtime.mesh.rank == 1:
             self.buckets[-1].grads[0] = float("nan")
         return reduce(self)
 
-    monkeypatch.setattr(DistributedOptimizer, "begin_step", counting_begin)
-    monkeypatch.setattr(DistributedOptimizer, "reduce_gradients", poisoned_reduce)
+    monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_and_count)
+    monkeypatch.setattr(DistributedOptimizer, "reduce_gradients", reduce_with_nan)
     plan = make_plan(data, steps=3)
     plan = replace(
         plan,
@@ -247,43 +261,47 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
     )
 
 
-@pytest.mark.parametrize("where", ["weight", "loss"])
+@pytest.mark.parametrize("spoiled", ["weight", "loss"])
 def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
-    where: str,
+    spoiled: str,
     data: DataSpec,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """On the last rank, from the third step on. What was saved before stays the last checkpoint."""
+    """The last rank goes wrong from the third step on.
+
+    What was saved before stays the last checkpoint.
+    """
     begin = DistributedOptimizer.begin_step
     begun = {"steps": 0}
 
-    def poisoned_begin(self: DistributedOptimizer, *given: int) -> None:
+    def begin_with_nan(self: DistributedOptimizer, *arguments: int) -> None:
         begun["steps"] += 1
-        if (
-            begun["steps"] == 2 and self._runtime.mesh.rank == 1
-        ):  # an expert of its own: what is shared all ranks get
+        if begun["steps"] == 2 and self._runtime.mesh.rank == 1:
+            # An expert of this rank alone: all ranks get what they share.
             bucket = next(
                 bucket for bucket in self.buckets if ".experts." in bucket.owned[0].parameter.name
             )
             bucket.master[bucket.owned[0].shard_slice][0] = float("nan")
-        begin(self, *given)
+        begin(self, *arguments)
 
-    def counting_begin(self: DistributedOptimizer, *given: int) -> None:
+    def begin_and_count(self: DistributedOptimizer, *arguments: int) -> None:
         begun["steps"] += 1
-        begin(self, *given)
+        begin(self, *arguments)
 
-    def poisoned_loss(run: Runtime, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
-        nll, logits = token_loss(run, *given)
-        return (nll * float("inf") if begun["steps"] == 3 and run.mesh.rank == 1 else nll), logits
+    def infinite_loss(runtime: Runtime, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        nll, logits = token_loss(runtime, *arguments)
+        if begun["steps"] == 3 and runtime.mesh.rank == 1:
+            nll = nll * float("inf")
+        return nll, logits
 
     token_loss = transformer.compute_token_loss
-    if where == "loss":
-        monkeypatch.setattr(transformer, "compute_token_loss", poisoned_loss)
-        monkeypatch.setattr(DistributedOptimizer, "begin_step", counting_begin)
+    if spoiled == "loss":
+        monkeypatch.setattr(transformer, "compute_token_loss", infinite_loss)
+        monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_and_count)
     else:
-        monkeypatch.setattr(DistributedOptimizer, "begin_step", poisoned_begin)
+        monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_with_nan)
     plan = make_plan(data)
     plan = replace(
         plan,
@@ -294,54 +312,58 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
     began_s = time.monotonic()
     assert train(plan, tmp_path) is ExitCode.RANK_FAILED
     assert time.monotonic() - began_s < 30
-    said = capfd.readouterr().err.splitlines()[0]
-    what = "weight layers.[0-9].moe.experts.[a-z_]+.weight" if where == "weight" else "the loss"
-    assert re.match(f"rank 1 failed at step 3: FloatingPointError: {what} is not finite;", said), (
-        said
-    )
+    message = capfd.readouterr().err.splitlines()[0]
+    expected = "the loss"
+    if spoiled == "weight":
+        expected = "weight layers.[0-9].moe.experts.[a-z_]+.weight"
+    assert re.match(
+        f"rank 1 failed at step 3: FloatingPointError: {expected} is not finite;", message
+    ), message
     last = find_latest(tmp_path / "checkpoints")
     assert last is not None
     assert last.name == "step-00000002"
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "field"),
     [
         ({"seed": 99}, "train.seed"),
         ({"global_batch": 16}, "train.global_batch"),
     ],
 )
 def test_a_checkpoint_of_another_job_is_refused(
-    change: dict[str, int], named: str, data: DataSpec, tmp_path: Path
+    change: dict[str, int], field: str, data: DataSpec, tmp_path: Path
 ) -> None:
     plan = make_plan(data, steps=2)
     assert train(plan, tmp_path) is ExitCode.DONE
     with pytest.raises(BadInput) as refused:
         train(replace(plan, workload=replace(plan.workload, steps=4, **change)), tmp_path)
-    assert named in str(refused.value)
-    assert read_json(Plan, tmp_path / "plan.json") == plan  # still that of the run
+    assert field in str(refused.value)
+    assert read_json(Plan, tmp_path / "plan.json") == plan  # the plan is still that of the run
 
 
 def test_another_layout_leaves_no_ledger_of_the_last_one(data: DataSpec, tmp_path: Path) -> None:
     assert train(make_plan(data, steps=2), tmp_path) is ExitCode.DONE
     assert len(list((tmp_path / "ledger").glob("rank*.json"))) == 2
-    alone = tiny_jobs.build_plan(tiny_jobs.build_workload(data, steps=2), "mbs2", world_size=1)
-    assert train(alone, tmp_path, extend=True) is ExitCode.DONE
+    single_rank = tiny_jobs.build_plan(
+        tiny_jobs.build_workload(data, steps=2), "mbs2", world_size=1
+    )
+    assert train(single_rank, tmp_path, extend=True) is ExitCode.DONE
     assert [path.name for path in (tmp_path / "ledger").glob("rank*.json")] == ["rank00000.json"]
-    assert read_json(Plan, tmp_path / "plan.json") == alone
+    assert read_json(Plan, tmp_path / "plan.json") == single_rank
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [("[]", "is not a record"), ('{"kind": "x"}', "is not a record"), ("{", "is not JSON")],
 )
 def test_a_damaged_record_is_refused_before_the_first_step(
-    line: str, said: str, data: DataSpec, tmp_path: Path
+    line: str, message: str, data: DataSpec, tmp_path: Path
 ) -> None:
     (tmp_path / "steps.jsonl").write_text(f"{line}\n")
     with pytest.raises(BadInput) as refused:
         train(make_plan(data, steps=2), tmp_path)
-    assert f"{tmp_path}/steps.jsonl:1: {said}" in str(refused.value)
+    assert f"{tmp_path}/steps.jsonl:1: {message}" in str(refused.value)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -361,12 +383,12 @@ def test_a_foreign_pickle_is_refused_before_anything_is_written(
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_anything_is_written(
     data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need = 12 * count_parameters(tiny_jobs.MODEL).total
+    needed_bytes = 12 * count_parameters(tiny_jobs.MODEL).total
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_bytes - 1))
     with pytest.raises(BadInput) as refused:
         train(make_plan(data), tmp_path / "deep" / "run")
-    assert f"({need} bytes), {need - 1} bytes are free" in str(refused.value)
+    assert f"({needed_bytes} bytes), {needed_bytes - 1} bytes are free" in str(refused.value)
     assert not (tmp_path / "deep").exists()
 
 
@@ -376,14 +398,14 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
     plan = make_plan(data)
     device = replace(plan.hardware.device, kind=DeviceKind.CUDA)
     plan = replace(plan, hardware=replace(plan.hardware, name="2x H100", device=device))
-    for found, said in (
+    for devices, message in (
         (0, "train.hardware=2x H100: needs 2 CUDA devices"),
         (1, "nearest legal value: 1"),
     ):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda found=found: found)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
         with pytest.raises(BadInput) as refused:
             train(plan, tmp_path / "run")
-        assert said in str(refused.value)
+        assert message in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,5 +1,4 @@
-"""`moewright tune` from a job file to a validated plan: real runs, taken up again, and what it
-refuses."""
+"""`moewright tune` makes a validated plan from a job file by real runs, which it takes up again."""
 
 from __future__ import annotations
 
@@ -59,21 +58,16 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    verb = [
-        "tune",
-        str(job),
-        "--out",
-        str(out),
-        "--budget-minutes",
-        "0.1",
-    ]  # it bounds the test, not what it holds
-    assert main(verb) == 0
-    said = capfd.readouterr().out
-    assert "fit:" in said
-    assert "loss" not in said.split("fit:")[0]  # the trials' own output lies beside them
+    # The budget bounds the time of the test; the assertions hold for any.
+    command = ["tune", str(job), "--out", str(out), "--budget-minutes", "0.1"]
+    assert main(command) == 0
+    output = capfd.readouterr().out
+    assert "fit:" in output
+    assert "loss" not in output.split("fit:")[0]  # the output of trials lies in their folders
     trials = read_journal(out)
     assert trials[0].outcome.step_s > 0
-    plan, report = read_json(Plan, out / "plan.json"), (out / "report.md").read_text()
+    plan = read_json(Plan, out / "plan.json")
+    report = (out / "report.md").read_text()
     assert plan.workload.steps == 100
     assert read_json(Contract, out / "contract.json").label is Label.TRAINING
     validated = [trial for trial in trials if trial.length is TrialLength.VALIDATE][-1]
@@ -91,10 +85,10 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     for heading in ("## Contract", "## Fit", "## Validate"):
         assert heading in report
 
-    assert main(verb) == 0  # everything is known: nothing runs
+    assert main(command) == 0  # every trial has been made: nothing runs
     assert read_journal(out) == trials
     assert (out / "report.md").read_text() == report
-    assert main([*verb, "--set", "train.seq_len=16"]) == 2
+    assert main([*command, "--set", "train.seq_len=16"]) == 2
     assert "another contract: its seq_len is 32, not 16" in capfd.readouterr().err
 
 
@@ -105,20 +99,20 @@ def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
         ("broke", "other"),
     ],
 )
-def test_a_rank_without_memory_is_told_from_one_that_breaks(
+def test_a_rank_without_memory_is_distinguished_from_one_that_breaks(
     error: str, failure: str, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError(error)
 
-    asked = read_tuning_request(job, on="", predict=False, overrides=(), tell=print)
-    plan = StepPredictor(asked.space).build_plan(
-        asked.space.start, trial_workload(asked.space.workload, TrialLength.SCREEN)
+    request = read_tuning_request(job, on="", predict=False, overrides=(), tell=print)
+    plan = StepPredictor(request.space).build_plan(
+        request.space.start, trial_workload(request.space.workload, TrialLength.SCREEN)
     )
-    monkeypatch.setattr(Transformer, "forward", fails)
+    monkeypatch.setattr(Transformer, "forward", fail)
     outcome = run_trial(
         tmp_path,
-        TrialRequest(point=asked.space.start, length=TrialLength.SCREEN, repeat=1, plan=plan),
+        TrialRequest(point=request.space.start, length=TrialLength.SCREEN, repeat=1, plan=plan),
     )
     assert outcome.failure == failure
     assert error in outcome.said
@@ -136,7 +130,7 @@ def test_predictions_run_nothing_and_say_so(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--on", "8xH100"], "--predict"),
         (["--budget-minutes", "-1"], "--budget-minutes"),
@@ -150,11 +144,11 @@ def test_predictions_run_nothing_and_say_so(
         (["--on", "8xH1000", "--predict"], "--on"),
     ],
 )
-def test_bad_input_is_one_line(
-    job: Path, options: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_bad_input_is_refused_in_one_line(
+    job: Path, options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", str(job), "--out", str(tmp_path / "out"), *options]) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1
-    assert said in error
+    assert message in error
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,7 @@
-"""Upcycling: the model of experts computes what the dense one did, in every layout, and learns on
-from there."""
+"""Upcycling: the model with experts computes what the dense one did, in every layout.
+
+It goes on learning from there.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 @pytest.fixture(scope="module")
 def dense(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a dense model, trained for a few steps on two ranks."""
+    """Train a dense model for a few steps on two ranks."""
     run_dir = tmp_path_factory.mktemp("dense")
     plan = tiny_jobs.build_plan(
         tiny_jobs.build_workload(data, steps=STEPS), "tp2,mbs2", world_size=2, model=DENSE
@@ -59,75 +61,76 @@ def dense(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+    runs: dict[str, Path] = {}
 
-    def of(options: str) -> Path:
-        if options not in made:
-            made[options] = tmp_path_factory.mktemp("upcycled") / "moe"
-            assert main(["upcycle", str(dense), "--out", str(made[options]), *options.split()]) == 0
-        return made[options]
+    def upcycle(options: str) -> Path:
+        if options not in runs:
+            runs[options] = tmp_path_factory.mktemp("upcycled") / "moe"
+            assert main(["upcycle", str(dense), "--out", str(runs[options]), *options.split()]) == 0
+        return runs[options]
 
-    return of
+    return upcycle
 
 
-def logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
-    """Of one process, for random tokens."""
+def compute_logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
+    """Compute the logits of one process for random tokens."""
 
-    def rank(seat: RankContext) -> RankOutcome:
-        plan = tiny_jobs.build_plan(PROBE, "mbs4", world_size=1, model=model)
-        fixed = draw_batches(model)
-        job = build_train_state(
+    def run_rank(context: RankContext) -> RankOutcome:
+        plan = tiny_jobs.build_plan(PROBE_WORKLOAD, "mbs4", world_size=1, model=model)
+        batches = draw_batches(model)
+        state = build_train_state(
             Job(model=model, workload=plan.workload, layout=plan.layout),
-            fixed,
+            batches,
             rank=0,
-            device=init_distributed(seat),
+            device=init_distributed(context),
             initial_value=draw_initial_value,
         )
-        load_checkpoint(find_checkpoint(weights), shards=job.weight_shards(), comm=single_process())
-        job.optimizer.all_gather_params()
-        torch.save(
-            torch.cat(
-                [p.tensor.flatten(0, 1) for p in _compute_outputs(job, fixed) if p.name == "logits"]
-            ),
-            folder / "l",
+        load_checkpoint(
+            find_checkpoint(weights), shards=state.weight_shards(), comm=single_process()
         )
+        state.optimizer.all_gather_params()
+        outputs = _compute_outputs(state, batches)
+        parts = [shard.tensor.flatten(0, 1) for shard in outputs if shard.name == "logits"]
+        torch.save(torch.cat(parts), folder / "logits")
         return RankOutcome.DONE
 
     folder.mkdir()
-    assert launch(rank, nproc=1, run_dir=folder / "run") is ExitCode.DONE
-    return torch.load(folder / "l")
+    assert launch(run_rank, nproc=1, run_dir=folder / "run") is ExitCode.DONE
+    return torch.load(folder / "logits")
 
 
-PROBE = replace(tiny_jobs.build_workload(DataSpec()), seq_len=16)
+PROBE_WORKLOAD = replace(tiny_jobs.build_workload(DataSpec()), seq_len=16)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_the_function_is_kept_exactly(
+def test_upcycling_keeps_the_function_exactly(
     choice: str, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """max |moe(x) - dense(x)| is rounding: sums in another order, in fp32."""
+    """The difference max |moe(x) - dense(x)| is rounding: sums in another order, in fp32."""
     out = upcycled(CHOICES[choice])
-    wanted = logits(DENSE, dense, tmp_path / "dense")
-    found = logits(read_config(out), out, tmp_path / "moe")
-    worst = float((found - wanted).abs().max() / wanted.abs().max())
+    expected = compute_logits(DENSE, dense, tmp_path / "dense")
+    actual = compute_logits(read_config(out), out, tmp_path / "moe")
+    worst = float((actual - expected).abs().max() / expected.abs().max())
     print(f"{choice}: max |moe(x) - dense(x)| / max |dense(x)| = {worst:.1e}")
     assert worst <= 3e-6
 
 
-def test_the_published_factors_keep_it_about(
+def test_the_published_factors_keep_the_function_approximately(
     dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """SwiGLU is not homogeneous: the cube root on its gate changes the function, less so than no
-    factor at all."""
+    """SwiGLU is not homogeneous.
+
+    The cube root on its gate changes the function, but less so than no factor at all.
+    """
     out = upcycled(CHOICES["granular"] + " --scaling published")
-    wanted = logits(DENSE, dense, tmp_path / "dense")
-    found = logits(read_config(out), out, tmp_path / "moe")
-    worst = float((found - wanted).abs().max() / wanted.abs().max())
+    expected = compute_logits(DENSE, dense, tmp_path / "dense")
+    actual = compute_logits(read_config(out), out, tmp_path / "moe")
+    worst = float((actual - expected).abs().max() / expected.abs().max())
     print(f"published factors: {worst:.1e}")
     assert 1e-4 < worst < 1.0
 
 
-def go_on(
+def continue_training(
     data: DataSpec,
     model: ModelSpec,
     weights: Path | None,
@@ -135,10 +138,10 @@ def go_on(
     world_size: int,
     run_dir: Path,
 ) -> list[float]:
-    """Losses of a few steps from given weights."""
-    work = tiny_jobs.build_workload(data, steps=STEPS, weights=str(weights or ""))
+    """Return the losses of a few steps from given weights."""
+    workload = tiny_jobs.build_workload(data, steps=STEPS, weights=str(weights or ""))
     assert (
-        train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), run_dir)
+        train(tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), run_dir)
         is ExitCode.DONE
     )
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
@@ -148,46 +151,59 @@ def go_on(
 def test_training_goes_on_without_a_jump_in_any_layout(
     data: DataSpec, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The first loss is that of the dense model going on from the same weights; from there it only
-    falls."""
+    """The first loss is that of the dense model going on from the same weights.
+
+    From there it only falls.
+    """
     out = upcycled(CHOICES["granular"])
     model = read_config(out)
-    wanted = go_on(data, DENSE, dense, "mbs2", 1, tmp_path / "dense")
-    fresh = go_on(data, DENSE, None, "mbs2", 1, tmp_path / "fresh")
-    assert wanted[0] < fresh[0] - 0.1  # the weights are those that were trained
+    dense_losses = continue_training(data, DENSE, dense, "mbs2", 1, tmp_path / "dense")
+    fresh_losses = continue_training(data, DENSE, None, "mbs2", 1, tmp_path / "fresh")
+    assert dense_losses[0] < fresh_losses[0] - 0.1  # the weights are those that were trained
     for number, (world_size, layout) in enumerate(
         [(1, "mbs2"), (4, "tp2,ep4,mbs2"), (4, "pp2,ep2,zero0,mbs2,layout='Et*2|tL'")]
     ):
-        found = go_on(data, model, out, layout, world_size, tmp_path / str(number))
-        assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+        moe_losses = continue_training(data, model, out, layout, world_size, tmp_path / str(number))
+        assert moe_losses[0] == pytest.approx(dense_losses[0], rel=1e-5)
         print(
-            layout, [round(loss, 4) for loss in found], "dense", [round(loss, 4) for loss in wanted]
+            layout,
+            [round(loss, 4) for loss in moe_losses],
+            "dense",
+            [round(loss, 4) for loss in dense_losses],
         )
-        assert max(found) == found[0]  # no jump
-        assert found[-1] < found[0] - 0.5 * (wanted[0] - wanted[-1])
+        assert max(moe_losses) == moe_losses[0]  # no jump
+        assert moe_losses[-1] < moe_losses[0] - 0.5 * (dense_losses[0] - dense_losses[-1])
 
 
 def test_a_hugging_face_folder_upcycles_too(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=101, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
-    source, out = tmp_path / "hf", tmp_path / "moe"
-    theirs = transformers.LlamaForCausalLM(config)
-    theirs.save_pretrained(source)
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=101,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    source = tmp_path / "hf"
+    out = tmp_path / "moe"
+    dense_model = transformers.LlamaForCausalLM(config)
+    dense_model.save_pretrained(source)
     assert main(["upcycle", str(source), "--out", str(out), "--experts", "4", "--top-k", "2"]) == 0
     assert read_json_data(out / "config.json")["model_type"] == "mixtral"
     model = read_config(out)
     ids = draw_batches(model).inputs[0]
     with torch.no_grad():
-        wanted = theirs(ids).logits.flatten(0, 1)
-    found = logits(model, out, tmp_path / "probe")
-    assert float((found - wanted).abs().max() / wanted.abs().max()) <= 1e-5
+        expected = dense_model(ids).logits.flatten(0, 1)
+    actual = compute_logits(model, out, tmp_path / "probe")
+    assert float((actual - expected).abs().max() / expected.abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--experts 4 --top-k 5", "moewright: --top-k=5: must be at most experts 4"),
         (
@@ -198,11 +214,11 @@ def test_a_hugging_face_folder_upcycles_too(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_end_in_one_line(
-    options: str, said: str, dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    options: str, message: str, dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["upcycle", str(dense), "--out", str(tmp_path / "o"), *options.split()]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert not (tmp_path / "o").exists()
 
 
@@ -211,7 +227,7 @@ def test_bad_folders_end_in_one_line(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("")
-    for source, out, said in (
+    for source, out, message in (
         (tmp_path / "nowhere", tmp_path / "o", "no such folder"),
         (tmp_path / "full", tmp_path / "o", "holds no checkpoint of moewright"),
         (dense, tmp_path / "full", "--out"),
@@ -220,17 +236,17 @@ def test_bad_folders_end_in_one_line(
             main(["upcycle", str(source), "--out", str(out), "--experts", "4", "--top-k", "2"]) == 2
         )
         (line,) = capfd.readouterr().err.splitlines()
-        assert said in line
+        assert message in line
     assert not (tmp_path / "o").exists()
 
 
 def test_weights_of_another_model_are_refused(data: DataSpec, dense: Path, tmp_path: Path) -> None:
-    work = tiny_jobs.build_workload(data, weights=str(dense))
+    workload = tiny_jobs.build_workload(data, weights=str(dense))
     wider = replace(DENSE, dense_ffn_size=64)
-    job: Plan = tiny_jobs.build_plan(work, "mbs2", world_size=1, model=wider)
+    plan: Plan = tiny_jobs.build_plan(workload, "mbs2", world_size=1, model=wider)
     with pytest.raises(
         BadInput,
         match=r"model.weights: model.dense_ffn_size is 48 in the checkpoint and 64 in the job",
     ):
-        train(job, tmp_path / "run")
+        train(plan, tmp_path / "run")
     assert not (tmp_path / "run").exists()

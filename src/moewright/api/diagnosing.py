@@ -11,7 +11,7 @@ from moewright.api.reporting import PLAN_FILE, find_run_folder
 from moewright.codec import read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
-from moewright.diagnosis.priced_fixes import PricedJob, price_findings
+from moewright.diagnosis.priced_fixes import price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.log_findings import diagnose_log
@@ -56,7 +56,7 @@ class Diagnosis(Record):
     source: DiagnosisSource
     findings: tuple[Finding, ...]
     waterfall: Waterfall | None
-    job: PricedJob | None
+    job: Plan | None
     notes: tuple[str, ...] = ()
     hint: str = ""
     breakdowns: tuple[Breakdown, ...] = ()  # of traces, one a rank
@@ -122,20 +122,20 @@ def diagnose(
     if is_engine_run(path):
         return _diagnose_engine_run(path)
     notes: tuple[str, ...] = ()
-    job = price_plan(plan) if plan else None
+    job = plan
     if script is not None:
         if plan is not None:
             rule = "states the job, and so does the plan"
             raise BadInput(Reason(field="script", value=str(script), rule=rule))
         reading = read_flags(script, on=on, model=model)
         notes = reading.notes
-        job = price_plan(reading.plan)
+        job = reading.plan
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
     if path.name == MERGED_TRACE_FILE and (path.parent / TRACE_FOLDER).is_dir():
         path = path.parent / TRACE_FOLDER  # the same, rank by rank
     if job is None and (path.parent / PLAN_FILE).exists():
-        job = price_plan(read_json(Plan, path.parent / PLAN_FILE))
+        job = read_json(Plan, path.parent / PLAN_FILE)
     if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
         return _diagnose_traces(path, job, notes)
     return _diagnose_log(path, job, notes, model=model, on=on)
@@ -144,17 +144,6 @@ def diagnose(
 def is_engine_run(path: Path) -> bool:
     """Tell whether a path is the folder of a run of this engine, or the plan.json in it."""
     return (find_run_folder(path) / PLAN_FILE).exists()
-
-
-def price_plan(plan: Plan) -> PricedJob:
-    """Return the job of a plan, for pricing fixes."""
-    return PricedJob(
-        model=plan.model,
-        workload=plan.workload,
-        hardware=plan.hardware,
-        layout=plan.layout,
-        estimate=plan.estimate,
-    )
 
 
 def _is_sqlite(path: Path) -> bool:
@@ -168,7 +157,7 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
     if not findings:
         rule = "holds no finished steps to diagnose"
         raise BadInput(Reason(field=str(folder), rule=rule, nearest="a run that trained"))
-    job = price_plan(record.plan)
+    job = record.plan
     return Diagnosis(
         source=DiagnosisSource.RUN,
         findings=price_findings(findings, job),
@@ -177,7 +166,7 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
     )
 
 
-def _diagnose_traces(path: Path, job: PricedJob | None, notes: tuple[str, ...]) -> Diagnosis:
+def _diagnose_traces(path: Path, job: Plan | None, notes: tuple[str, ...]) -> Diagnosis:
     is_nsight = path.is_file() and _is_sqlite(path)
     captures = read_nsight(path) if is_nsight else read_traces(path)
     if not captures:
@@ -204,7 +193,7 @@ def _diagnose_traces(path: Path, job: PricedJob | None, notes: tuple[str, ...]) 
 
 
 def _diagnose_log(
-    path: Path, job: PricedJob | None, notes: tuple[str, ...], *, model: str, on: str | Hardware
+    path: Path, job: Plan | None, notes: tuple[str, ...], *, model: str, on: str | Hardware
 ) -> Diagnosis:
     log = read_log(path)
     if job is None and log.arguments and on:
@@ -231,13 +220,15 @@ def _diagnose_log(
 
 def _read_logged_job(
     log: MegatronLog, path: Path, *, model: str, on: str | Hardware
-) -> tuple[PricedJob | None, tuple[str, ...]]:
+) -> tuple[Plan | None, tuple[str, ...]]:
     """Return the job by the arguments that the log printed, or the reason why there is none."""
     try:
         reading = read_logged_flags(log.arguments, path, model=model, on=on)
     except BadInput as error:
         return None, (f"the log's arguments make no job that can be planned: {error}",)
-    return (price_plan(reading.plan) if reading else None), ()
+    if reading is None:
+        return None, ()
+    return reading.plan, ()
 
 
 def read_run(folder: Path | str) -> RunRecord:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from moewright.cost.op_time import interpolate
-from moewright.diagnosis.priced_fixes import PricedJob, find_fixes
+from moewright.diagnosis.priced_fixes import find_fixes
 from moewright.diagnosis.thresholds import CAUSE_OF_PART, MEMORY_SHARE, order_findings
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CLASS_OF_ENGINE_GROUP
 from moewright.diagnosis.waterfall import (
@@ -217,7 +217,7 @@ def _first_rank_times(record: RunRecord) -> _RankTimes:
     )
 
 
-def build_run_waterfall(record: RunRecord, critical: CriticalRank, job: PricedJob) -> Waterfall:
+def build_run_waterfall(record: RunRecord, critical: CriticalRank, job: Plan) -> Waterfall:
     """Build the waterfall from the ideal step to the measured one, on the critical rank.
 
     Waits, host and the crowded machine are as measured; inside the compute, which nobody timed
@@ -253,7 +253,7 @@ def build_run_waterfall(record: RunRecord, critical: CriticalRank, job: PricedJo
     return close_waterfall(ideal_s, note, drops, step_s)
 
 
-def _waiting_drops(critical: CriticalRank, job: PricedJob) -> Iterator[WaterfallDrop]:
+def _waiting_drops(critical: CriticalRank, job: Plan) -> Iterator[WaterfallDrop]:
     """Yield the waits, predicted where nobody timed them."""
     for cause, seconds in critical.waits.items():
         yield _measured(f"waiting: {cause}", seconds)

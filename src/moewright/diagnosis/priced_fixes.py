@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moewright.codec import format_layout
 from moewright.cost.estimate import estimate
@@ -10,37 +10,22 @@ from moewright.diagnosis.remedies import REMEDIES, Remedy, RemedyContext
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Cause, Finding, Fix, PredictedChange
-from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout
-from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate
-from moewright.spec.workload import Workload
+from moewright.spec.plan import Plan
 
 NOTHING_TO_CHANGE = "nothing to change: the layout has it, or cannot have more of it"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PricedJob:
-    """A job that the planner can price, with its estimate."""
-
-    model: ModelSpec
-    workload: Workload
-    hardware: Hardware
-    layout: Layout
-    estimate: Estimate
-
-
-def find_fixes(cause: Cause, job: PricedJob | None = None) -> tuple[Fix, ...]:
+def find_fixes(cause: Cause, job: Plan | None = None) -> tuple[Fix, ...]:
     """Return the fixes of a cause in the order of trying, with prices where the job is known."""
     return tuple(_build_fix(remedy, job) for remedy in REMEDIES[cause])
 
 
-def price_findings(findings: tuple[Finding, ...], job: PricedJob) -> tuple[Finding, ...]:
+def price_findings(findings: tuple[Finding, ...], job: Plan) -> tuple[Finding, ...]:
     """Return the findings with prices on their fixes."""
     return tuple(replace(finding, fixes=find_fixes(finding.cause, job)) for finding in findings)
 
 
-def _build_fix(remedy: Remedy, job: PricedJob | None) -> Fix:
+def _build_fix(remedy: Remedy, job: Plan | None) -> Fix:
     fix = Fix(text=remedy.text, megatron=remedy.megatron, excludes=remedy.excludes)
     if job is None or remedy.change is None:
         return fix

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from moewright.diagnosis.priced_fixes import PricedJob
 from moewright.spec.finding import Basis, Waterfall, WaterfallDrop
 from moewright.spec.hardware import Hardware
-from moewright.spec.plan import TimePart
+from moewright.spec.plan import Plan, TimePart
 from moewright.spec.workload import Dtype, Workload
 
 # Parts of a predicted step that do model FLOPs, recompute aside.
@@ -36,7 +35,7 @@ def peak_flops(hardware: Hardware, precision: Dtype) -> float:
     return next((peak.rate.value for peak in hardware.device.peaks if peak.dtype is precision), 0.0)
 
 
-def ideal_step_s(job: PricedJob) -> float:
+def ideal_step_s(job: Plan) -> float:
     """Return the seconds of a step of nothing but model FLOPs at the peak; 0: no peak is known."""
     peak = peak_flops(job.hardware, job.workload.precision)
     return job.estimate.model_flops_per_step / job.layout.world_size / peak if peak else 0.0
@@ -65,7 +64,7 @@ def close_waterfall(
 
 
 def build_log_waterfall(
-    job: PricedJob,
+    job: Plan,
     measured_s: float,
     timed_parts: Mapping[TimePart, float] = MappingProxyType({}),
 ) -> Waterfall:
@@ -83,7 +82,7 @@ def build_log_waterfall(
     return close_waterfall(ideal_step_s(job), note, (*measured, *predicted), measured_s)
 
 
-def predict_drops(job: PricedJob) -> Iterator[WaterfallDrop]:
+def predict_drops(job: Plan) -> Iterator[WaterfallDrop]:
     """Yield the drops of the predicted step."""
     seconds = {share.part: share.seconds for share in job.estimate.shares}
     # Rows of the hottest rank over the mean lengthen every expert product and exchange alike.

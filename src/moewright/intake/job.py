@@ -23,10 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import closest_match, explicit_fields, format_value, read_toml_data
+from moewright.codec import (
+    closest_match,
+    explicit_fields,
+    format_value,
+    parse_count,
+    read_toml_data,
+)
 from moewright.intake import catalogue, hf
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
-from moewright.intake.job_workload import read_workload, resolve_beside
+from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
@@ -57,7 +63,7 @@ class JobFile:
 def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
     """Read the job in a TOML file, after `overrides` like "train.lr=1e-3".
 
-    Values of overrides are written as in TOML; bare text is text.
+    Values of overrides are written as in TOML; bare text is text, and counts may be like 128k.
 
     Raises:
         BadInput: names file, section and key.
@@ -95,6 +101,8 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
         nearest = closest_match(section, _SECTIONS)
         raise BadInput(Reason(field=f"--set {section}", rule="is no section", nearest=nearest))
     value = _parse_toml_value(value_text)
+    if isinstance(value, str) and value[:1].isdigit() and f"{section}.{name}" in count_keys():
+        value = parse_count(value, f"--set {section}.{name}")
     outer, dot, inner = name.partition(".")
     if dot and isinstance(table.setdefault(outer, {}), dict):
         table[outer][inner] = value

@@ -82,6 +82,24 @@ def read_workload(
     return workload
 
 
+def count_keys() -> frozenset[str]:
+    """Return the keys of a job whose values are whole numbers, such as train.seq_len."""
+    sections = {
+        "data": (DataSpec,),
+        "checkpoint": (CheckpointSpec,),
+        "train.profile": (ProfileSpec,),
+    }
+    tables = sections | {"train": (Workload, *_FLAT_RECORDS.values())}
+    keys = {
+        f"{section}.{field.name}"
+        for section, records in tables.items()
+        for record in records
+        for field in fields(record)
+        if field.type in ("int", int)
+    }
+    return frozenset(keys | {"train.nproc"})
+
+
 def resolve_beside(path: Path, value: str) -> str:
     """Return a path that starts at the job file's folder as one from here; "" stays ""."""
     return os.path.normpath(path.parent / value) if value else ""

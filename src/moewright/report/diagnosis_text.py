@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.diagnosis.priced_fixes import PricedJob
 from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.capture import KernelKind
 from moewright.diagnosis.traces.megatron_log import MegatronLog
 from moewright.report.console import make_table
 from moewright.spec.finding import Finding, Fix, Waterfall
+from moewright.spec.plan import Plan
 from moewright.spec.units import TERA, format_bytes, format_seconds
 
 _MAX_NAME_WIDTH = 72
@@ -173,7 +173,7 @@ def _waterfall_table(waterfall: Waterfall) -> Table:
     return table
 
 
-def print_log(console: Console, log: MegatronLog, job: PricedJob | None) -> None:
+def print_log(console: Console, log: MegatronLog, job: Plan | None) -> None:
     """Print what a console log measured, and what was predicted where the job is known."""
     if log.iterations:
         _print_iterations(console, log)
@@ -217,7 +217,7 @@ def _timer_table(log: MegatronLog) -> Table:
     return table
 
 
-def _print_prediction(console: Console, log: MegatronLog, job: PricedJob) -> None:
+def _print_prediction(console: Console, log: MegatronLog, job: Plan) -> None:
     estimate = job.estimate
     devices = job.layout.world_size
     text = (

@@ -14,7 +14,6 @@ from moewright.diagnosis.engine_run import (
     diagnose_run,
     find_critical_rank,
 )
-from moewright.diagnosis.priced_fixes import PricedJob
 from moewright.diagnosis.thresholds import order_findings
 from moewright.diagnosis.traces.log_findings import predict_findings
 from moewright.diagnosis.waterfall import describe_ideal_step, ideal_step_s, predict_drops
@@ -135,7 +134,7 @@ def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
         peak_bytes=fullest_rank_bytes(record),
         load_factor=median(load_factors) if load_factors else 0.0,
         findings=_without_fixes(diagnose_run(record)),
-        waterfall=build_run_waterfall(record, critical, _priced_job(record.plan)),
+        waterfall=build_run_waterfall(record, critical, record.plan),
         checks=check_winner(record) if length is TrialLength.VALIDATE else (),
     )
 
@@ -201,28 +200,17 @@ def predict_outcome(request: TrialRequest) -> TrialOutcome:
     """Return the plan's estimate in the place of a run, with the walls that it expects."""
     plan = request.plan
     prediction = plan.estimate
-    job = _priced_job(plan)
     waterfall = Waterfall(
-        ideal_s=ideal_step_s(job),
+        ideal_s=ideal_step_s(plan),
         ideal_note=describe_ideal_step(plan.workload, prediction.model_flops_per_step),
-        drops=tuple(predict_drops(job)),
+        drops=tuple(predict_drops(plan)),
         measured_s=prediction.step_s,
     )
     return TrialOutcome(
         step_s=prediction.step_s,
         peak_bytes=prediction.peak_bytes,
-        findings=_without_fixes(order_findings(predict_findings(job))),
+        findings=_without_fixes(order_findings(predict_findings(plan))),
         waterfall=waterfall,
-    )
-
-
-def _priced_job(plan: Plan) -> PricedJob:
-    return PricedJob(
-        model=plan.model,
-        workload=plan.workload,
-        hardware=plan.hardware,
-        layout=plan.layout,
-        estimate=plan.estimate,
     )
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moewright.diagnosis.priced_fixes import PricedJob, find_fixes
+from moewright.diagnosis.priced_fixes import find_fixes
 from moewright.diagnosis.thresholds import (
     CAUSE_OF_PART,
     FRAGMENTED_SHARE,
@@ -20,7 +20,7 @@ from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport
 from moewright.diagnosis.traces.megatron_timers import diagnose_timers
 from moewright.diagnosis.waterfall import COMPUTE_PARTS
 from moewright.spec.finding import Cause, Finding, Wall
-from moewright.spec.plan import TimePart, Verdict
+from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.units import format_bytes, format_seconds
 
 _SPIKE = 1.5  # of the median step
@@ -29,7 +29,7 @@ _MIN_STEPS = 10  # of which spikes can be told
 _RECOMPUTE_SHARE = 0.1
 
 
-def diagnose_log(log: MegatronLog, job: PricedJob | None) -> tuple[Finding, ...]:
+def diagnose_log(log: MegatronLog, job: Plan | None) -> tuple[Finding, ...]:
     """Return findings, the wall to work on first in front.
 
     There are none when neither the log nor the prediction tells one.
@@ -53,7 +53,7 @@ def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str)
     return Finding(wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=())
 
 
-def _diagnose_memory(log: MegatronLog, job: PricedJob | None) -> Iterator[Finding]:
+def _diagnose_memory(log: MegatronLog, job: Plan | None) -> Iterator[Finding]:
     report = max(log.memory_reports, key=lambda report: report.peak_bytes, default=None)
     cause = Cause.CAPACITY
     evidence = []
@@ -89,7 +89,7 @@ def _describe_failures(log: MegatronLog) -> str:
     return f"an allocation{size} failed at line {first.line}, {len(log.failures)} in all (measured)"
 
 
-def _describe_predicted_peak(job: PricedJob) -> str:
+def _describe_predicted_peak(job: Plan) -> str:
     prediction = job.estimate
     peak = format_bytes(prediction.peak_bytes)
     return (
@@ -112,7 +112,7 @@ def _diagnose_spikes(log: MegatronLog) -> Iterator[Finding]:
     yield _finding(Wall.HOST, Cause.GARBAGE_COLLECTION, title, lost_share, evidence)
 
 
-def predict_findings(job: PricedJob, measured_s: float = 0.0) -> Iterator[Finding]:
+def predict_findings(job: Plan, measured_s: float = 0.0) -> Iterator[Finding]:
     """Yield the shares of the predicted step, without fixes.
 
     They stand for what nobody timed in a run, or for a run that was not made.

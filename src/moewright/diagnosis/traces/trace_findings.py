@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from moewright.diagnosis.priced_fixes import PricedJob, find_fixes
+from moewright.diagnosis.priced_fixes import find_fixes
 from moewright.diagnosis.thresholds import FRAGMENTED_SHARE, MEMORY_SHARE, order_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, IdleCause
 from moewright.diagnosis.traces.capture import KernelKind
@@ -22,7 +22,7 @@ from moewright.diagnosis.waterfall import (
 from moewright.intake import devices as catalogue
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
-from moewright.spec.plan import TimePart
+from moewright.spec.plan import Plan, TimePart
 from moewright.spec.units import TERA, format_bytes, format_seconds
 from moewright.spec.workload import Dtype
 
@@ -69,7 +69,7 @@ class _ExposedComm:
         return self.exposed_s - self.waiting_s
 
 
-def find_peak_rate(breakdowns: Sequence[Breakdown], job: PricedJob | None) -> PeakRate:
+def find_peak_rate(breakdowns: Sequence[Breakdown], job: Plan | None) -> PeakRate:
     """Return the peak by the job's hardware file, else the bf16 peak of the trace's device."""
     if job is not None:
         precision = job.workload.precision
@@ -87,7 +87,7 @@ def find_peak_rate(breakdowns: Sequence[Breakdown], job: PricedJob | None) -> Pe
 def diagnose_traces(
     breakdowns: Sequence[Breakdown],
     skew: RankSkew | None,
-    job: PricedJob | None,
+    job: Plan | None,
     peak: PeakRate,
 ) -> tuple[Finding, ...]:
     """Return findings, the wall to work on first in front; never empty."""
@@ -275,7 +275,7 @@ def _known_matrix_rate(breakdowns: Sequence[Breakdown]) -> float:
 def build_trace_waterfall(
     breakdowns: Sequence[Breakdown],
     skew: RankSkew | None,
-    job: PricedJob | None,
+    job: Plan | None,
     peak: PeakRate,
 ) -> Waterfall | None:
     """Build the waterfall of a traced step.
@@ -307,7 +307,7 @@ def _measured(name: str, seconds: float, note: str = "") -> WaterfallDrop:
 
 
 def _comm_drops(
-    breakdowns: Sequence[Breakdown], skew: RankSkew | None, job: PricedJob | None
+    breakdowns: Sequence[Breakdown], skew: RankSkew | None, job: Plan | None
 ) -> Iterator[WaterfallDrop]:
     waiting_s = 0.0
     for comm in CommClass:
@@ -324,7 +324,7 @@ def _comm_drops(
     yield _measured("ranks waiting for each other", waiting_s, note)
 
 
-def _predict_bubble(job: PricedJob, exposed_s: float, measured_s: float) -> WaterfallDrop:
+def _predict_bubble(job: Plan, exposed_s: float, measured_s: float) -> WaterfallDrop:
     """Return the bubble's predicted share of the measured step, at most what was exposed."""
     prediction = job.estimate
     predicted_s = next(
