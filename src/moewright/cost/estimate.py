@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moewright.cost import memory
+from moewright.cost.activations import policy_of
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import NVFP4_CONSTANTS, OFFLOAD_CONSTANTS, Constants
@@ -21,6 +22,8 @@ from moewright.cost.routed_rows import (
     rank_chunks,
     recomputed_layers,
 )
+from moewright.cost.snapshots import rank_table
+from moewright.cost.stage_parts import list_parts
 from moewright.cost.step_time import (
     Pricer,
     RankParameters,
@@ -80,7 +83,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         for of_rank in sets
     ]
     step = step_time(size, pieces, chunks, times, max(tails, key=lambda one: one.total_s))
-    held, a_load = _memory(workload, rates.constants, size, sets, count)
+    held, a_load = _memory(rates.constants, size, sets, count)
     ledgers = tuple(
         _ledger(
             workload,
@@ -137,36 +140,38 @@ def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
 
 
 def _memory(
-    workload: Workload,
-    constants: Constants,
-    size: Symbols,
-    sets: Sequence[Sequence[BucketSet]],
-    count: int,
+    constants: Constants, size: Symbols, sets: Sequence[Sequence[BucketSet]], count: int
 ) -> tuple[tuple[memory.RankMemory, ...], float]:
-    """Peak of every pipeline rank, and how much the highest grows with the rows of the hottest
-    expert rank: bytes for each time the even ones more."""
-    layout = size.layout
-    enough = memory.steady_micro_batches(layout, count)
-    table = schedule.timetable(layout, enough)
+    """Return the peak of every pipeline rank, and how the highest grows with the expert load.
 
-    def held(pp_rank: int, size: Symbols, load: float) -> memory.RankMemory:
+    That is in bytes for each time the even rows more, on the hottest expert rank.
+    """
+    model, layout = size.model, size.layout
+    steady = memory.steady_micro_batches(layout, count)
+    parts = list_parts(model, layout)
+    tables = [rank_table(layout, steady, pp_rank) for pp_rank in range(layout.pp)]
+
+    def peak(pp_rank: int, size: Symbols, taken: memory.PartMemory) -> memory.RankMemory:
         return memory.rank_memory(
-            workload,
             constants,
             size,
-            rows=_expected_rows(size, workload, pp_rank, enough, load=load),
+            taken,
             sets=sets[pp_rank],
-            chunks=rank_chunks(size.model, layout, pp_rank),
-            table=table[pp_rank],
+            chunks=rank_chunks(model, layout, pp_rank),
+            table=tables[pp_rank],
         )
 
-    load = routing.expected_load_factor(size.model, workload, layout)
-    found = tuple(held(pp_rank, size, load) for pp_rank in range(layout.pp))
-    if size.model.moe is None or layout.ep == 1:
-        return found, 0.0
-    fullest = max(range(layout.pp), key=lambda pp_rank: found[pp_rank].peak_bytes)
-    hotter = replace(size, R=routing.routed_rows(size.model, workload, layout, load + 1))
-    return found, float(held(fullest, hotter, load + 1).peak_bytes - found[fullest].peak_bytes)
+    policies = policy_of(layout)
+    taken = memory.model_memory(constants, size, parts, policies)
+    peaks = tuple(peak(pp_rank, size, taken) for pp_rank in range(layout.pp))
+    if model.moe is None or layout.ep == 1:
+        return peaks, 0.0
+    fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
+    load = routing.expected_load_factor(model, size.workload, layout) + 1
+    hotter = replace(size, R=routing.routed_rows(model, size.workload, layout, load))
+    taken = memory.model_memory(constants, hotter, parts, policies)
+    grown = peak(fullest, hotter, taken).peak_bytes - peaks[fullest].peak_bytes
+    return peaks, float(grown)
 
 
 def _expected_rows(

@@ -1,26 +1,41 @@
-"""Peak memory of a pipeline rank, by component and module: states, activations, head, transients,
-and the allowances between what is allocated and what the device has to hold."""
+"""Peak memory of pipeline ranks: states, activations, head, transients, and runtime overhead.
+
+What parts of a stage keep is worked out over arrays of activation policies; an estimate has one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from moewright.cost.activations import TransientBytes, saved_rows
+import numpy as np
+
+from moewright.cost.activations import (
+    MODULES,
+    ActivationContext,
+    ActivationPolicies,
+    activation_context,
+    layer_activations,
+    mtp_bytes,
+    outside_bytes,
+    saved_rows,
+)
 from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.model_states import BucketSet, checkpoint_copy_bytes, state_rows
 from moewright.cost.replicas import replica_rows
-from moewright.cost.routed_rows import ExpertRows, is_moe_layer
+from moewright.cost.routed_rows import is_moe_layer
+from moewright.cost.snapshots import RankTable, take_snapshots
+from moewright.cost.stage_parts import Array, LayerPart, StageParts, count_parts
 from moewright.cost.symbols import Symbols
 from moewright.rules import recompute, routing, schedule
-from moewright.rules.stages import Chunk, chunk_layers
+from moewright.rules.stages import Chunk
 from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
-from moewright.spec.workload import Workload
 
 _BF16_BYTES = 2
 # Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
@@ -32,20 +47,19 @@ LINEAR_MODULES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Memory rows of one pipeline rank at its peak, and the standard deviation of their sum."""
+    """The memory rows of one pipeline rank at its peak, and the standard deviation of their sum."""
 
     rows: tuple[MemoryRow, ...]
     sd_bytes: float
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device."""
+        """Sum what the device holds."""
         return sum(row.bytes for row in self.rows if row.component is not Component.HOST)
 
 
 def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
-    """As many micro-batches as the timetable needs to reach its steady state: the peak does not
-    grow after it."""
+    """Return how many micro-batches reach the steady state, after which the peak does not grow."""
     if layout.schedule.splits_backward:
         return min(micro_batches, 4 * layout.pp)
     if layout.vpp == 1:
@@ -54,51 +68,143 @@ def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
     return min(micro_batches, 3 * group + micro_batches % group)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMemory:
+    """What one layer and micro-batch takes, for each policy.
+
+    `saved` stays on the device for backward [policies, modules]; `transient` lives shortly in
+    backward, `offloaded` goes to the host [policies].
+    """
+
+    saved: Array
+    transient: Array
+    offloaded: Array
+
+
+def layer_memory(
+    context: ActivationContext, size: Symbols, policies: ActivationPolicies, part: LayerPart
+) -> LayerMemory:
+    """Count what a layer takes under the load that the symbols expect."""
+    even = routing.routed_rows(size.model, size.workload, size.layout, 1.0)
+    load = size.R / even if even else 1.0
+    kept = layer_activations(context, policies, part, load=load)
+    transient = layer_gradient_bytes(size, part.layer) + kept.recomputed * size.layout.recompute_span
+    saved = kept.saved + mtp_bytes(context) if part.is_mtp else kept.saved
+    return LayerMemory(saved=saved, transient=transient, offloaded=kept.offloaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartMemory:
+    """What every part of a model takes: `saved` [parts, policies, modules], `transient` of layers.
+
+    The bytes of a stage are sums over its parts, so those of a moment are products with its counts.
+    """
+
+    parts: StageParts
+    layers: tuple[LayerMemory, ...]
+    saved: Array
+    head: HeadBytes
+
+    @cached_property
+    def saved_bytes(self) -> Array:
+        """Sum what is saved over modules [parts, policies]."""
+        return np.asarray(self.saved.sum(axis=2))
+
+    def live_bytes(self, live: Array, head_passes: Array) -> Array:
+        """Return what is saved at moments, and the logits of the forward that then ends.
+
+        `live` [moments, parts] counts parts, `head_passes` [moments] passes through the head.
+        """
+        return np.asarray(live @ self.saved_bytes + self.head.forward * head_passes[:, None])
+
+    def transient_bytes(self, backward: Array, beside: Array) -> Array:
+        """Return what is short-lived at moments [moments, policies].
+
+        `backward` [moments, parts] is the chunk whose backward runs; of `beside`, a chunk whose
+        forward runs layer by layer, one layer more is held.
+        """
+        head_passes = backward[:, self.parts.head_columns].sum(axis=1)
+        short = np.repeat(
+            (self.head.backward * head_passes)[:, None], self.saved.shape[1], axis=1
+        )
+        for column, layer in enumerate(self.layers):
+            np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
+        layers = np.maximum(1, beside[:, : len(self.layers)].sum(axis=1))
+        return np.asarray(short + (beside @ self.saved_bytes) // layers[:, None])
+
+
+def part_memory(
+    constants: Constants, size: Symbols, parts: StageParts, layers: Sequence[LayerMemory]
+) -> PartMemory:
+    """Join the memory of the layers of a model with that of its other parts."""
+    context = activation_context(constants, size)
+    policies = len(layers[0].saved)
+    outside = np.repeat(outside_bytes(context)[:, None], policies, axis=1)
+    return PartMemory(
+        parts=parts,
+        layers=tuple(layers),
+        saved=np.concatenate([np.stack([layer.saved for layer in layers]), outside]),
+        head=head_bytes(constants, size),
+    )
+
+
+def model_memory(
+    constants: Constants, size: Symbols, parts: StageParts, policies: ActivationPolicies
+) -> PartMemory:
+    """Count what every part of a model takes under each policy."""
+    context = activation_context(constants, size)
+    layers = [layer_memory(context, size, policies, part) for part in parts.layers]
+    return part_memory(constants, size, parts, layers)
+
+
+def activation_rows(
+    memory: PartMemory, counts: Array, table: RankTable
+) -> tuple[MemoryRow, ...]:
+    """Return the memory rows at the fullest moment of a rank, under the first policy.
+
+    `counts` [chunks, parts] is what the rank holds. Logits that live shortly are booked as logits,
+    what lives in backward as transient.
+    """
+    moments = take_snapshots(table, counts, table.chunk)
+    items = np.concatenate([counts, np.zeros((1, memory.parts.count))])  # the last: no chunk
+    head_passes = items[moments.forward][:, memory.parts.head_columns].sum(axis=1)
+    live = memory.live_bytes(moments.live, head_passes)[:, 0]
+    transient = memory.transient_bytes(items[moments.backward], items[moments.beside])[:, 0]
+    peak = int((live + transient).argmax())
+    return saved_rows(
+        moments.live[peak] @ memory.saved[:, 0],
+        logits=int(head_passes[peak]) * memory.head.forward,
+        transient=int(transient[peak]),
+    )
+
+
 def rank_memory(
-    workload: Workload,
     constants: Constants,
     size: Symbols,
+    memory: PartMemory,
     *,
-    rows: ExpertRows,
     sets: Sequence[BucketSet],
     chunks: Sequence[Chunk],
-    table: Sequence[schedule.TimetableRow],
+    table: RankTable,
 ) -> RankMemory:
-    """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
-    model, layout = size.model, size.layout
-    beside = transient_bytes(workload, constants, size, chunks)
-    states, copied = (
-        list(state_rows(workload, layout, sets)),
-        checkpoint_copy_bytes(workload, layout, sets),
-    )
-    away = [row for row in states if row.component is Component.HOST]
+    """Return the peak of a pipeline rank that holds `chunks` and bucket `sets`, and runs `table`."""
+    model, workload, layout = size.model, size.workload, size.layout
+    pp_rank = chunks[0].pp_rank
+    states = list(state_rows(workload, layout, sets))
+    on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
-    states += replica_rows(model, workload, layout, chunks[0].pp_rank)
-    inputs: float | None = None
+    states += replica_rows(model, workload, layout, pp_rank)
     if workload.precision.is_narrow:
-        states = list(
-            add_low_precision_copies(
-                states, constants.low_precision_bytes("weight_copies", size.dtype) / size.c
-            )
-        )
-        inputs = constants.low_precision_bytes("input", size.dtype) / size.c
-    allocated = [
-        *states,
-        *saved_rows(
-            model,
-            workload,
-            layout,
-            rows,
-            chunks=chunks,
-            table=table,
-            transients=beside,
-            input_ratio=inputs,
-        ),
-    ]
-    resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
-    resident += gathered_bytes(model, workload, layout, chunks[0].pp_rank)
+        share = constants.low_precision_bytes("weight_copies", size.dtype) / size.c
+        states = list(add_low_precision_copies(states, share))
+    counts = count_parts(model, layout, memory.parts, chunks)
+    allocated = [*states, *activation_rows(memory, counts, table)]
+    has_moe = {part.kind.is_moe for part, n in zip(memory.parts.layers, counts.sum(axis=0), strict=False) if n}
+    resident = placeholder_bytes(size, has_moe) + round(constants["workspace_bytes"])
+    resident += gathered_bytes(model, workload, layout, pp_rank)
+    copied = checkpoint_copy_bytes(workload, layout, sets)
     if size.is_fused:
-        away.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
+        on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
     else:
         resident += copied  # a CPU's memory is the host's
     total = sum(row.bytes for row in allocated) + resident
@@ -106,22 +212,23 @@ def rank_memory(
         constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(size)
     )
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
-    allocated = [row for row in allocated if row.component is not Component.TRANSIENT]
     allowances = (
         (Component.TRANSIENT, transient + resident),
         (Component.FRAGMENTATION, round(device.reserved_bytes)),
         (Component.COMMUNICATION, round(device.communication_bytes)),
     )
-    allocated += [
-        MemoryRow(component=c, module=Module.OTHER, bytes=nbytes)
-        for c, nbytes in allowances
-        if nbytes
+    rows = [
+        *(row for row in allocated if row.component is not Component.TRANSIENT),
+        *(
+            MemoryRow(component=component, module=Module.OTHER, bytes=nbytes)
+            for component, nbytes in allowances
+        ),
+        *on_host,
     ]
     return RankMemory(
         rows=tuple(
             sorted(
-                (*allocated, *(r for r in away if r.bytes)),
-                key=lambda row: (row.component, row.module),
+                (row for row in rows if row.bytes), key=lambda row: (row.component, row.module)
             )
         ),
         sd_bytes=device.sd_bytes,
@@ -163,25 +270,6 @@ def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Itera
         yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
 
 
-def transient_bytes(
-    workload: Workload, constants: Constants, size: Symbols, chunks: Sequence[Chunk]
-) -> TransientBytes:
-    """Head and backward working sets of each chunk, and the fullest layer of each."""
-    head = head_bytes(constants, size)
-    forward, backward = [], []
-    for chunk in chunks:
-        passes = chunk.mtp_layers + chunk.has_loss
-        layer = max(
-            (layer_transient_bytes(workload, size, i) for i in chunk_layers(size.model, chunk)),
-            default=0,
-        )
-        forward.append(passes * head.forward)
-        backward.append(max(layer, passes * head.backward))
-    return TransientBytes(
-        forward=tuple(forward), backward=tuple(backward), keeps_logits=not size.is_fused
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadBytes:
     """Short-lived bytes of one pass through the head, while its forward ends and while its backward
@@ -217,22 +305,6 @@ def head_bytes(constants: Constants, size: Symbols) -> HeadBytes:
         return HeadBytes(forward=0, backward=size.c * logits + head_weight)
     fused = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
     return HeadBytes(forward=fused, backward=0)
-
-
-def layer_transient_bytes(workload: Workload, size: Symbols, layer: int) -> int:
-    """Gradients of this layer's backward, and what it recomputes."""
-    model, layout = size.model, size.layout
-    replayed = 0
-    if layout.recompute:
-        even = routing.routed_rows(model, workload, layout, 1.0)
-        load = size.R / even if even else 1.0
-        before = recompute.saved_tensors(
-            model, workload, layout, layer, load=load, repeats_exchange=size.is_fused
-        )
-        after = recompute.kept_tensors(before, layout.recompute)
-        replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
-        replayed *= layout.recompute_span
-    return layer_gradient_bytes(size, layer) + replayed
 
 
 def layer_gradient_bytes(size: Symbols, layer: int) -> int:
@@ -275,15 +347,15 @@ def delayed_gradient_bytes(size: Symbols) -> int:
     return size.c * (size.T * cut // layout.tp + size.t * whole + outputs)
 
 
-def placeholder_bytes(size: Symbols, chunks: Sequence[Chunk]) -> int:
-    """One bf16 gradient placeholder a distinct weight shape, cached by fused linear layers (CUDA
-    stacks only)."""
-    if not size.is_fused:
+def placeholder_bytes(size: Symbols, has_experts: Collection[bool]) -> int:
+    """Return one bf16 gradient placeholder a distinct weight shape, which fused linear layers cache.
+
+    `has_experts` tells which kinds of layer a rank holds: with experts, without, or both. CUDA
+    stacks only.
+    """
+    if not size.is_fused or not has_experts:
         return 0
     model, layout, spec, h = size.model, size.layout, size.model.attention, size.model.hidden_size
-    layers = [layer for chunk in chunks for layer in chunk_layers(model, chunk)]
-    if not layers:
-        return 0
     wide = 2 if model.gated else 1
     shapes = {(h, spec.out_width // layout.tp)}
     if spec.kind is AttentionKind.GQA:
@@ -299,9 +371,9 @@ def placeholder_bytes(size: Symbols, chunks: Sequence[Chunk]) -> int:
         )
         shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
     widths = set()
-    if any(not is_moe_layer(model, layer) for layer in layers):
+    if False in has_experts:
         widths.add(model.dense_ffn_size // layout.tp)
-    if model.moe is not None and any(is_moe_layer(model, layer) for layer in layers):
+    if model.moe is not None and True in has_experts:
         widths.add(model.moe.shared_ffn_size // layout.tp)
         width, inner = model.moe.ffn_size // layout.etp, model.expert_width
         shapes |= {(wide * width, inner), (inner, width)}

@@ -14,11 +14,10 @@ from moewright.cost.estimate import count_rank_parameters, expected_symbols
 from moewright.cost.model_states import stage_bucket_sets
 from moewright.cost.op_time import DeviceRates
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers
+from moewright.cost.stage_parts import LayerKind, layer_kind
 from moewright.cost.step_time import (
-    LayerKind,
     LayerTimes,
     Pricer,
-    layer_kind,
     model_ops,
     price_model_ops,
     step_tail,

@@ -10,7 +10,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moewright.cost.activations import OffloadedActivations, offloaded_activations
+from moewright.cost.activations import (
+    OffloadedActivations,
+    activation_context,
+    offloaded_activations,
+    policy_of,
+)
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.layer_time import (
@@ -36,9 +41,10 @@ from moewright.cost.layer_time import (
 from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import LayerOps, expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
-from moewright.cost.routed_rows import is_moe_layer
+from moewright.cost.constants import Constants
+from moewright.cost.stage_parts import LayerKind, layer_kind
 from moewright.cost.symbols import Symbols
-from moewright.rules import flops, fsdp, grid
+from moewright.rules import fsdp, grid, routing
 from moewright.rules.simulate import StageSeconds
 from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
@@ -48,7 +54,6 @@ from moewright.spec.plan import TimePart
 from moewright.spec.workload import Workload
 
 _LOSS_SUMS = 3  # the top of the logits, the sum of their exponentials, and the target's
-LayerKind = tuple[bool, bool]  # has experts, is windowed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +100,6 @@ class StepTime:
     slowest_rank: int
     exposed: PartSeconds
     hidden: PartSeconds
-
-
-def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
-    """What decides a layer's cost; MTP depths are numbered above the layers."""
-    return is_moe_layer(model, layer), flops.is_windowed(model, layer)
 
 
 @lru_cache(maxsize=16)
@@ -220,10 +220,8 @@ class Pricer:
         layers, size = {}, replace(self.size, layout=layout)
         for kind, priced in self._priced.layers.items():
             _, device = self._moved(layout, kind)
-            more, sent = (
-                self._more(layout, kind, layout),
-                offloaded_activations(self._links.constants, size, moe=kind[0]),
-            )
+            more = self._more(layout, kind, layout)
+            sent = _offloaded(self._links.constants, size, kind)
             layers[kind] = layer_time(
                 self._links, size, layout, priced, device, more, sent, moe=kind[0]
             )
@@ -326,6 +324,18 @@ class Pricer:
                 self._links, self.size, layout, chosen, priced, moved, moe=kind[0]
             )
         return self._added[key]
+
+
+def _offloaded(constants: Constants, size: Symbols, kind: LayerKind) -> OffloadedActivations:
+    """Return what a layer of a kind sends to the host under the layout's own policy."""
+    even = routing.routed_rows(size.model, size.workload, size.layout, 1.0)
+    sent = offloaded_activations(
+        activation_context(constants, size),
+        policy_of(size.layout),
+        is_moe=kind.is_moe,
+        load=size.R / even if even else 1.0,
+    )
+    return OffloadedActivations(bytes=float(sent.bytes[0]), modules=int(sent.modules[0]))
 
 
 def chunk_time(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> MicroBatchTime:

@@ -191,7 +191,7 @@ def round_robin_selection(
     )
     most = capacity_rows(tokens, top_k, experts, layout.capacity)
     sent = round_robin_counts(
-        tokens, top_k, experts, most=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
+        tokens, top_k, experts, capacity=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
     )
 
     def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
