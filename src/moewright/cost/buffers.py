@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from math import ceil, prod
 
+import numpy as np
+
+from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
 from moewright.rules import recompute, routing, shards
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
@@ -20,7 +23,7 @@ _DEEPEP_TOKENS_INSIDE = 256
 _DEEPEP_TOKENS_BETWEEN = 128
 _DEEPEP_BESIDE_BYTES = 2064
 
-_GATHERED_UNITS = 2  # the layer at work and the one after it
+_GATHERED_LAYERS = 2  # the layer at work and the one after it
 
 
 def dispatcher_bytes(size: Symbols) -> int:
@@ -56,13 +59,25 @@ def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
     return 2 * recompute.activation_nbytes(workload) * tokens * model.hidden_size
 
 
-def gathered_bytes(model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int) -> int:
-    """Whole weights and gradients of the layers that ZeRO-3 has gathered at once; 0 under any
-    other."""
+def gathered_bytes(workload: Workload, layout: Layout, layer_numel: Array) -> Array:
+    """Return the whole weights and gradients of the layers that ZeRO-3 has gathered at once [ranks].
+
+    `layer_numel` [ranks, layers] are the elements that a rank's replica group holds of every layer,
+    0 where it holds none of it. Nothing is gathered under any other ZeRO.
+    """
     if layout.zero != 3:
-        return 0
-    sums: dict[int, int] = {}
-    for param in shards.stage_parameters(model, layout, pp_rank):
-        sums[param.layer] = sums.get(param.layer, 0) + prod(shards.local_shape(param, layout))
+        return np.zeros(len(layer_numel))
+    largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
     each = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes
-    return sum(sorted(sums.values())[-_GATHERED_UNITS:]) * each
+    return np.asarray(each * largest)
+
+
+def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:
+    """Return the elements of every layer of a pipeline rank, as rules.parameters numbers layers."""
+    return np.array(
+        [
+            sum(prod(shards.local_shape(param, layout)) for param in params)
+            for _, params in shards.layer_parameters(model, layout, pp_rank)
+        ],
+        dtype=float,
+    )

@@ -22,9 +22,14 @@ from moewright.cost.activations import (
     outside_bytes,
     saved_rows,
 )
-from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
+from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, rank_layer_numel
 from moewright.cost.constants import Constants
-from moewright.cost.model_states import BucketSet, checkpoint_copy_bytes, state_rows
+from moewright.cost.model_states import (
+    LINEAR_MODULES,
+    BucketSet,
+    checkpoint_copy_bytes,
+    state_rows,
+)
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.snapshots import RankTable, take_snapshots
@@ -38,11 +43,6 @@ from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
 
 _BF16_BYTES = 2
-# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
-# bits.
-LINEAR_MODULES = frozenset(
-    {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +201,8 @@ def rank_memory(
     allocated = [*states, *activation_rows(memory, counts, table)]
     has_moe = {part.kind.is_moe for part, n in zip(memory.parts.layers, counts.sum(axis=0), strict=False) if n}
     resident = placeholder_bytes(size, has_moe) + round(constants["workspace_bytes"])
-    resident += gathered_bytes(model, workload, layout, pp_rank)
+    layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
+    resident += int(gathered_bytes(workload, layout, layer_numel)[0])
     copied = checkpoint_copy_bytes(workload, layout, sets)
     if size.is_fused:
         on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))

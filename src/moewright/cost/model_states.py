@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import numpy as np
+
+from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
 from moewright.rules.parameters import Param
 from moewright.rules.recompute import activation_nbytes
@@ -16,6 +20,11 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import SaveMode, Workload
 
 MASTER_BYTES = 4
+# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
+# bits.
+LINEAR_MODULES = frozenset(
+    {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
+)
 _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 
 
@@ -155,43 +164,69 @@ def fsdp_rows(
     )
 
 
+def state_bytes(
+    workload: Workload, layout: Layout, whole: Array, own: Array
+) -> dict[Component, Array]:
+    """Return the bytes of all states; those of an offloaded optimizer are in host memory.
+
+    `whole` are elements as a rank's replica group holds them, `own` those of its shards, both in
+    arrays of one shape.
+    """
+    sharded = sharded_states(layout.zero)
+    sizes = {
+        component: nbytes * (own if component in sharded else whole)
+        for component, nbytes in state_bytes_per_parameter(workload).items()
+    }
+    if Offload.OPTIMIZER not in layout.offload:
+        return sizes
+    on_host = np.zeros_like(whole)
+    for component in _OFFLOADED:
+        on_device = np.rint((1 - layout.offload_fraction) * sizes[component])
+        on_host = on_host + sizes[component] - on_device
+        sizes[component] = on_device
+    return {**sizes, Component.HOST: on_host}
+
+
 def state_rows(
     workload: Workload, layout: Layout, sets: Sequence[BucketSet]
 ) -> tuple[MemoryRow, ...]:
-    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding
-    to OTHER."""
-    element, sharded = state_bytes_per_parameter(workload), sharded_states(layout.zero)
-    sums: dict[tuple[Component, Module], int] = {}
+    """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
+    modules = tuple(Module)
+    whole, own = np.zeros((2, len(modules)))
     for bucket_set in sets:
-        whole = dict(_overlaps(bucket_set, whole=True))
-        own = dict(_overlaps(bucket_set, whole=False))
-        for component, nbytes in element.items():
-            for module, numel in (own if component in sharded else whole).items():
-                key = component, module
-                sums[key] = sums.get(key, 0) + numel * nbytes
-    if Offload.OPTIMIZER in layout.offload:
-        for component, module in [key for key in sums if key[0] in _OFFLOADED]:
-            here = round((1 - layout.offload_fraction) * sums[component, module])
-            key = Component.HOST, module
-            sums[key] = sums.get(key, 0) + sums[component, module] - here
-            sums[component, module] = here
+        for elements, is_whole in ((whole, True), (own, False)):
+            for module, numel in _overlaps(bucket_set, whole=is_whole):
+                elements[modules.index(module)] += numel
     return tuple(
-        MemoryRow(component=component, module=module, bytes=nbytes)
-        for (component, module), nbytes in sorted(sums.items())
+        MemoryRow(component=component, module=module, bytes=int(nbytes))
+        for component, sizes in sorted(state_bytes(workload, layout, whole, own).items())
+        for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
         if nbytes
     )
 
 
 def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
-    """What a rank keeps in host memory, from the first save on, for checkpoints that are written
-    beside training: a copy of its part of master weights and moments, of which those that hold the
-    same share the work.
+    """Return what a rank copies to host memory for checkpoints that are written beside training.
+
+    It keeps the copy from the first save on: its part of master weights and moments, of which those
+    that hold the same share the work.
     """
+    parts = [
+        copied_elements(layout, bucket_set.group, bucket_set.numel, len(bucket_set.holders))
+        for bucket_set in sets
+    ]
+    return int(checkpoint_bytes(workload, sum(parts)))
+
+
+def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any:
+    """Return a rank's part of the elements that `group` reduces and so many pipeline ranks hold."""
+    return numel // (grid.group_size(layout, group) * np.maximum(1, holders))
+
+
+def checkpoint_bytes(workload: Workload, elements: Any) -> Any:
+    """Return what so many elements take in host memory for a checkpoint; 0 where it is written at once."""
     if workload.checkpoint.mode is SaveMode.SYNC:
-        return 0
-    elements = sum(
-        one.numel // (grid.group_size(layout, one.group) * max(1, len(one.holders))) for one in sets
-    )
+        return 0 * elements
     return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
 
 

@@ -11,6 +11,7 @@ from moewright.spec.errors import BadInput, Reason
 
 # Shards of a multiple of 128 elements keep every slice's bytes aligned for the collectives.
 _PAD_ELEMENTS = 128
+_ALIGN_ELEMENTS = 64  # where parameters start inside a bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +36,27 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def padded_numel(end: int, shards: int) -> int:
+    """Return the elements of a bucket that ends at `end`, padded so that it splits into shards.
+
+    `end` may be an array.
+    """
+    return _round_up(end, lcm(shards, _PAD_ELEMENTS))
+
+
+def lay_parameter(
+    end: int, numel: int, *, bucket_elements: int, align: int = _ALIGN_ELEMENTS
+) -> tuple[int, int, bool]:
+    """Lay a parameter behind the `end` of a bucket: return its start, its end, and if it closes it.
+
+    A bucket closes when it holds `bucket_elements` or more, alignment gaps included.
+    """
+    start = _round_up(end, align)
+    return start, start + numel, start + numel >= bucket_elements
+
+
 def plan_buckets(
-    params: Sequence[tuple[str, int]], *, shards: int, bucket_elements: int, align: int = 64
+    params: Sequence[tuple[str, int]], *, shards: int, bucket_elements: int, align: int = _ALIGN_ELEMENTS
 ) -> tuple[Bucket, ...]:
     """Lay (name, numel) pairs out in the order given, each start a multiple of `align` elements.
 
@@ -52,7 +72,6 @@ def plan_buckets(
             raise BadInput(
                 Reason(field=field, value=str(value), rule="must be at least 1", nearest="1")
             )
-    multiple = lcm(shards, _PAD_ELEMENTS)
     buckets: list[Bucket] = []
     entries: list[BucketEntry] = []
     end = 0
@@ -61,14 +80,15 @@ def plan_buckets(
             raise BadInput(
                 Reason(field=name, value=str(numel), rule="a parameter has at least one element")
             )
-        start = _round_up(end, align)
+        start, end, closes = lay_parameter(
+            end, numel, bucket_elements=bucket_elements, align=align
+        )
         entries.append(BucketEntry(name=name, start=start, numel=numel))
-        end = start + numel
-        if end >= bucket_elements:
-            buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))
+        if closes:
+            buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
             entries, end = [], 0
     if entries:
-        buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))
+        buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
     return tuple(buckets)
 
 

@@ -100,26 +100,52 @@ def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Pa
 
 
 def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
-    """`parameters_of` of every pipeline rank."""
-    of_layer: dict[int, list[tuple[int, Param]]] = {}
-    for place, param in enumerate(parameters(model)):
-        of_layer.setdefault(param.layer, []).append((place, param))
-    ends = {EMBEDDING_LAYER, *range(model.layers, model.layers + 1 + model.mtp_layers)}
+    """Return `stage_parameters` of every pipeline rank."""
+    return tuple(
+        tuple(param for _, params in layer_parameters(model, layout, pp_rank) for param in params)
+        for pp_rank in range(layout.pp)
+    )
+
+
+def layer_parameters(
+    model: ModelSpec, layout: Layout, pp_rank: int
+) -> tuple[tuple[int, tuple[Param, ...]], ...]:
+    """Return the layers of a pipeline rank with the parameters that it holds of each.
+
+    Embeddings, final norm and head, and MTP depths are layers as rules.parameters numbers them.
+    Layers come in registration order, and so do the parameters of each.
+    """
+    chunks = _chunks_of(model, layout, pp_rank)
+    by_layer = _by_layer(model)
     found = []
-    for pp_rank in range(layout.pp):
-        mine = _chunks_of(model, layout, pp_rank)
-        layers = ends.union(*(chunk.layers for chunk, _ in mine))
-        near = sorted(
-            (pair for layer in layers for pair in of_layer.get(layer, ())), key=lambda pair: pair[0]
-        )
-        found.append(
-            tuple(
-                p
-                for _, p in near
-                if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)
-            )
-        )
+    for layer in (EMBEDDING_LAYER, *sorted(i for chunk, _ in chunks for i in chunk.layers)):
+        params = by_layer[layer]
+        if layer == EMBEDDING_LAYER:
+            params = _held(params, model, chunks)
+        if params:
+            found.append((layer, params))
+    for layer in range(model.layers, model.layers + 1 + model.mtp_layers):
+        if params := _held(by_layer[layer], model, chunks):
+            found.append((layer, params))
     return tuple(found)
+
+
+def _held(
+    params: Sequence[Param], model: ModelSpec, chunks: Sequence[tuple[stages.Chunk, int]]
+) -> tuple[Param, ...]:
+    return tuple(
+        param
+        for param in params
+        if any(_in_chunk(param, model, chunk, first) for chunk, first in chunks)
+    )
+
+
+@lru_cache(maxsize=2)
+def _by_layer(model: ModelSpec) -> Mapping[int, tuple[Param, ...]]:
+    of_layer: dict[int, list[Param]] = {}
+    for param in parameters(model):
+        of_layer.setdefault(param.layer, []).append(param)
+    return MappingProxyType({layer: tuple(params) for layer, params in of_layer.items()})
 
 
 def _chunks_of(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:
