@@ -59,14 +59,11 @@ def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
     return 2 * recompute.activation_nbytes(workload) * tokens * model.hidden_size
 
 
-def gathered_bytes(workload: Workload, layout: Layout, layer_numel: Array) -> Array:
+def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
     """Return the whole weights and gradients of the layers that ZeRO-3 has gathered at once [ranks].
 
-    `layer_numel` [ranks, layers] are the elements that a rank's replica group holds of every layer,
-    0 where it holds none of it. Nothing is gathered under any other ZeRO.
+    `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO cuts them.
     """
-    if layout.zero != 3:
-        return np.zeros(len(layer_numel))
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
     each = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes
     return np.asarray(each * largest)

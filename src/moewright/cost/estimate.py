@@ -23,7 +23,7 @@ from moewright.cost.routed_rows import (
     recomputed_layers,
 )
 from moewright.cost.snapshots import rank_table
-from moewright.cost.stage_parts import list_parts
+from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
 from moewright.cost.step_time import (
     Pricer,
     RankParameters,
@@ -33,7 +33,7 @@ from moewright.cost.step_time import (
     list_op_rows,
     model_ops,
     price_model_ops,
-    stage_times,
+    stage_time,
     step_tail,
     step_time,
 )
@@ -73,17 +73,22 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     size = expected_symbols(model, workload, hardware, layout, rates.constants)
     count = micro_batches(workload, layout)
     sets = stage_bucket_sets(model, workload, layout)
-    pieces = Pricer(links, size, price_model_ops(rates, links, size, model_ops(size))).layer_times(
-        layout
-    )
+    parts = list_parts(model, layout)
     chunks = stages.pipeline_chunks(model, layout)
-    times = stage_times(size, pieces, chunks, layout.pp)
+    counts = count_parts(model, layout, parts, chunks)
+    rank_counts = [
+        counts[[chunk.pp_rank == pp_rank for chunk in chunks]] for pp_rank in range(layout.pp)
+    ]
+    pricer = Pricer(links, size, price_model_ops(rates, links, size, model_ops(size)))
+    part_times = pricer.part_times(layout, parts)
+    times = tuple(stage_time(part_times, held.sum(axis=0)) for held in rank_counts)
     tails = [
         step_tail(rates, links, workload, size, layout, count_rank_parameters(of_rank))
         for of_rank in sets
     ]
-    step = step_time(size, pieces, chunks, times, max(tails, key=lambda one: one.total_s))
-    held, a_load = _memory(rates.constants, size, sets, count)
+    slowest_tail = max(tails, key=lambda tail: tail.total_s)
+    step = step_time(size, part_times, counts, times, slowest_tail)
+    held, a_load = _memory(rates.constants, size, parts, sets, rank_counts)
     ledgers = tuple(
         _ledger(
             workload,
@@ -140,38 +145,35 @@ def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
 
 
 def _memory(
-    constants: Constants, size: Symbols, sets: Sequence[Sequence[BucketSet]], count: int
+    constants: Constants,
+    size: Symbols,
+    parts: StageParts,
+    sets: Sequence[Sequence[BucketSet]],
+    rank_counts: Sequence[Array],
 ) -> tuple[tuple[memory.RankMemory, ...], float]:
     """Return the peak of every pipeline rank, and how the highest grows with the expert load.
 
     That is in bytes for each time the even rows more, on the hottest expert rank.
     """
     model, layout = size.model, size.layout
-    steady = memory.steady_micro_batches(layout, count)
-    parts = list_parts(model, layout)
+    steady = memory.steady_micro_batches(layout, size.m)
     tables = [rank_table(layout, steady, pp_rank) for pp_rank in range(layout.pp)]
 
-    def peak(pp_rank: int, size: Symbols, taken: memory.PartMemory) -> memory.RankMemory:
+    def peak(pp_rank: int, taken: memory.ModelMemory) -> memory.RankMemory:
         return memory.rank_memory(
-            constants,
-            size,
-            taken,
-            sets=sets[pp_rank],
-            chunks=rank_chunks(model, layout, pp_rank),
-            table=tables[pp_rank],
+            taken, pp_rank, sets[pp_rank], counts=rank_counts[pp_rank], table=tables[pp_rank]
         )
 
     policies = policy_of(layout)
     taken = memory.model_memory(constants, size, parts, policies)
-    peaks = tuple(peak(pp_rank, size, taken) for pp_rank in range(layout.pp))
+    peaks = tuple(peak(pp_rank, taken) for pp_rank in range(layout.pp))
     if model.moe is None or layout.ep == 1:
         return peaks, 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
     load = routing.expected_load_factor(model, size.workload, layout) + 1
     hotter = replace(size, R=routing.routed_rows(model, size.workload, layout, load))
     taken = memory.model_memory(constants, hotter, parts, policies)
-    grown = peak(fullest, hotter, taken).peak_bytes - peaks[fullest].peak_bytes
-    return peaks, float(grown)
+    return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
 
 
 def _expected_rows(

@@ -33,10 +33,9 @@ from moewright.cost.model_states import (
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.snapshots import RankTable, take_snapshots
-from moewright.cost.stage_parts import Array, LayerPart, StageParts, count_parts
+from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import recompute, routing, schedule
-from moewright.rules.stages import Chunk
 from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
@@ -94,12 +93,15 @@ def layer_memory(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartMemory:
-    """What every part of a model takes: `saved` [parts, policies, modules], `transient` of layers.
+class ModelMemory:
+    """What every part of a model takes under some degrees and policies.
 
-    The bytes of a stage are sums over its parts, so those of a moment are products with its counts.
+    `saved` [parts, policies, modules] is kept for backward. The bytes of a stage are sums over its
+    parts, so those of a moment are products with its counts.
     """
 
+    constants: Constants
+    size: Symbols
     parts: StageParts
     layers: tuple[LayerMemory, ...]
     saved: Array
@@ -110,37 +112,63 @@ class PartMemory:
         """Sum what is saved over modules [parts, policies]."""
         return np.asarray(self.saved.sum(axis=2))
 
-    def live_bytes(self, live: Array, head_passes: Array) -> Array:
-        """Return what is saved at moments, and the logits of the forward that then ends.
+    @cached_property
+    def live_prices(self) -> Array:
+        """Return what each column of `MomentCounts.live` takes [parts + 1, policies]."""
+        logits = np.full((1, self.saved.shape[1]), float(self.head.forward))
+        return np.concatenate([self.saved_bytes, logits])
 
-        `live` [moments, parts] counts parts, `head_passes` [moments] passes through the head.
-        """
-        return np.asarray(live @ self.saved_bytes + self.head.forward * head_passes[:, None])
+    def live_bytes(self, live: Array) -> Array:
+        """Return what is kept at moments, and logits that live shortly [moments, policies]."""
+        return np.asarray(live @ self.live_prices)
 
     def transient_bytes(self, backward: Array, beside: Array) -> Array:
-        """Return what is short-lived at moments [moments, policies].
-
-        `backward` [moments, parts] is the chunk whose backward runs; of `beside`, a chunk whose
-        forward runs layer by layer, one layer more is held.
-        """
+        """Return what is short-lived in backward at moments [moments, policies]."""
         head_passes = backward[:, self.parts.head_columns].sum(axis=1)
-        short = np.repeat(
-            (self.head.backward * head_passes)[:, None], self.saved.shape[1], axis=1
-        )
+        short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))
         for column, layer in enumerate(self.layers):
             np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
-        layers = np.maximum(1, beside[:, : len(self.layers)].sum(axis=1))
-        return np.asarray(short + (beside @ self.saved_bytes) // layers[:, None])
+        if beside.any():
+            short += (beside @ self.saved_bytes) // self.parts.count_layers(beside)[:, None]
+        return short
 
 
-def part_memory(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MomentCounts:
+    """What lives at moments of a rank, counted in parts.
+
+    `live` [moments, parts + 1] counts the parts that are kept, and last the passes through the head
+    of the forward that then ends. `backward` [moments, parts] is the chunk whose backward runs; of
+    `beside` [moments, parts], a chunk whose forward runs layer by layer, a layer more is held.
+    """
+
+    live: Array
+    backward: Array
+    beside: Array
+
+
+def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentCounts:
+    """Count what lives at the moments of a rank that holds `counts` [chunks, parts]."""
+    moments = take_snapshots(table, counts, table.chunk)
+    chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
+    head_passes = chunks[moments.forward][:, parts.head_columns].sum(axis=1)
+    return MomentCounts(
+        live=np.concatenate([moments.live, head_passes[:, None]], axis=1),
+        backward=chunks[moments.backward],
+        beside=chunks[moments.beside],
+    )
+
+
+def join_memory(
     constants: Constants, size: Symbols, parts: StageParts, layers: Sequence[LayerMemory]
-) -> PartMemory:
+) -> ModelMemory:
     """Join the memory of the layers of a model with that of its other parts."""
     context = activation_context(constants, size)
     policies = len(layers[0].saved)
     outside = np.repeat(outside_bytes(context)[:, None], policies, axis=1)
-    return PartMemory(
+    return ModelMemory(
+        constants=constants,
+        size=size,
         parts=parts,
         layers=tuple(layers),
         saved=np.concatenate([np.stack([layer.saved for layer in layers]), outside]),
@@ -150,46 +178,47 @@ def part_memory(
 
 def model_memory(
     constants: Constants, size: Symbols, parts: StageParts, policies: ActivationPolicies
-) -> PartMemory:
+) -> ModelMemory:
     """Count what every part of a model takes under each policy."""
     context = activation_context(constants, size)
     layers = [layer_memory(context, size, policies, part) for part in parts.layers]
-    return part_memory(constants, size, parts, layers)
+    return join_memory(constants, size, parts, layers)
 
 
 def activation_rows(
-    memory: PartMemory, counts: Array, table: RankTable
+    memory: ModelMemory, counts: Array, table: RankTable
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows at the fullest moment of a rank, under the first policy.
 
     `counts` [chunks, parts] is what the rank holds. Logits that live shortly are booked as logits,
     what lives in backward as transient.
     """
-    moments = take_snapshots(table, counts, table.chunk)
-    items = np.concatenate([counts, np.zeros((1, memory.parts.count))])  # the last: no chunk
-    head_passes = items[moments.forward][:, memory.parts.head_columns].sum(axis=1)
-    live = memory.live_bytes(moments.live, head_passes)[:, 0]
-    transient = memory.transient_bytes(items[moments.backward], items[moments.beside])[:, 0]
+    moments = count_moments(memory.parts, counts, table)
+    live = memory.live_bytes(moments.live)[:, 0]
+    transient = memory.transient_bytes(moments.backward, moments.beside)[:, 0]
     peak = int((live + transient).argmax())
+    kept, head_passes = moments.live[peak, :-1], moments.live[peak, -1]
     return saved_rows(
-        moments.live[peak] @ memory.saved[:, 0],
-        logits=int(head_passes[peak]) * memory.head.forward,
+        kept @ memory.saved[:, 0],
+        logits=int(head_passes) * memory.head.forward,
         transient=int(transient[peak]),
     )
 
 
 def rank_memory(
-    constants: Constants,
-    size: Symbols,
-    memory: PartMemory,
-    *,
+    memory: ModelMemory,
+    pp_rank: int,
     sets: Sequence[BucketSet],
-    chunks: Sequence[Chunk],
+    *,
+    counts: Array,
     table: RankTable,
 ) -> RankMemory:
-    """Return the peak of a pipeline rank that holds `chunks` and bucket `sets`, and runs `table`."""
+    """Return the peak of a pipeline rank under the first policy.
+
+    It holds `counts` [chunks, parts] and the parameters of bucket `sets`, and runs `table`.
+    """
+    size, constants = memory.size, memory.constants
     model, workload, layout = size.model, size.workload, size.layout
-    pp_rank = chunks[0].pp_rank
     states = list(state_rows(workload, layout, sets))
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
@@ -197,12 +226,13 @@ def rank_memory(
     if workload.precision.is_narrow:
         share = constants.low_precision_bytes("weight_copies", size.dtype) / size.c
         states = list(add_low_precision_copies(states, share))
-    counts = count_parts(model, layout, memory.parts, chunks)
     allocated = [*states, *activation_rows(memory, counts, table)]
-    has_moe = {part.kind.is_moe for part, n in zip(memory.parts.layers, counts.sum(axis=0), strict=False) if n}
-    resident = placeholder_bytes(size, has_moe) + round(constants["workspace_bytes"])
-    layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
-    resident += int(gathered_bytes(workload, layout, layer_numel)[0])
+    held = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
+    has_experts = {memory.parts.layers[column].kind.is_moe for column in held}
+    resident = placeholder_bytes(size, has_experts) + round(constants["workspace_bytes"])
+    if layout.zero == 3:
+        layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
+        resident += int(gathered_bytes(workload, layer_numel)[0])
     copied = checkpoint_copy_bytes(workload, layout, sets)
     if size.is_fused:
         on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))

@@ -14,9 +14,9 @@ from moewright.cost.estimate import count_rank_parameters, expected_symbols
 from moewright.cost.model_states import stage_bucket_sets
 from moewright.cost.op_time import DeviceRates
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers
-from moewright.cost.stage_parts import LayerKind, layer_kind
+from moewright.cost.stage_parts import count_parts, list_parts
 from moewright.cost.step_time import (
-    LayerTimes,
+    PartTimes,
     Pricer,
     model_ops,
     price_model_ops,
@@ -41,9 +41,10 @@ class RepriceableStep:
     """
 
     __slots__ = (
+        "_counts",
         "_hardware",
-        "_held",
         "_layout",
+        "_parts",
         "_pipeline",
         "_shares",
         "_size",
@@ -62,13 +63,19 @@ class RepriceableStep:
             model, workload, hardware, layout, DeviceRates(hardware).constants
         )
         self._work = model_ops(self._size)
-        self._held = count_chunk_layers(model, layout, tuple(self._work.layers))
+        self._parts = list_parts(model, layout)
+        chunks = stages.pipeline_chunks(model, layout)
+        self._counts = count_parts(model, layout, self._parts, chunks)
         self._shares = {
             count_rank_parameters(of_rank) for of_rank in stage_bucket_sets(model, workload, layout)
         }
         self._transfers = float(exposed_transfers(layout.pp, layout.vpp, self._size.m))
-        _, _, pieces = self._priced(())
-        forward, backward = (self._held @ around.T for around in _around(*pass_seconds(pieces)))
+        _, _, times = self._priced(())
+        held = self._counts.any(axis=0)
+        forward, backward = (
+            self._counts[:, held] @ around.T
+            for around in _around(times.forward_s[held], times.backward_s[held])
+        )
         self._pipeline = build_pipeline(layout, self._size.m).restrict_to_longest_paths(
             forward, backward
         )
@@ -77,18 +84,19 @@ class RepriceableStep:
         """Seconds of a step under these constants, which win over the hardware's own; the pipeline
         by the paths that take longest where pieces take about as long as under the hardware's own.
         """
-        rates, links, pieces = self._priced(constants)
-        forward, backward = pass_seconds(pieces)
+        rates, links, times = self._priced(constants)
         last = max(
             step_tail(rates, links, self._workload, self._size, self._layout, share).total_s
             for share in self._shares
         )
-        moving = self._pipeline.total_s(self._held @ forward, self._held @ backward)
-        return moving + self._transfers * pieces.transfer_s + last
+        moving = self._pipeline.total_s(
+            self._counts @ times.forward_s, self._counts @ times.backward_s
+        )
+        return moving + self._transfers * times.transfer_s + last
 
     def _priced(
         self, constants: tuple[Constant, ...]
-    ) -> tuple[DeviceRates, CollectiveModel, LayerTimes]:
+    ) -> tuple[DeviceRates, CollectiveModel, PartTimes]:
         rates = DeviceRates(
             replace(self._hardware, constants=(*self._hardware.constants, *constants))
         )
@@ -98,15 +106,8 @@ class RepriceableStep:
             links,
             Pricer(
                 links, self._size, price_model_ops(rates, links, self._size, self._work)
-            ).layer_times(self._layout),
+            ).part_times(self._layout, self._parts),
         )
-
-
-def pass_seconds(pieces: LayerTimes) -> tuple[np.ndarray, np.ndarray]:
-    """[pieces] seconds of a forward and of a backward of every kind of piece."""
-    kinds = [*pieces.layers.values(), pieces.embedding, pieces.head, pieces.mtp]
-    forward = np.array([times.forward_s for times in kinds])
-    return forward, np.array([times.total_s for times in kinds]) - forward
 
 
 def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,20 +119,3 @@ def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.n
     return forward * np.concatenate([some, same]), backward * np.concatenate(
         [some, same * backwards]
     )
-
-
-def count_chunk_layers(model: ModelSpec, layout: Layout, kinds: Sequence[LayerKind]) -> np.ndarray:
-    """[virtual stages, pieces]: layers of each kind, embeddings, heads and MTP depths."""
-    rows = []
-    for chunk in stages.pipeline_chunks(model, layout):
-        held = [layer_kind(model, layer) for layer in chunk.layers]
-        held += [layer_kind(model, model.layers + 1)] * chunk.mtp_layers
-        rows.append(
-            [
-                *(held.count(kind) for kind in kinds),
-                chunk.has_embedding,
-                chunk.has_loss,
-                chunk.mtp_layers,
-            ]
-        )
-    return np.array(rows, dtype=float)

@@ -79,6 +79,10 @@ class StageParts:
         depths = [column for column, part in enumerate(self.layers) if part.is_mtp]
         return [*depths, self.head]
 
+    def count_layers(self, counts: Array) -> Array:
+        """Return the layers of each row of `counts` [..., parts], and 1 where there are none."""
+        return np.maximum(1, counts[..., : len(self.layers)].sum(axis=-1))
+
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of all layers, MTP depths included."""

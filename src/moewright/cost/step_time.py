@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -42,11 +42,10 @@ from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import LayerOps, expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
 from moewright.cost.constants import Constants
-from moewright.cost.stage_parts import LayerKind, layer_kind
+from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kind
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, routing
 from moewright.rules.simulate import StageSeconds
-from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.model import ModelSpec
@@ -56,16 +55,27 @@ from moewright.spec.workload import Workload
 _LOSS_SUMS = 3  # the top of the logits, the sum of their exponentials, and the target's
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerTimes:
-    """Seconds of one micro-batch of everything that a stage can hold, and of one transfer between
-    stages."""
+@dataclass(frozen=True, kw_only=True)
+class PartTimes:
+    """Seconds of one micro-batch of every part of a model, and of one transfer between stages."""
 
-    layers: Mapping[LayerKind, MicroBatchTime]
-    embedding: MicroBatchTime
-    head: MicroBatchTime
-    mtp: MicroBatchTime
+    parts: tuple[MicroBatchTime, ...]  # as StageParts orders them
     transfer_s: float
+
+    @cached_property
+    def forward_s(self) -> Array:
+        """Seconds of a forward [parts]."""
+        return np.array([time.forward_s for time in self.parts])
+
+    @cached_property
+    def backward_s(self) -> Array:
+        """Seconds of a backward [parts]."""
+        return np.array([time.total_s for time in self.parts]) - self.forward_s
+
+    @cached_property
+    def weight_grad_s(self) -> Array:
+        """Seconds of the backward that weight gradients take [parts]."""
+        return np.array([time.weight_grad_s for time in self.parts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,8 +225,8 @@ class Pricer:
         """
         return Pricer(self._links, size, reprice_experts(rates, self._priced, size), beside=self)
 
-    def layer_times(self, layout: Layout) -> LayerTimes:
-        """Of a layout with the degrees and micro-batch of the priced one."""
+    def part_times(self, layout: Layout, parts: StageParts) -> PartTimes:
+        """Price the parts of a layout with the degrees and micro-batch of the priced one."""
         layers, size = {}, replace(self.size, layout=layout)
         for kind, priced in self._priced.layers.items():
             _, device = self._moved(layout, kind)
@@ -225,11 +235,14 @@ class Pricer:
             layers[kind] = layer_time(
                 self._links, size, layout, priced, device, more, sent, moe=kind[0]
             )
-        return LayerTimes(
-            layers=layers,
-            embedding=self._priced.embedding,
-            head=self._priced.head,
-            mtp=self._priced.mtp,
+        priced_ops = self._priced
+        times = [
+            add_times([(layers[part.kind], 1.0), (priced_ops.mtp, float(part.is_mtp))])
+            for part in parts.layers
+        ]
+        nothing = add_times([])  # what keeps an MTP depth's input takes no time
+        return PartTimes(
+            parts=(*times, priced_ops.embedding, priced_ops.head, nothing),
             transfer_s=stage_transfer_s(self._links, self.size, layout),
         )
 
@@ -288,11 +301,16 @@ class Pricer:
             self._links, self.size, layout, device, more, sent, moe=kind[0], synced=synced
         ).total_s
 
-    def outside_layers_s(self) -> tuple[float, float, float]:
-        """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the
-        head."""
-        one = self._priced
-        return one.mtp.total_s, one.embedding.total_s, one.head.total_s
+    def part_seconds(
+        self, parts: StageParts, layers: Mapping[LayerKind, FloatOrArray]
+    ) -> list[FloatOrArray]:
+        """Return the seconds of every part, given those of the layers of each kind."""
+        priced = self._priced
+        times = [
+            layers[part.kind] + (priced.mtp.total_s if part.is_mtp else 0.0)
+            for part in parts.layers
+        ]
+        return [*times, priced.embedding.total_s, priced.head.total_s, 0.0]
 
     def _moved(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, DeviceTime]:
         if self._beside and not kind[0]:
@@ -316,6 +334,7 @@ class Pricer:
             layout.cp_comm,
             chosen.recompute,
             chosen.graphs,
+            layout.pp * layout.vpp if layout.recompute_block else 0,
         )
         if key not in self._added:
             moved, _ = self._moved(layout, kind)
@@ -338,57 +357,32 @@ def _offloaded(constants: Constants, size: Symbols, kind: LayerKind) -> Offloade
     return OffloadedActivations(bytes=float(sent.bytes[0]), modules=int(sent.modules[0]))
 
 
-def chunk_time(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> MicroBatchTime:
-    """One micro-batch through `chunks`."""
-    mtp_kind = layer_kind(size.model, size.model.layers + 1)
-    counts: dict[LayerKind, int] = {}
-    terms: list[tuple[MicroBatchTime, float]] = []
-    for chunk in chunks:
-        for layer in chunk.layers:
-            kind = layer_kind(size.model, layer)
-            counts[kind] = counts.get(kind, 0) + 1
-        if chunk.mtp_layers:
-            counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp_layers
-        terms += [
-            (pieces.mtp, chunk.mtp_layers),
-            (pieces.embedding, float(chunk.has_embedding)),
-            (pieces.head, float(chunk.has_loss)),
-        ]
-    terms += [(pieces.layers[kind], count) for kind, count in counts.items()]
-    return add_times((times, weight) for times, weight in terms if weight)
+def stage_time(times: PartTimes, counts: Array) -> MicroBatchTime:
+    """Return the time of one micro-batch through the parts that `counts` [parts] says."""
+    weights = zip(times.parts, counts.tolist(), strict=True)
+    return add_times((time, weight) for time, weight in weights if weight)
 
 
-def stage_times(
-    size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk], pp: int
-) -> tuple[MicroBatchTime, ...]:
-    """One micro-batch on each pipeline rank."""
-    return tuple(
-        chunk_time(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank])
-        for pp_rank in range(pp)
-    )
+def pipeline_s(size: Symbols, times: PartTimes, counts: Array) -> tuple[float, float]:
+    """Return the seconds of all micro-batches, and how much longer they take for transfers.
 
-
-def pipeline_s(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> tuple[float, float]:
-    """Seconds of all micro-batches through the rows of the pipeline, and how much longer they take
-    for transfers."""
+    `counts` [virtual stages, parts] is what the pipeline holds.
+    """
     layout = size.layout
-    of_chunk = [chunk_time(size, pieces, [chunk]) for chunk in chunks]
+    forward, backward = counts @ times.forward_s, counts @ times.backward_s
     if not layout.schedule.splits_backward:
-        forward = np.array([times.forward_s for times in of_chunk])
-        backward = np.array([times.total_s for times in of_chunk]) - forward
         shown = float(exposed_transfers(layout.pp, layout.vpp, size.m))
-        return build_pipeline(layout, size.m).total_s(forward, backward), shown * pieces.transfer_s
+        return build_pipeline(layout, size.m).total_s(forward, backward), shown * times.transfer_s
+    weights = counts @ times.weight_grad_s
     seconds = [
-        StageSeconds(
-            forward=times.forward_s,
-            input_backward=times.total_s - times.forward_s - times.weight_grad_s,
-            weight_backward=times.weight_grad_s,
+        StageSeconds(forward=forward_s, input_backward=input_s, weight_backward=weight_s)
+        for forward_s, input_s, weight_s in zip(
+            forward.tolist(), (backward - weights).tolist(), weights.tolist(), strict=True
         )
-        for times in of_chunk
     ]
     still, sending = (
         simulate_pipeline_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
-        for transfer_s in (0.0, pieces.transfer_s)
+        for transfer_s in (0.0, times.transfer_s)
     )
     return still, sending - still
 
@@ -473,21 +467,25 @@ def step_tail(
 
 def step_time(
     size: Symbols,
-    pieces: LayerTimes,
-    chunks: Sequence[Chunk],
+    times: PartTimes,
+    counts: Array,
     stages: Sequence[MicroBatchTime],
     last: StepTail,
 ) -> StepTime:
-    """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and
-    bubble."""
+    """Return the time of the pipeline of `stages`, then `last`.
+
+    `counts` [virtual stages, parts] is what the pipeline holds, `stages` the time of each pipeline
+    rank. What the slowest rank does not work is transfers and bubble.
+    """
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
     own = add_times([(stages[slowest], size.m)])
-    still_s, sending_s = pipeline_s(size, pieces, chunks)
+    still_s, sending_s = pipeline_s(size, times, counts)
+    waiting_s = still_s - size.m * totals[slowest] if size.layout.pp > 1 else 0.0
     parts = {
         **own.exposed,
         TimePart.PP_COMM: sending_s,
-        TimePart.BUBBLE: still_s - size.m * totals[slowest],
+        TimePart.BUBBLE: waiting_s,
         TimePart.DP_COMM: last.reduce_s + last.gather_s,
         TimePart.OPTIMIZER: last.optimizer_s,
     }

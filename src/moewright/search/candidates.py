@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from moewright.cost.stage_parts import Array
 from moewright.search.heuristics import GUIDELINES, Guideline
-from moewright.search.pipeline_arrays import Array
 from moewright.search.screening import GroupScores, Screener
 from moewright.search.space import SearchSpace, degree_groups, no_objections
 from moewright.spec.layout import Layout, Overlap
@@ -130,8 +130,8 @@ class CandidatePool:
                 mask = habit.mask(
                     scores.base,
                     scores.pipelines.shapes,
-                    self._scout.works,
-                    self._scout.keeps,
+                    self._scout.activation_policies,
+                    self._scout.state_policies,
                     self._space,
                 )
                 self._keep_fastest(self.usual, habit, scores, firm & mask)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from moewright.search.pipeline_arrays import Array
-from moewright.search.space import ActivationPolicy, PipelineShape, SearchSpace, StatePolicy
+from moewright.cost.activations import ActivationPolicy
+from moewright.cost.stage_parts import Array
+from moewright.search.space import PipelineShape, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout, Offload, Recompute
 
 _LONG_TOKENS = 8192  # from where attention's activations are said to dominate

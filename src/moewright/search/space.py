@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from moewright.codec import explicit_fields, parse_layout
+from moewright.cost.activations import ActivationPolicy
 from moewright.rules.compatibility import check_compatibility
 from moewright.rules.legality import check_legality, divisors
 from moewright.rules.schedule import check_schedule
@@ -72,18 +73,6 @@ class DegreeGroup:
 
     layout: Layout
     pipelines: PipelineShapes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationPolicy:
-    """What one micro-batch of a layer keeps, sends to the host and replays."""
-
-    recompute: tuple[Recompute, ...]
-    offload: tuple[Offload, ...]
-    graphs: tuple[CudaGraphScope, ...]
-
-    def apply_to(self, layout: Layout) -> Layout:
-        return replace(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
