@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,21 @@ class ActivationPolicies:
 
     each: tuple[ActivationPolicy, ...]
     masks: dict[tuple[object, ...], TensorMasks] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def graphs(self) -> tuple[tuple[CudaGraphScope, ...], ...]:
+        """The CUDA graphs of the policies, each once."""
+        return tuple(dict.fromkeys(policy.graphs for policy in self.each))
+
+    @cached_property
+    def graphs_of_policy(self) -> Array:
+        """The place among `graphs` of those of each policy [policies]."""
+        return np.array([self.graphs.index(policy.graphs) for policy in self.each])
+
+    @cached_property
+    def offloaded_modules(self) -> Array:
+        """How many modules of a layer each policy sends to the host [policies]."""
+        return np.array([count_offloaded_modules(policy.offload) for policy in self.each])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,13 +229,11 @@ def _tensor_masks(
 
 def _graph_bytes(context: ActivationContext, policies: ActivationPolicies) -> Array:
     """Return what the CUDA graphs of a layer pin [policies]."""
-    by_graphs = {
-        policy.graphs: graph_bytes(
-            context.model, context.workload, replace(context.layout, graphs=policy.graphs)
-        )
-        for policy in dict.fromkeys(policies.each)
-    }
-    return np.array([by_graphs[policy.graphs] for policy in policies.each], dtype=float)
+    by_graphs = [
+        graph_bytes(context.model, context.workload, context.layout, graphs)
+        for graphs in policies.graphs
+    ]
+    return np.array(by_graphs, dtype=float)[policies.graphs_of_policy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +248,7 @@ def offloaded_activations(
     context: ActivationContext, policies: ActivationPolicies, *, is_moe: bool, load: float
 ) -> OffloadedActivations:
     """Count what a layer with or without experts sends to the host."""
-    modules = np.array([count_offloaded_modules(policy.offload) for policy in policies.each])
+    modules = policies.offloaded_modules
     if not modules.any():
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
     layer = context.model.moe_layers.index(is_moe)

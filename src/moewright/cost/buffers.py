@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import ceil, prod
 
 import numpy as np
@@ -46,14 +47,16 @@ def dispatcher_bytes(size: Symbols) -> int:
     return _DEEPEP_CHANNELS * (inside + between) * (token + _DEEPEP_BESIDE_BYTES)
 
 
-def graph_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> int:
-    """What the graph of one layer and micro-batch in flight pins: its static input and the gradient
-    of its output.
+def graph_bytes(
+    model: ModelSpec, workload: Workload, layout: Layout, graphs: Collection[CudaGraphScope]
+) -> int:
+    """Return what the CUDA graphs of one layer and micro-batch in flight pin.
 
+    That is their static input and the gradient of their output.
     60 of them in DeepSeek-V3 on GB200 are 7.05 GB; arXiv 2603.07685 prints 7. A graph of the whole
     iteration pins what its run holds anyway.
     """
-    if not layout.graphs or CudaGraphScope.FULL in layout.graphs:
+    if not graphs or CudaGraphScope.FULL in graphs:
         return 0
     tokens = routing.micro_batch_tokens(workload, layout)
     return 2 * recompute.activation_nbytes(workload) * tokens * model.hidden_size

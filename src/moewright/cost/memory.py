@@ -129,7 +129,7 @@ class ModelMemory:
         for column, layer in enumerate(self.layers):
             np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
         if beside.any():
-            short += (beside @ self.saved_bytes) // self.parts.count_layers(beside)[:, None]
+            short += np.floor(beside @ self.saved_bytes / self.parts.count_layers(beside)[:, None])
         return short
 
 

@@ -7,7 +7,7 @@ any rank are those along the path to its node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -44,36 +44,54 @@ class ParameterTree:
         self.parents: list[int] = [-1]
         self.last_blocks: list[int] = [-1]
         self._numbers: dict[object, int] = {}
-        self._known: dict[tuple[Param, ...], int] = {}
+        self._by_layer: dict[tuple[int, int], int] = {}
         self._children: dict[tuple[int, int], int] = {}
 
     def rank_sequences(self, model: ModelSpec, layout: Layout, pp_rank: int) -> RankSequences:
         """Return what a pipeline rank of a layout holds."""
-        layers = [params for _, params in shards.layer_parameters(model, layout, pp_rank)]
+        layers = shards.layer_parameters(model, layout, pp_rank)
         tables = shards.shared_table_ranks(model, layout) if layout.pp > 1 else {}
-        shared = {ranks for name, ranks in tables.items() if _holds(layers, name)}
+        shared = {ranks for name, ranks in tables.items() if pp_rank in ranks}
         nodes, holders = [], []
         for ranks in ((), *sorted(shared)):
             blocks = (
-                tuple(param for param in params if tables.get(param.name, ()) == ranks)
-                for params in reversed(layers)
+                self._block(model, layer, params, tables, ranks)
+                for layer, params in reversed(layers)
             )
-            nodes.append(self._node(self._block(params) for params in blocks if params))
+            nodes.append(self._node(block for block in blocks if block is not None))
             holders.append(max(1, len(ranks)))
         return RankSequences(
-            layers=tuple(self._block(params) for params in layers),
+            layers=tuple(self._layer_block(layer, params) for layer, params in layers),
             nodes=tuple(nodes),
             holders=tuple(holders),
         )
 
-    def _block(self, params: tuple[Param, ...]) -> int:
-        if params not in self._known:
-            key = tuple((param.shape, param.sharded_dims, param.module) for param in params)
-            if key not in self._numbers:
-                self._numbers[key] = len(self.blocks)
-                self.blocks.append(params)
-            self._known[params] = self._numbers[key]
-        return self._known[params]
+    def _block(
+        self,
+        model: ModelSpec,
+        layer: int,
+        params: tuple[Param, ...],
+        tables: Mapping[str, tuple[int, ...]],
+        ranks: tuple[int, ...],
+    ) -> int | None:
+        """Return the block of a layer's parameters that these pipeline ranks hold together."""
+        if 0 <= layer < model.layers:
+            return None if ranks else self._layer_block(layer, params)
+        held = tuple(param for param in params if tables.get(param.name, ()) == ranks)
+        return self._number(held) if held else None
+
+    def _layer_block(self, layer: int, params: tuple[Param, ...]) -> int:
+        key = layer, len(params)
+        if key not in self._by_layer:
+            self._by_layer[key] = self._number(params)
+        return self._by_layer[key]
+
+    def _number(self, params: tuple[Param, ...]) -> int:
+        key = tuple((param.shape, param.sharded_dims, param.module) for param in params)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.blocks)
+            self.blocks.append(params)
+        return self._numbers[key]
 
     def _node(self, sequence: Iterable[int]) -> int:
         node = 0
@@ -84,10 +102,6 @@ class ParameterTree:
                 self.last_blocks.append(block)
             node = self._children[node, block]
         return node
-
-
-def _holds(layers: Sequence[Sequence[Param]], name: str) -> bool:
-    return any(param.name == name for params in layers for param in params)
 
 
 def local_params(params: Sequence[Param], layout: Layout, group: str) -> list[_LocalParam]:
@@ -113,7 +127,11 @@ class BucketTotals:
 
 
 class BucketFill:
-    """How the sequences of a tree fill buckets under one way to cut parameters."""
+    """How the sequences of a tree fill buckets under one way to cut parameters.
+
+    `local` gives the elements of a block on a rank; without `follows_linear` no slices of linear
+    weights are followed, and `BucketTotals.own_linear` is 0.
+    """
 
     def __init__(
         self,
@@ -121,8 +139,10 @@ class BucketFill:
         local: Callable[[Sequence[Param]], list[_LocalParam]],
         *,
         bucket_elements: int,
+        follows_linear: bool,
     ) -> None:
         self._tree, self._local, self._bucket_elements = tree, local, bucket_elements
+        self._follows_linear = follows_linear
         self._blocks: list[list[_LocalParam]] = []
         self._ends = [0]  # of the open bucket of every node
         self._linear = [0]
@@ -152,7 +172,8 @@ class BucketFill:
                 )
                 if is_linear:
                     linear += numel
-                    entries = (*entries, (start, numel))
+                    if self._follows_linear:
+                        entries = (*entries, (start, numel))
                 if closes:
                     self._closed.append((node, end, entries))
                     end, entries = 0, ()
@@ -169,25 +190,26 @@ class BucketFill:
         still_open = buckets.padded_numel(np.array(self._ends, dtype=float), shard_count)
         numel = np.bincount(closed_node, closed, minlength=count)
         calls = np.bincount(closed_node, minlength=count)
-        own = np.bincount(
-            closed_node,
-            [
+        own_linear = np.zeros(count)
+        if self._follows_linear:
+            own = [
                 _inside(entries, stop)
                 for (_, _, entries), stop in zip(
                     self._closed, (closed / shard_count).tolist(), strict=True
                 )
-            ],
-            minlength=count,
-        )
-        own_open = [
-            _inside(entries, stop)
-            for entries, stop in zip(self._open, (still_open / shard_count).tolist(), strict=True)
-        ]
+            ]
+            own_linear = self._along_paths(np.bincount(closed_node, own, minlength=count))
+            own_linear += [
+                _inside(entries, stop)
+                for entries, stop in zip(
+                    self._open, (still_open / shard_count).tolist(), strict=True
+                )
+            ]
         return BucketTotals(
             numel=self._along_paths(numel) + still_open,
             calls=self._along_paths(calls) + (still_open > 0),
             linear=np.array(self._linear, dtype=float),
-            own_linear=self._along_paths(own) + own_open,
+            own_linear=own_linear,
         )
 
     def _along_paths(self, of_node: Array) -> Array:

@@ -134,6 +134,9 @@ class PipelineBatch:
     def transients(self) -> tuple[Array, Array, Array]:
         """Return the `backward` and `beside` that differ, and which of them each moment has."""
         parts = self.backward.shape[1]
+        if not self.beside.any():
+            found, place = np.unique(self.backward, axis=0, return_inverse=True)
+            return found, np.zeros_like(found), place.reshape(-1)
         both = np.concatenate([self.backward, self.beside], axis=1)
         found, place = np.unique(both, axis=0, return_inverse=True)
         return found[:, :parts], found[:, parts:], place.reshape(-1)
@@ -160,9 +163,9 @@ class PipelineBatch:
         total = np.add.reduceat(weighted, self.rank_starts, axis=0)
         return _highest(of_ranks, self._rank_turns), np.asarray(total)
 
-    def count_blocks(self, count: int) -> Array:
-        """Count the blocks of parameters that each rank holds [ranks, blocks]."""
-        return np.array([np.bincount(blocks, minlength=count) for blocks in self.blocks])
+    def count_blocks(self, ranks: Array, count: int) -> Array:
+        """Count the blocks of parameters that some ranks hold [some ranks, blocks]."""
+        return np.array([np.bincount(self.blocks[rank], minlength=count) for rank in ranks])
 
     def rank_layouts(self, cut: Layout) -> Iterator[tuple[Layout, int]]:
         """Yield the layout and the pipeline rank of each rank, under the degrees of `cut`."""
@@ -203,13 +206,16 @@ def batch_pipelines(
     moments: Sequence[Sequence[MomentCounts]],
     micro_batches: Sequence[int],
 ) -> PipelineBatch:
-    """Join the pipelines of these layouts, each with so many micro-batches."""
+    """Join the pipelines of these layouts, each with so many micro-batches.
+
+    Ranks whose moments are one object share them.
+    """
     rank_counts = [len(distinct.first) for distinct in ranks]
     sequences = [held for distinct in ranks for held in distinct.sequences]
     sets = max(len(held.nodes) for held in sequences)
-    different: dict[bytes, tuple[int, MomentCounts]] = {}
+    different: dict[int, tuple[int, MomentCounts]] = {}
     moments_of_rank = [
-        different.setdefault(_as_bytes(counts), (len(different), counts))[0]
+        different.setdefault(id(counts), (len(different), counts))[0]
         for of_pipeline in moments
         for counts in of_pipeline
     ]
@@ -238,10 +244,6 @@ def batch_pipelines(
         moment_starts=np.cumsum([0, *(len(counts.live) for counts in each[:-1])]),
         moments_of_rank=np.array(moments_of_rank),
     )
-
-
-def _as_bytes(counts: MomentCounts) -> bytes:
-    return counts.live.tobytes() + counts.backward.tobytes() + counts.beside.tobytes()
 
 
 def _pad(values: tuple[int, ...], length: int, filler: int) -> tuple[int, ...]:

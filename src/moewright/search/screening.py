@@ -401,7 +401,7 @@ class Screener:
         mbs = base.mbs if base.zero == 3 else 0
         overlaps_sums = Overlap.GRAD in base.overlap
         same = base.tp, base.cp, base.ep, base.etp, mbs, base.zero, base.offload, overlaps_sums
-        elements = self._memory.elements(base, policy, batch)
+        elements = self._memory.elements(base, policy.zero, batch)
         columns = [_DENSE, _EXPERT]
         held = np.concatenate([elements.numel[:, columns], elements.calls[:, columns]], axis=1)
         pp = batch.pp[batch.pipeline_of_rank]
@@ -440,6 +440,7 @@ class _Pipelines:
         self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
         self._ranks: dict[PipelineShape, DistinctRanks] = {}
         self._moments: dict[tuple[PipelineShape, int, bool], tuple[MomentCounts, ...]] = {}
+        self._interned: dict[bytes, MomentCounts] = {}
 
     def layout(self, shape: PipelineShape, vpp_group: int, *, is_paired: bool) -> Layout:
         """Return a pipeline of single ranks."""
@@ -471,10 +472,17 @@ class _Pipelines:
         steady = steady_micro_batches(layout, micro_batches)
         key = shape, steady, bool(layout.overlap)
         if key not in self._moments:
-            self._moments[key] = fullest_moments(
-                self.ranks(shape, layout), self._parts, layout, steady
+            self._moments[key] = tuple(
+                self._interned.setdefault(_as_bytes(counts), counts)
+                for counts in fullest_moments(
+                    self.ranks(shape, layout), self._parts, layout, steady
+                )
             )
         return self._moments[key]
+
+
+def _as_bytes(counts: MomentCounts) -> bytes:
+    return counts.live.tobytes() + counts.backward.tobytes() + counts.beside.tobytes()
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:

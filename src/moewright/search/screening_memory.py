@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -16,13 +15,14 @@ from moewright.cost import memory, model_states
 from moewright.cost.activations import ActivationPolicies, activation_context
 from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
-from moewright.cost.parameter_tree import BucketFill, BucketTotals, ParameterTree, local_params
+from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.cost.replicas import replica_rows
 from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import SearchSpace, StatePolicy
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Module
 
@@ -34,14 +34,15 @@ class RankElements:
     """Elements of the parameters of ranks under one way to share states [ranks].
 
     `numel` and `calls` [ranks, groups] are elements of buckets, padding included, and the number of
-    buckets by the group that reduces them; `own` are those of a rank's shards. `linear` are what
-    8-bit copies are kept of: of all weights, or of the shards of weights that are sharded.
+    buckets by the group that reduces them; `own` are those of a rank's shards. `linear` are those
+    of linear weights, `own_linear` of their shards, and `checkpointed` those that a rank saves.
     """
 
     numel: Array
     calls: Array
     own: Array
     linear: Array
+    own_linear: Array
     checkpointed: Array
 
 
@@ -59,6 +60,11 @@ class ScreeningMemory:
         self.tree = ParameterTree()
         self._space, self._parts, self._constants = space, parts, constants
         self._policies, self._state_policies = policies, states
+        self._follows_linear = space.workload.precision.is_narrow and any(
+            policy.zero == 3 for policy in states
+        )
+        # A CPU's memory is the host's.
+        self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
         self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
         self._placeholders: dict[tuple[int, int], Array] = {}
         self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
@@ -115,11 +121,13 @@ class ScreeningMemory:
         )
         return allocated + device.reserved_bytes + device.communication_bytes, device.sd_bytes
 
-    def elements(self, cut: Layout, policy: StatePolicy, batch: PipelineBatch) -> RankElements:
-        """Return the elements of every rank of a batch under a cut and a way to share states."""
-        layouts = [replace(cut, pp=pp, zero=policy.zero) for pp in batch.degrees]
-        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, policy.zero
+    def elements(self, cut: Layout, zero: int, batch: PipelineBatch) -> RankElements:
+        """Return the elements of every rank of a batch under a cut and a level of ZeRO."""
+        # Between levels that shard, hybrid sharding alone makes a difference.
+        level = zero if cut.shard else min(zero, 1)
+        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, level
         if key not in self._elements:
+            layouts = [replace(cut, pp=pp, zero=zero) for pp in batch.degrees]
             self._elements[key] = self._count_elements(layouts, batch)
         return self._elements[key]
 
@@ -140,30 +148,38 @@ class ScreeningMemory:
                 self.tree,
                 lambda params: local_params(params, cut, group),
                 bucket_elements=self._space.workload.optimizer.bucket_elements,
+                follows_linear=self._follows_linear,
             )
         return self._fills[key]
 
     def _count_elements(self, layouts: Sequence[Layout], batch: PipelineBatch) -> RankElements:
         groups = shards.GRADIENT_GROUPS
         numel, calls = np.zeros((2, len(batch.ranks), len(groups)))
-        own, linear, checkpointed = np.zeros((3, len(batch.ranks)))
+        own, linear, own_linear, checkpointed = np.zeros((4, len(batch.ranks)))
         degree = batch.degree[batch.pipeline_of_rank]
-        weights_are_sharded = Component.WEIGHTS in model_states.sharded_states(layouts[0].zero)
-        for (place, layout), (column, group) in product(enumerate(layouts), enumerate(groups)):
+        for place, layout in enumerate(layouts):
             ranks = np.flatnonzero(degree == place)
-            count = grid.group_size(layout, fsdp.state_group(layout, group))
-            shard_count = count if layout.zero else 1
-            totals = self._fill(layout, group).totals(shard_count)
-            of_set = totals.numel[batch.nodes[ranks]]
-            numel[ranks, column] = of_set.sum(axis=1)
-            calls[ranks, column] = totals.calls[batch.nodes[ranks]].sum(axis=1)
-            own[ranks] += numel[ranks, column] / shard_count
-            linear[ranks] += _linear(totals, weights_are_sharded)[batch.nodes[ranks]].sum(axis=1)
-            checkpointed[ranks] += model_states.copied_elements(
-                layout, group, of_set, batch.holders[ranks]
-            ).sum(axis=1)
+            nodes, holders = batch.nodes[ranks], batch.holders[ranks]
+            for column, group in enumerate(groups):
+                size = grid.group_size(layout, fsdp.state_group(layout, group))
+                shard_count = size if layout.zero else 1
+                totals = self._fill(layout, group).totals(shard_count)
+                of_set = totals.numel[nodes]
+                numel[ranks, column] = of_set.sum(axis=1)
+                calls[ranks, column] = totals.calls[nodes].sum(axis=1)
+                own[ranks] += numel[ranks, column] / shard_count
+                linear[ranks] += totals.linear[nodes].sum(axis=1)
+                own_linear[ranks] += totals.own_linear[nodes].sum(axis=1)
+                if self._checkpoints_on_device:
+                    parts = model_states.copied_elements(layout, group, of_set, holders)
+                    checkpointed[ranks] += parts.sum(axis=1)
         return RankElements(
-            numel=numel, calls=calls, own=own, linear=linear, checkpointed=checkpointed
+            numel=numel,
+            calls=calls,
+            own=own,
+            linear=linear,
+            own_linear=own_linear,
+            checkpointed=checkpointed,
         )
 
     def _resident_bytes(self, size: Symbols, batch: PipelineBatch) -> Array:
@@ -171,30 +187,45 @@ class ScreeningMemory:
         cut = size.layout
         key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp
         if key not in self._resident:
-            columns = [self._states_bytes(size, policy, batch) for policy in self._state_policies]
-            self._resident[key] = (
-                np.stack(columns, axis=1) + self._placeholder_bytes(size, batch)[:, None]
+            resident = np.repeat(
+                self._placeholder_bytes(size, batch)[:, None], len(self._state_policies), axis=1
             )
+            for column, policy in enumerate(self._state_policies):
+                is_searched = np.array(
+                    [policy.is_searched_on(shape, self._space) for shape in batch.pipelines.shapes]
+                )
+                ranks = np.flatnonzero(is_searched[batch.pipeline_of_rank])
+                if len(ranks):
+                    resident[ranks, column] += self._states_bytes(size, policy, batch, ranks)
+            self._resident[key] = resident
         return self._resident[key]
 
-    def _states_bytes(self, size: Symbols, policy: StatePolicy, batch: PipelineBatch) -> Array:
-        workload, cut = self._space.workload, size.layout
+    def _states_bytes(
+        self, size: Symbols, policy: StatePolicy, batch: PipelineBatch, ranks: Array
+    ) -> Array:
+        """Return the states of some ranks, and what stays on the device with them [some ranks]."""
+        workload, cut = size.workload, size.layout
         layout = replace(cut, zero=policy.zero, offload=policy.offload)
-        elements = self.elements(cut, policy, batch)
+        elements = self.elements(cut, policy.zero, batch)
         sizes = model_states.state_bytes(
-            workload, layout, elements.numel.sum(axis=1), elements.own
+            workload, layout, elements.numel[ranks].sum(axis=1), elements.own[ranks]
         )
-        found = sum(nbytes for component, nbytes in sizes.items() if component is not Component.HOST)
+        total = sum(
+            (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
+            start=np.zeros(len(ranks)),
+        )
         if size.is_low_precision:
             copies = self._constants.low_precision_bytes("weight_copies", size.dtype)
-            found = found + copies * elements.linear
-        if not size.is_fused:  # a CPU's memory is the host's
-            found = found + model_states.checkpoint_bytes(workload, elements.checkpointed)
-        if layout.zero == 3:
-            found = found + gathered_bytes(workload, self._layer_numel(cut, batch))
+            is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
+            linear = elements.own_linear if is_sharded else elements.linear
+            total += copies * linear[ranks]
+        if self._checkpoints_on_device:
+            total += model_states.checkpoint_bytes(workload, elements.checkpointed[ranks])
+        if policy.zero == 3:
+            total += gathered_bytes(workload, self._layer_numel(cut, batch, ranks))
         if layout.spare:
-            found = found + self._replica_bytes(size, batch)
-        return np.asarray(found)
+            total += self._replica_bytes(size, batch)[ranks]
+        return total
 
     def _placeholder_bytes(self, size: Symbols, batch: PipelineBatch) -> Array:
         """Return gradient placeholders and workspaces [ranks]."""
@@ -209,8 +240,8 @@ class ScreeningMemory:
         kinds = (layers[:, ~is_moe] > 0).any(axis=1) + 2 * (layers[:, is_moe] > 0).any(axis=1)
         return self._placeholders[key][kinds] + round(self._constants["workspace_bytes"])
 
-    def _layer_numel(self, cut: Layout, batch: PipelineBatch) -> Array:
-        """Return the elements of the layers of every rank; of layers alike two are enough."""
+    def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
+        """Return the elements of the layers of some ranks; of layers alike two are enough."""
         key = cut.tp, cut.ep, cut.etp
         blocks = self.tree.blocks
         if key not in self._block_numel or len(self._block_numel[key]) < len(blocks):
@@ -225,7 +256,7 @@ class ScreeningMemory:
                 ],
                 dtype=float,
             )
-        counts = batch.count_blocks(len(blocks))
+        counts = batch.count_blocks(ranks, len(blocks))
         return np.concatenate([self._block_numel[key] * (counts > n) for n in (0, 1)], axis=1)
 
     def _replica_bytes(self, size: Symbols, batch: PipelineBatch) -> Array:
@@ -241,7 +272,3 @@ class ScreeningMemory:
             weights = sizes.get(Component.WEIGHTS, 0)
             found.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
         return np.array(found, dtype=float)
-
-
-def _linear(totals: BucketTotals, weights_are_sharded: bool) -> Array:
-    return totals.own_linear if weights_are_sharded else totals.linear

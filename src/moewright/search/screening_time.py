@@ -8,11 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moewright.cost.activations import (
-    ActivationPolicies,
-    OffloadedActivations,
-    count_offloaded_modules,
-)
+from moewright.cost.activations import ActivationPolicies, OffloadedActivations
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.elementwise import DEDUP_DISPATCHERS
 from moewright.cost.estimate import expected_symbols
@@ -59,9 +55,6 @@ class ScreeningTimes:
         distinct = list(dict.fromkeys(alike))
         self.replays = tuple(policies.each[alike.index(replay)] for replay in distinct)
         self.replay_of_policy = np.array([distinct.index(replay) for replay in alike])
-        self._modules = np.array(
-            [count_offloaded_modules(policy.offload) for policy in policies.each]
-        )
         self.model_counts = self._count_model()
         self._known: dict[tuple[object, ...], Pricer] = {}
         self._context: dict[tuple[object, ...], CpComm] = {}
@@ -109,7 +102,9 @@ class ScreeningTimes:
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
         }
         sent = {
-            kind: OffloadedActivations(bytes=by_experts[kind.is_moe], modules=self._modules)
+            kind: OffloadedActivations(
+                bytes=by_experts[kind.is_moe], modules=self.policies.offloaded_modules
+            )
             for kind in self.parts.kinds
         }
         return GroupTimes(self, cut, sent)
